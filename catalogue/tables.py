@@ -90,6 +90,7 @@ class WorkerRow(Row, frozen=True, kw_only=True, gc=False):
     device: Annotated[str, "what it computes on"]
     dtype: Annotated[str, "and in which numbers"]
     reward_digest: Annotated[str, "sha256 of the code of its reward; empty: not known"]
+    template_digest: Annotated[str, "sha256 of how messages become tokens; empty: it has none"]
     host: Annotated[str, "machine"]
     pid: Annotated[Small, "process there"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -38,10 +39,12 @@ from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.local_roles import with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
+from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
+from dora_pipe.producers.worker.chats import digest_of, recorded_chats
 from dora_pipe.producers.worker.role import task_ports, worker_config
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.trajectory import Trajectory
@@ -141,9 +144,10 @@ def replay_trajectories(
     config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
-    params = params_by_source(config, tokenizer.stop_ids)
     found: list[Regenerated] = []
     with closing(run.tables()) as tables:
+        chats = _chats(tables, config, started, assets, tokenizer)
+        params = params_by_source(config, tokenizer.stop_ids, chats)
         names = chosen(tables, wanted, random, seed)
         for name, some in engines_of(run.bus, run.topics, tables, names).items():
             own = with_engine(config, name or config.workers.engine)
@@ -167,6 +171,17 @@ def replay_trajectories(
     say(f"{equal} of {len(found)} trajectories bit-equal, {tokens} sampled tokens")
     for one in found:
         raise_if_different(one)
+
+
+def _chats(
+    tables: Catalogue, config: Config, started: RunStarted, assets: Path, tokenizer: Tokenizer
+) -> dict[str, Chat]:
+    """The chats that workers of the run had, by source; none where its prompts are text."""
+    digests = {one for (one,) in tables.query("select template_digest from workers")} - {""}
+    chats = recorded_chats(config, started.at_ns, assets, tokenizer, digests)
+    if chats:
+        _say_other_code("chat's rendering", digests, digest_of(chats))
+    return chats
 
 
 def chosen(tables: Catalogue, wanted: Sequence[str], random: int, seed: int) -> list[str]:
@@ -296,20 +311,22 @@ def replay_rewards(
         asked = COUNTS if names is None else f"{COUNTS} and trajectory_id in (select unnest(?))"
         left = logged_records(tables, asked, [] if names is None else [names])
         digests = {one for (one,) in tables.query("select reward_digest from workers")}
-    config = worker_config(started, run.config)
-    tokenizer = Tokenizer(run.policies.assets(started.assets_digest))
+        config = worker_config(started, run.config)
+        assets = run.policies.assets(started.assets_digest)
+        tokenizer = Tokenizer(assets)
+        chats = _chats(tables, config, started, assets, tokenizer)
     with ExitStack() as stack:
         pools = [(one, stack.enter_context(TaskPool(one.task))) for one in served(config)]
         facts = [pool.wait() for _, pool in pools]
         for (one, _), its in zip(pools, facts, strict=True):
             check_data(its, started, one.sources)
-        _say_other_code(digests, reward_digest_of(facts))
+        _say_other_code("reward's code", digests, reward_digest_of(facts))
         damage = Damage()
         again = rescore(
-            task_ports(pools, tokenizer),
+            task_ports(pools, tokenizer, chats),
             _trajectories(run, left, damage),
             clock=SystemClock(),
-            stopped=_stopped(config, tokenizer),
+            stopped=_stopped(config, tokenizer, chats),
         )
         first = _report(again, as_json=as_json, every=names is not None)
     raise_if_damaged(damage, ", and not asked for")
@@ -361,23 +378,25 @@ def _trajectories(
     damage.look_for_the_rest(left)
 
 
-def _say_other_code(digests: set[str], here: str) -> None:
-    """Another reward's code than workers had explains what differs; it is said first."""
+def _say_other_code(what: str, digests: set[str], here: str) -> None:
+    """Another one than workers had explains what differs; it is said first."""
     for digest in sorted(digests - {here}):
         then, now = digest[:12] or "unknown", here[:12] or "unknown"
-        say(f"the reward's code is another one here ({now}) than workers of the run had ({then})")
+        say(f"the {what} is another one here ({now}) than workers of the run had ({then})")
 
 
-def _stopped(config: Config, tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
+def _stopped(
+    config: Config, tokenizer: Tokenizer, chats: Mapping[str, Chat]
+) -> Callable[[Sequence[int]], bool]:
     """Whether a turn ended by a stop token or a stop string."""
     samplings = (config.sampling, *(one.sampling for one in config.evaluations))
     texts = tuple(text for one in samplings for text in one.stop if text)
 
+    stop_ids = set(tokenizer.stop_ids).union(*(one.stop_ids for one in chats.values()))
+
     def stopped(ids: Sequence[int]) -> bool:
         if not ids:
             return False
-        return ids[-1] in tokenizer.stop_ids or (
-            bool(texts) and tokenizer.full_text(ids).endswith(texts)
-        )
+        return ids[-1] in stop_ids or (bool(texts) and tokenizer.full_text(ids).endswith(texts))
 
     return stopped

@@ -39,6 +39,7 @@ __all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config", "
 
 PATH_KEYS: Final = (
     "model.path",
+    "model.chat_template",
     "task.data",
     "task.eval_data",
     "task.directory",

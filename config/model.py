@@ -52,6 +52,9 @@ class Model(Section, frozen=True, kw_only=True):
     """A Hugging Face causal LM directory: config.json, *.safetensors, tokenizer files."""
     dtype: Literal["float32"] = "float32"
     """Of weights and computation."""
+    chat_template: str = ""
+    """A file with the Jinja template for prompts that are messages, in place of the model's own; it
+    is read when the run starts."""
 
 
 class RewardUse(Section, frozen=True, kw_only=True):
@@ -134,6 +137,17 @@ class Task(Section, frozen=True, kw_only=True):
     """How control tokens that are written in prompts and observations are encoded: as the text that
     they are, or as the tokenizer's own tokens, which lets any text of the data or of a tool end a
     turn or begin another's. See docs/tasks.md."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Handed to the chat template by name, such as `enable_thinking`."""
+    renderer: str = "auto"
+    """What renders messages: `template`, the model's own; a family of the package `renderers`, such
+    as `qwen3`; `auto`: the template unless it rewrites its history, then the family that fits."""
+    tool_parser: str = "auto"
+    """How calls are read in a turn: `hermes`, `xml`, `llama`, `glm`, `pythonic`, `module:function`
+    (text to `Turn`), or `auto`: as the template writes them."""
+    rewritten_history: Literal["refuse", "keep"] = "refuse"
+    """Where a chat template writes earlier turns otherwise once others follow (drops thoughts):
+    refuse a run of several turns, or keep what was sampled."""
 
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import importlib.util
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -44,6 +45,7 @@ from dora_pipe.launch.run_dir import (
 from dora_pipe.observe.lineage import newest_version, policy_after
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.snapshots import candidates
+from dora_pipe.producers.chat.template import FILE, Template, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
 from dora_pipe.producers.tasks.pool import survey
@@ -62,7 +64,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from dora_pipe.store.adapters import base_of, read_adapter, write_merged
-from dora_pipe.store.model_dir import import_model, read_config
+from dora_pipe.store.model_dir import asset_files, import_model, read_config
 from dora_pipe.store.safetensors_file import refuse_non_finite_file
 from dora_pipe.store.store import PolicyStore, as_store
 
@@ -298,6 +300,8 @@ def run_started(
     """
     store = as_store(store)
     manifest, assets = policy or import_model(store, Path(config.model.path))
+    if config.model.chat_template:
+        assets = _with_template(store, assets, Path(config.model.chat_template))
     data = data_of(config)
     first = data[source_of("train", config.task.name)]
     evaluated = data[source_of("eval", config.evaluation.name)]
@@ -333,6 +337,15 @@ def data_of(config: Config) -> dict[str, DataSet]:
                 name = f" of {pool.task.name}" if pool.task.name else ""
                 raise ConfigError(f"the training data{name} has no rows", hint="see task.data")
     return found
+
+
+def _with_template(store: PolicyStore, assets: str, template: Path) -> str:
+    """The digest of these assets with this chat template in place of theirs. Raises PolicyError."""
+    Template(read_template(template), values={}, now_ns=0)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(shutil.copyfile(template, Path(folder, FILE)))
+        others = [one for one in asset_files(store.assets(assets)) if one.name != FILE]
+        return store.publish_assets(sorted([*others, file], key=lambda one: one.name))
 
 
 def resume_commands(stored: Config, wanted: Config) -> list[bytes]:

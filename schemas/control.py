@@ -138,6 +138,8 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     versions_resident: int = 1
     """Versions that it can host at the same time; more than one only where a version is an adapter
     on weights that all share."""
+    template_digest: str = ""
+    """Of how messages become token ids and turns are read; empty: its prompts are text."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):

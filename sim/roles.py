@@ -245,7 +245,7 @@ def _worker_setup(
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
         digests={source: one.digest for source, one in data_of(config).items()},
-        params=params_by_source(config, made.stop_ids),
+        params=params_by_source(config, made.stop_ids, {}),
         versions_resident=made.engine.versions_resident,
     )
 

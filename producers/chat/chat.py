@@ -21,7 +21,7 @@ import msgspec
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
 from dora_pipe.producers.chat.derived import Derived, Tools, closers
 from dora_pipe.producers.chat.dialect import Message, learn
-from dora_pipe.producers.chat.parsers import MARKERS, Parser, open_parser
+from dora_pipe.producers.chat.parsers import MARKERS, PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template import Template, find_templates, special_tokens
@@ -106,12 +106,14 @@ class Chat:
 
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
         """A conversation, its prompt rendered. Raises TaskError where the template refuses it."""
+        if tools and self._typed is None and not self.derived.dialect.tools:
+            raise TaskError("the model's chat template shows no tools")
         return Conversation(self, self.renders.prompt(messages, tools), messages, tools)
 
     def training_ids(
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation as a run would have it, and a mask of 1 where the assistant
+        """Token ids of a conversation as a run has it, and a mask of 1 where the assistant
         speaks, the token that ends its turn included. Raises TaskError."""
         if not any(one.get("role") == "assistant" for one in messages):
             raise TaskError("the conversation has no turn of the assistant")
@@ -122,13 +124,19 @@ class Chat:
             mask += [int(spoken)] * (end - len(mask))
         return ids, mask
 
-    def check(self, *, several_turns: bool) -> None:
-        """Raises ConfigError where a run of several turns has no bridge between them."""
+    def check(self, *, several_turns: bool, tools: bool = False) -> None:
+        """Raises ConfigError where a run of several turns has no bridge between them, or one with
+        tools has nothing that reads their calls."""
         if several_turns and self.flaw:
             raise ConfigError(
                 f"the chat template has no bridge between turns: {self.flaw}",
                 hint='task.rewritten_history = "keep" lets what was sampled stay as it is;'
                 " task.renderer names a family of the package renderers",
+            )
+        if tools and self._parser is none and self._typed is None:
+            raise ConfigError(
+                "the task has tools, but nothing here reads the calls of this chat template",
+                hint=f"task.tool_parser: {', '.join(PARSERS)}, or module:function of your own",
             )
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
@@ -148,9 +156,9 @@ class Chat:
 
 
 class Conversation:
-    """One conversation on its way: `prompt_ids`, then for every turn `turn` and `bridge`.
+    """One conversation on its way: `prompt_ids`, then for every turn `say` and `answered`.
 
-    Example: ``talk.turn(ids).tool_calls``, then ``talk.bridge(ids, [{"role": "tool", ...}])``.
+    Example: ``talk.say(ids).tool_calls``, then ``talk.answered([{"role": "tool", ...}])``.
     """
 
     def __init__(
@@ -158,46 +166,52 @@ class Conversation:
     ) -> None:
         self._chat = chat
         self._tools = tools
-        self._ids = prompt_ids
-        self._messages = list(messages)
-        self.prompt_ids = tuple(prompt_ids)
+        self._ids = list(prompt_ids)
+        self._messages = [dict(one) for one in messages]
+        self._sampled: Sequence[int] = ()
+        self.prompt_ids = prompt_ids
         """Token ids up to where the model first speaks."""
         self.turns = 0
-        """Turns of the model that have been answered."""
+        """Turns of the model so far."""
+        self.text = ""
+        """What the last of them says, without thoughts and calls."""
 
-    def turn(self, ids: Sequence[int]) -> Turn:
-        """What a sampled turn says, the next one; its calls have ids of their own."""
+    def say(self, ids: Sequence[int]) -> Turn:
+        """The model has sampled a turn. What it says; its calls have ids of their own."""
         said = self._chat.parse(ids, self._ids, self._tools)
         start = sum(len(one.get("tool_calls", ())) for one in self._messages)
         calls = [
             one if one.id else msgspec.structs.replace(one, id=f"call{start + place:05}")
             for place, one in enumerate(said.tool_calls)
         ]
-        return msgspec.structs.replace(said, tool_calls=tuple(calls))
-
-    def bridge(
-        self, ids: Sequence[int], new: Sequence[Message], *, generate: bool = True
-    ) -> list[int]:
-        """The ids that come behind a sampled turn: of the new messages and, with `generate`, of
-        what stands before the next turn. Raises TaskError where there are none."""
-        said = self.turn(ids).message()
-        found = self._chat.renders.bridge(
-            self._messages,
-            said,
-            new,
-            self._tools,
-            before=self._ids,
-            sampled=ids,
-            generate=generate,
-        )
-        self._ids += [*ids, *found]
-        self._messages += [said, *new]
+        said = msgspec.structs.replace(said, tool_calls=tuple(calls))
+        self._sampled = ids
+        self._messages.append(said.message())
         self.turns += 1
+        self.text = said.text
+        return said
+
+    def answered(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
+        """The bridge: the ids behind the last turn, of the messages that answer it and, to `go_on`,
+        of what stands before the next one. Raises TaskError where the template has none."""
+        found: list[int] = []
+        if new or go_on:
+            found = self._chat.renders.bridge(
+                self._messages[:-1],
+                self._messages[-1],
+                new,
+                self._tools,
+                before=self._ids,
+                sampled=self._sampled,
+                generate=go_on,
+            )
+        self._ids += [*self._sampled, *found]
+        self._messages += [dict(one) for one in new]
         return found
 
-    def messages(self, last: Sequence[int] | None) -> list[Message]:
-        """The whole conversation, and behind it a turn that nobody has answered."""
-        return [*self._messages, *([] if last is None else [self.turn(last).message()])]
+    def messages(self) -> tuple[dict[str, Any], ...]:
+        """The whole conversation, all turns and answers included."""
+        return tuple(self._messages)
 
 
 def _derived(

@@ -10,10 +10,10 @@ from typing import Any, Final, Literal
 
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.producers.chat.template import Template
+from dora_pipe.producers.tasks.messages import ROLES
 
 Message = Mapping[str, Any]
 
-ROLES: Final = ("system", "user", "assistant", "tool")
 
 _USER: Final = {"role": "user", "content": "quorl"}
 _ANSWER: Final = {"role": "assistant", "content": "blint"}
@@ -49,6 +49,8 @@ class Dialect:
     reasoning: str = ""
     """The key of an assistant's thoughts; empty: they are not rendered."""
     system: bool = False
+    developer: bool = False
+    """Else a developer's messages are a system's."""
     tools: bool = False
     calls: bool = False
     results: bool = False
@@ -65,6 +67,8 @@ class Dialect:
         role, content = one.get("role"), text_of(one.get("content"))
         if role not in ROLES:
             raise TaskError(f"a message has the role {role!r}", hint=f"roles: {', '.join(ROLES)}")
+        if role == "developer" and not self.developer:
+            role = "system"
         if role == "system" and not self.system:
             raise TaskError("the model's chat template shows no system message")
         if role == "tool" and not self.results:
@@ -74,6 +78,7 @@ class Dialect:
             for key, value in one.items()
             if key not in ("content", "reasoning_content", "tool_calls")
         }
+        said["role"] = role
         said["content"] = content if self.content == "text" else _parts(content)
         if one.get("reasoning_content") and self.reasoning:
             said[self.reasoning] = one["reasoning_content"]
@@ -126,9 +131,12 @@ def learn(template: Template, tool_template: Template) -> Dialect:
     )
     if dialect is None:
         raise PolicyError("the chat template shows no message of a user and no answer to it")
-    system = [{"role": "system", "content": "molpy"}, _USER]
-    if _shows(template, replace(dialect, system=True), system, "molpy"):
-        dialect = replace(dialect, system=True)
+    both = replace(dialect, system=True, developer=True)
+    system, developer = (
+        _shows(template, both, [{"role": role, "content": "molpy"}, _USER], "molpy")
+        for role in ("system", "developer")
+    )
+    dialect = replace(dialect, system=system, developer=developer)
     return _with_tools(tool_template, _with_reasoning(template, dialect))
 
 

@@ -69,8 +69,8 @@ def find_templates(assets: Path) -> Templates | None:
         elif isinstance(value, dict):
             found |= value
     file = assets / FILE
-    if file.is_file():
-        found["default"] = read_template(file)
+    if file.is_file():  # It goes before all that stands in the configs.
+        found = {"default": read_template(file)}
     for more in sorted((assets / _OTHERS).glob("*.jinja")):
         found[more.stem] = read_template(more)
     return Templates(found) if found else None

@@ -25,11 +25,12 @@ from dora_pipe.core.errors import (
     BusError,
     DoraError,
     InvariantBroken,
+    PolicyError,
     ResourceError,
-    TaskError,
     reason,
 )
 from dora_pipe.core.runtime import Meter
+from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
@@ -274,19 +275,25 @@ class TextCodec(Protocol):
 
 
 class TaskPort:
-    """Text on one side, token ids on the other: prompts, environments and rewards."""
+    """Text or messages on one side, token ids on the other: prompts, environments and rewards.
+
+    A request whose prompt is messages has a conversation until its reward is asked for, or it is
+    forgotten, failed or lost; one that begins again begins another.
+    """
 
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, Forget)
 
-    def __init__(self, tasks: Tasks, texts: TextCodec) -> None:
+    def __init__(self, tasks: Tasks, texts: TextCodec, chat: Chat | None = None) -> None:
         self._tasks = tasks
         self._texts = texts
+        self._chat = chat
+        self._talks: dict[str, Conversation] = {}
         self._failures: list[Any] = []
         self._handlers: Handlers = {
             PromptCall: Handler(do=self._pass_on, failed=self._failed),
             EnvStep: Handler(do=self._step, failed=self._failed),
             RewardCall: Handler(do=self._score, failed=self._failed),
-            Forget: Handler(do=self._pass_on, failed=unanswered),
+            Forget: Handler(do=self._forget, failed=unanswered),
         }
 
     def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
@@ -310,25 +317,41 @@ class TaskPort:
         """Stop the pool."""
         self._tasks.close()
 
-    def _pass_on(self, effect: PromptCall | Forget) -> Iterator[Any]:
+    def _pass_on(self, effect: PromptCall) -> Iterator[Any]:
+        self._tasks.start(effect)
+        yield from ()
+
+    def _forget(self, effect: Forget) -> Iterator[Any]:
+        self._talks.pop(effect.request, None)
         self._tasks.start(effect)
         yield from ()
 
     def _step(self, effect: EnvStep) -> Iterator[Any]:
-        text = self._texts.text(effect.token_ids)
-        self._tasks.start(calls.EnvStep(request=effect.request, turn=Turn(text=text)))
+        talk = self._talks.get(effect.request)
+        if talk is None:
+            turn = Turn(text=self._texts.text(effect.token_ids))
+        else:
+            turn = talk.say(effect.token_ids)
+        self._tasks.start(calls.EnvStep(request=effect.request, turn=turn))
         yield from ()
 
     def _score(self, effect: RewardCall) -> Iterator[Any]:
+        talk = self._talks.pop(effect.request, None)
+        messages: tuple[dict[str, Any], ...] = ()
         answer = self._texts.text(effect.answer)
         single = len(effect.turns) == 1
         turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
+        if talk is not None:
+            if (len(effect.turns) + 1) // 2 > talk.turns:  # Nobody has answered the last one.
+                talk.say(effect.answer)
+            answer, messages = talk.text, talk.messages()
         call = calls.RewardCall(
             request=effect.request,
             split=effect.split,
             index=effect.index,
             text=answer,
             turns=turns,
+            messages=messages,
         )
         self._tasks.start(call)
         yield from ()
@@ -341,21 +364,37 @@ class TaskPort:
         return [*forgotten, failed]
 
     def _translated(self, event: TaskEvent) -> Iterator[Any]:
-        if isinstance(event, calls.PromptReady | calls.EnvObserved) and event.messages:
-            raise TaskError("messages need a chat template", hint="give texts")
         if isinstance(event, calls.PromptReady):
-            ids = self._texts.prompt_ids(event.text)
+            ids = self._prompt_ids(event)
             yield PromptReady(request=event.request, token_ids=ids, episode=event.episode)
         elif isinstance(event, calls.EnvObserved):
             yield EnvObserved(
                 request=event.request,
-                token_ids=self._texts.ids(event.text),
+                token_ids=self._observed_ids(event),
                 done=event.done,
                 tool=event.tool,
                 ok=event.ok,
             )
         else:
+            self._talks.pop(event.request, None)
             yield event
+
+    def _prompt_ids(self, event: calls.PromptReady) -> Sequence[int]:
+        self._talks.pop(event.request, None)
+        if not event.messages:
+            return self._texts.prompt_ids(event.text)
+        if self._chat is None:
+            raise PolicyError("the prompt is messages, but the model has no chat template")
+        self._chat.check(several_turns=event.episode)
+        talk = self._talks[event.request] = self._chat.start(event.messages, event.tools)
+        return talk.prompt_ids
+
+    def _observed_ids(self, event: calls.EnvObserved) -> list[int]:
+        talk = self._talks.get(event.request)
+        if talk is None:
+            return self._texts.ids(event.text)
+        said = [{"role": "user", "content": event.text}] if event.text else []
+        return talk.answered(event.messages or said, go_on=not event.done)
 
 
 class TaskPorts:

@@ -1,7 +1,8 @@
 """The worker as a role: decides when it may join, and whether it joins again after a fence.
 
-1. Wait for `run started`. 2. Open the task's processes, the tokenizer and the engine; a data set or
-model directory of other digests is refused. 3. Append `worker joined`: its offset is the role
+1. Wait for `run started`. 2. Open the task's processes, the tokenizer, the engine and,
+where prompts are messages, the chat template; a data set or model directory of other digests is
+refused. 3. Append `worker joined`: its offset is the role
 epoch. 4. Tick until the machine is finished. 5. Fenced (it was stopped beyond its lease, say): all
 is closed and it joins again under a new epoch, with fresh processes and engine but torch imported.
 If another process has joined under its name meanwhile, it ends: two fence each other for ever.
@@ -13,7 +14,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from dora_pipe import __version__
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.config import model
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.several import Served, served, with_tasks_of
+from dora_pipe.config.several import served, with_tasks_of
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import (
     ConfigError,
@@ -40,6 +41,7 @@ from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
 from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
@@ -47,6 +49,7 @@ from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
+from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
 from dora_pipe.producers.worker.ports import (
@@ -69,8 +72,6 @@ LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
 
-Pools = Sequence[tuple[Served, TaskPool]]
-"""The task processes of a worker, and what they serve."""
 
 REJOINS_MAX: Final = 8
 """Fences that a process survives; a worker that is fenced more often than that is not well."""
@@ -172,13 +173,18 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
     )
 
 
-def params_by_source(config: model.Config, stop_ids: tuple[int, ...]) -> dict[str, SamplingParams]:
-    """How each source (`GroupSpec.source`) is sampled."""
-    train = sampling_params(config.sampling, stop_ids)
-    return {source_of("train", one.name): train for one in config.tasks} | {
-        source_of("eval", one.name): sampling_params(one.sampling, stop_ids)
-        for one in config.evaluations
-    }
+def params_by_source(
+    config: model.Config, stop_ids: tuple[int, ...], chats: Mapping[str, Chat]
+) -> dict[str, SamplingParams]:
+    """How each source (`GroupSpec.source`) is sampled: where it has a chat, that ends its turns."""
+
+    def params(source: str, sampling: model.Sampling) -> SamplingParams:
+        chat = chats.get(source)
+        return sampling_params(sampling, stop_ids if chat is None else chat.stop_ids)
+
+    train = [(source_of("train", one.name), config.sampling) for one in config.tasks]
+    apart = [(source_of("eval", one.name), one.sampling) for one in config.evaluations]
+    return {source: params(source, sampling) for source, sampling in (*train, *apart)}
 
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
@@ -217,24 +223,27 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         facts = _checked_facts(here, pools)
         if not facts:
             return -1, "left"
+        chats = chats_of(pools, here.run.at_ns, assets, tokenizer, stop=here.stop)
         writer = stack.enter_context(closing(here.bus.writer()))
         decisions_from = here.bus.end(TopicPartition(here.topics.decisions, 0))
         if run_is_over(here.bus, here.topics, decisions_from, here.clock):
             LOG.info("worker %s: run %s is over", here.name, here.topics.run)
             return -1, "left"
-        joined = _joined(here, engine, facts)
+        joined = _joined(here, engine, facts, digest_of(chats))
         instances.add(joined.instance)
         epoch = _join(here, writer, joined)
         LOG.info("worker %s joined, role epoch %d", here.name, epoch)
-        setup = _setup(here, engine, tokenizer, facts, epoch, decisions_from)
-        return epoch, _serve(here, setup, writer, engine, task_ports(pools, tokenizer))
+        params = params_by_source(here.config, tokenizer.stop_ids, chats)
+        setup = _setup(here, engine, params, facts, epoch, decisions_from)
+        return epoch, _serve(here, setup, writer, engine, task_ports(pools, tokenizer, chats))
 
 
-def task_ports(pools: Pools, tokenizer: Tokenizer) -> TaskPorts:
+def task_ports(pools: Pools, tokenizer: Tokenizer, chats: Mapping[str, Chat]) -> TaskPorts:
     """The ports of the tasks, each with its own rule for control tokens in texts."""
     ports: dict[str, TaskPort] = {}
     for one, pool in pools:
-        port = TaskPort(pool, tokenizer.reading(one.task.special_tokens))
+        chat = chats.get(one.sources[0])
+        port = TaskPort(pool, tokenizer.reading(one.task.special_tokens), chat)
         ports |= dict.fromkeys(one.sources, port)
     return TaskPorts(ports)
 
@@ -273,7 +282,7 @@ def _serve(
 def _setup(
     here: _Worker,
     engine: Engine,
-    tokenizer: Tokenizer,
+    params: Mapping[str, SamplingParams],
     facts: Mapping[str, TaskFacts],
     epoch: int,
     decisions_from: int,
@@ -295,7 +304,7 @@ def _setup(
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
         digests={source: one.data(source).digest for source, one in facts.items()},
-        params=params_by_source(config, tokenizer.stop_ids),
+        params=params,
         interruptible=config.staleness.interruptible,
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
@@ -356,7 +365,9 @@ def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
 # Joining
 
 
-def _joined(here: _Worker, engine: Engine, facts: Mapping[str, TaskFacts]) -> WorkerJoined:
+def _joined(
+    here: _Worker, engine: Engine, facts: Mapping[str, TaskFacts], template_digest: str
+) -> WorkerJoined:
     single_turn = all(one.single_turn for one in facts.values())
     return WorkerJoined(
         at_ns=here.clock.wall_ns(),
@@ -376,6 +387,7 @@ def _joined(here: _Worker, engine: Engine, facts: Mapping[str, TaskFacts]) -> Wo
         reward_digest=reward_digest_of(facts.values()),
         package=__version__,
         versions_resident=engine.versions_resident,
+        template_digest=template_digest,
     )
 
 

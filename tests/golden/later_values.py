@@ -111,3 +111,8 @@ NAMED_TRAJECTORY = replace(
     meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, task="add", evaluation="hard"),
 )
 """Of an evaluation with a name."""
+
+JOINED_CHAT = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), template_digest=SHA256
+)
+"""A worker of a run whose prompts are messages."""

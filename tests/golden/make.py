@@ -81,6 +81,7 @@ def files() -> dict[str, bytes]:
         "control/step-committed-dropped.json": encode(values.COMMITTED_DROPPED),
         "control/request-released-peer.json": encode(values.RELEASED_PEER),
         "control/worker-joined-several.json": encode(values.JOINED_SEVERAL),
+        "control/worker-joined-chat.json": encode(later_values.JOINED_CHAT),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "decisions/round.json": encode(values.ROUND),
         "decisions/round-pins.json": encode(values.ROUND_PINS),

@@ -202,6 +202,7 @@ COMMON = {
     "started": "It got a slot.",
     "step": "The training step.",
     "Lineage.step": "Steps that were committed there.",
+    "template_digest": "Of how messages become token ids and turns are read; empty: not at all.",
     "tensors": "Every tensor.",
     "times": "When things happened.",
     "token_ids": "Tokens as sampled, never tokenised again.",

@@ -69,7 +69,11 @@ def test_shown_configuration_has_every_key_under_its_meaning() -> None:
     assert "# in_flight_batches =\n" in shown
     assert "# Siblings per group. (frozen)\nsize = 8\n" in shown
     names = {line.split(" =")[0].lstrip("# ") for line in shown.splitlines() if " =" in line}
-    assert {key.rpartition(".")[2] for key in leaves(SMALL)} - {"options", "columns"} <= names
+    assert {key.rpartition(".")[2] for key in leaves(SMALL)} - {
+        "options",
+        "columns",
+        "chat_template_kwargs",
+    } <= names
 
 
 def test_value_that_toml_cannot_say_is_refused() -> None:

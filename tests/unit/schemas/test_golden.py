@@ -32,6 +32,7 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("control/request-released-peer", control.decode_control, values.RELEASED_PEER),
     ("decisions/round", rounds.decode_round, values.ROUND),
     ("control/worker-joined-several", control.decode_control, values.JOINED_SEVERAL),
+    ("control/worker-joined-chat", control.decode_control, later_values.JOINED_CHAT),
     ("decisions/round-pins", rounds.decode_round, values.ROUND_PINS),
     ("decisions/round-drops", rounds.decode_round, values.ROUND_DROPS),
     ("decisions/round-halt", rounds.decode_round, later_values.ROUND_HALT),
@@ -120,6 +121,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.STATUS_SINCE,
         later_values.STARTED_SEVERAL,
         later_values.ROUND_NAMED,
+        later_values.JOINED_CHAT,
     )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)

@@ -1,0 +1,132 @@
+"""The chats of a run, where prompts are messages; decides that by the first row of each task."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.config.model import Config, Task
+from dora_pipe.config.several import Served, served
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.chat.chat import Chat, ChatOptions
+from dora_pipe.producers.chat.template import find_templates
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Split
+from dora_pipe.schemas.wire import sha256_hex
+
+POLL_S: Final = 0.25
+
+_FIRST: Final = "first-prompt"
+"""A request that no trajectory has the name of."""
+
+Pools = Sequence[tuple[Served, TaskPool]]
+"""What is served, each with its pool."""
+
+
+def chats_of(
+    pools: Pools,
+    started_ns: int,
+    assets: Path,
+    tokenizer: Tokenizer,
+    *,
+    stop: Callable[[], bool],
+) -> dict[str, Chat]:
+    """The chat of every source whose prompts are messages; the pools have opened their tasks.
+
+    Raises ConfigError or PolicyError where the model has no chat template, or one that does not do
+    for the task. `started_ns` is the wall clock of `run started`.
+    """
+    found: dict[str, Chat] = {}
+    for one, pool in pools:
+        chat = _chat_of(one, pool, started_ns, assets, tokenizer, stop)
+        if chat is not None:
+            found |= dict.fromkeys(one.sources, chat)
+    return found
+
+
+def recorded_chats(
+    config: Config,
+    started_ns: int,
+    assets: Path,
+    tokenizer: Tokenizer,
+    digests: Collection[str],
+) -> dict[str, Chat]:
+    """The chats that workers of a run had, by source: those of the most tasks that together have
+    a digest which was logged; of all tasks where there is none. No digest: no chat."""
+    if not digests:
+        return {}
+    opened = [
+        dict.fromkeys(one.sources, Chat.open(assets, tokenizer, _options(one.task, started_ns)))
+        for one in served(config)
+    ]
+    for size in range(len(opened), 0, -1):
+        for some in itertools.combinations(opened, size):
+            chats = _joined(some)
+            if digest_of(chats) in digests:
+                return chats
+    return _joined(opened)
+
+
+def _joined(chats: Sequence[Mapping[str, Chat]]) -> dict[str, Chat]:
+    return {source: chat for one in chats for source, chat in one.items()}
+
+
+def digest_of(chats: Mapping[str, Chat]) -> str:
+    """Of all chats of a run; that of the chat where there is one, empty without any."""
+    digests = list(dict.fromkeys(one.digest for one in chats.values()))
+    if len(digests) <= 1:
+        return "".join(digests)
+    return sha256_hex("\n".join(digests).encode())
+
+
+def _options(task: Task, started_ns: int) -> ChatOptions:
+    return ChatOptions(
+        kwargs=task.chat_template_kwargs,
+        renderer=task.renderer,
+        tool_parser=task.tool_parser,
+        rewritten_history=task.rewritten_history,
+        parse=task.special_tokens == "parse",
+        directory=task.directory,
+        now_ns=started_ns,
+    )
+
+
+def _chat_of(
+    one: Served,
+    pool: TaskPool,
+    started_ns: int,
+    assets: Path,
+    tokenizer: Tokenizer,
+    stop: Callable[[], bool],
+) -> Chat | None:
+    split: Split = "train" if one.sources[0].startswith("train") else "eval"
+    ready = _first_prompt(pool, split, assets, stop)
+    if ready is None or not ready.messages:
+        return None
+    chat = Chat.open(assets, tokenizer, _options(one.task, started_ns))
+    chat.check(several_turns=ready.episode, tools=bool(ready.tools))
+    try:
+        chat.start(ready.messages, ready.tools)
+    except TaskError as error:
+        raise ConfigError(f"the first row's prompt: {error.message}", hint=error.hint) from None
+    return chat
+
+
+def _first_prompt(
+    pool: TaskPool, split: Split, assets: Path, stop: Callable[[], bool]
+) -> PromptReady | None:
+    """The prompt of the first row; None where it has none, or where it is not worth an episode."""
+    assert pool.facts is not None
+    if not pool.facts.single_turn and find_templates(assets) is None:
+        return None
+    pool.start(PromptCall(request=_FIRST, split=split, index=0))
+    while not stop():
+        for event in pool.poll(POLL_S):
+            if event.request == _FIRST:
+                pool.start(Forget(request=_FIRST))
+                return event if isinstance(event, PromptReady) else None
+    return None

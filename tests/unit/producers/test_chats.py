@@ -1,0 +1,156 @@
+"""Which tasks of a run have a chat, what is refused at the start, and what the log knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config.model import Task
+from dora_pipe.config.several import Served, served
+from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.producers.chat.chat import Chat
+from dora_pipe.producers.chat.dialect import PROBE_TOOL
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    PromptCall,
+    PromptReady,
+    TaskFacts,
+    TaskFailed,
+)
+from dora_pipe.producers.worker import effects
+from dora_pipe.producers.worker.chats import chats_of, digest_of, recorded_chats
+from dora_pipe.producers.worker.ports import TaskPort
+from tests.support.chat_models import CHATML, write_chat_model
+from tests.support.cluster import make_config
+from tests.support.inline_tasks import InlineTasks
+
+ASKED = ({"role": "user", "content": "1+2?"},)
+SYSTEM = ({"role": "system", "content": "Be brief."}, *ASKED)
+
+
+class Pool(InlineTasks):
+    """A pool whose task has this first prompt."""
+
+    def __init__(self, ready: dict[str, Any] | None, *, single_turn: bool = True) -> None:
+        made = None if ready is None else {"text": "", "episode": False, **ready}
+        super().__init__(
+            prompt=lambda call: (
+                TaskFailed(request=call.request, error="KeyError", message="'x'")
+                if made is None
+                else PromptReady(request=call.request, **made)
+            )
+        )
+        digest = "d" * 64
+        self.facts = TaskFacts(
+            train_digest=digest,
+            train_rows=1,
+            eval_digest=digest,
+            eval_rows=1,
+            reward_digest="",
+            single_turn=single_turn,
+        )
+
+    def poll(self, timeout_s: float = 0.0) -> Sequence[Any]:
+        return super().poll()
+
+
+def chats(folder: Path, pool: Pool, **task: Any) -> dict[str, Chat]:
+    one = Served(task=Task(kind="arithmetic", **task), sources=("train", "eval"))
+    pools: Any = [(one, pool)]
+    return chats_of(pools, 0, folder, Tokenizer(folder), stop=lambda: False)
+
+
+@pytest.mark.parametrize("ready", [{"text": "1+2="}, None])
+def test_a_task_whose_prompts_are_text_has_no_chat(
+    ready: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    pool = Pool(ready)
+    assert chats(write_chat_model(tmp_path, text=CHATML), pool) == {}
+    assert pool.forgotten == ["first-prompt"]
+    assert digest_of({}) == ""
+
+
+def test_no_episode_is_begun_for_a_model_without_a_template(tmp_path: Path) -> None:
+    write_chat_model(tmp_path, text=CHATML)
+    (tmp_path / "chat_template.jinja").unlink()
+    pool = Pool({"messages": ASKED, "episode": True}, single_turn=False)
+    assert chats(tmp_path, pool) == {} and pool.seen == []
+    with pytest.raises(PolicyError, match="no chat template"):
+        chats(tmp_path, Pool({"messages": ASKED}))
+
+
+@pytest.mark.parametrize(
+    ("name", "ready", "why"),
+    [
+        ("glm4moe", {"messages": ASKED, "episode": True}, "no bridge between turns: message 2"),
+        ("gemma", {"messages": SYSTEM}, "the first row's prompt: .* no system message"),
+        ("gemma", {"messages": ASKED, "tools": (PROBE_TOOL,)}, "nothing here reads the calls"),
+    ],
+)
+def test_a_template_that_does_not_do_for_a_task_is_refused(
+    name: str, ready: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        chats(write_chat_model(tmp_path, name), Pool(ready))
+
+
+def test_the_chats_of_a_run_are_known_again_by_their_digest(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
+    config = make_config()
+    tasks = [Task(kind="arithmetic", name=name, chat_template_kwargs={"x": name}) for name in "ab"]
+    several = msgspec.structs.replace(config, task=tasks[0], more_tasks=tuple(tasks[1:]))
+    sources = {source for one in served(several) for source in one.sources}
+    every = recorded_chats(several, 0, tmp_path, tokenizer, {"another"})
+    assert every.keys() == sources
+    (some,) = [one for one in every if one.startswith("train") and one.endswith("a")]
+    found = recorded_chats(several, 0, tmp_path, tokenizer, {every[some].digest})
+    assert some in found and len(found) < len(every)
+    assert digest_of(found) != digest_of(every) != ""
+    assert recorded_chats(several, 0, tmp_path, tokenizer, set()) == {}
+
+
+def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
+    pool = Pool({"messages": SYSTEM, "episode": True}, single_turn=False)
+    told = {"role": "user", "content": "Again."}
+    pool.step = lambda call: EnvObserved(
+        request=call.request, text="", messages=(told,), done=False, tool="", ok=True
+    )
+    port = TaskPort(pool, tokenizer, chats(tmp_path, pool)["train"])
+    (end,) = tokenizer.ids("x")[-1:]
+    port.start(PromptCall(request="r", split="train", index=0))
+    assert len(port.poll()) == 1
+    first, last = tokenizer.ids("three"), [*tokenizer.ids("3"), end]
+    port.start(effects.EnvStep(request="r", token_ids=first))
+    (seen,) = port.poll()
+    assert tokenizer.full_text(seen.token_ids) == (
+        "<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    asked = effects.RewardCall(
+        request="r", split="train", index=0, answer=last, turns=[first, seen.token_ids, last]
+    )
+    port.start(asked)
+    call = pool.seen[-1]
+    assert [one["content"] for one in call.messages] == [  # type: ignore[union-attr]
+        "Be brief.",
+        "1+2?",
+        "three",
+        "Again.",
+        "3x",
+    ]
+    port.poll()
+    port.start(effects.RewardCall(request="r", split="train", index=0, answer=last, turns=[last]))
+    assert pool.seen[-1].messages == ()  # type: ignore[union-attr]
+
+
+def test_messages_without_a_template_fail_their_request_alone(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
+    port = TaskPort(Pool({"messages": ASKED}), tokenizer)
+    port.start(PromptCall(request="r", split="train", index=0))
+    (failed,) = port.poll()
+    assert isinstance(failed, TaskFailed) and "no chat template" in failed.message

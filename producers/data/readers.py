@@ -147,7 +147,7 @@ def _table_rows(source: DataFile, kind: str, dropped: tuple[str, ...]) -> Iterat
 
     try:
         yield from _rows_in(str(source.path), _batches(source.path, kind, dropped), dropped)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         said = str(error).splitlines()
         raise TaskError(f"{source.path}: {said[0] if said else type(error).__name__}") from error
 

@@ -125,6 +125,19 @@ def test_bytes_of_any_type_are_refused(tmp_path: Path, kind: pa.DataType) -> Non
         of(tmp_path / "a.arrow")
 
 
+@pytest.mark.parametrize(
+    "column",
+    [pa.array([b"\xff"]).view(pa.string()), pa.array([2**60], pa.timestamp("us"))],
+    ids=["no UTF-8", "no year"],
+)
+def test_value_that_python_has_not_is_an_error_that_names_the_file(
+    tmp_path: Path, column: pa.Array
+) -> None:
+    pq.write_table(pa.table({"q": column}), tmp_path / "a.parquet")
+    with pytest.raises(TaskError, match=r"a\.parquet: "):
+        of(tmp_path / "a.parquet")
+
+
 def test_bytes_are_refused_by_their_column_and_can_be_left_out(tmp_path: Path) -> None:
     table = pa.table({"q": ["a"], "image": [{"bytes": b"\x89PNG", "path": "x.png"}]})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -168,6 +181,45 @@ def test_what_cannot_be_read_is_named_with_file_and_place(
         of(tmp_path / name)
     assert message in caught.value.message
     assert str(tmp_path / name) in caught.value.message
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.tsv.gz", "a.parquet"]),
+    st.sampled_from(
+        [b"", b"PAR1", b"ARROW1\0\0", b"\xff" * 4, b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"["]
+    ),
+    st.binary(max_size=60),
+)
+def test_any_bytes_are_rows_or_an_error_that_names_the_file(
+    name: str, head: bytes, rest: bytes
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(head + rest)
+        try:
+            assert len(of(path)) >= 0
+        except TaskError as error:
+            assert str(path) in error.message
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(TEXT)), st.data())
+def test_damaged_files_are_rows_or_an_error_that_names_the_file(
+    name: str, data: st.DataObject
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        TEXT[name](path, [{"prompt": "a" * 30, "answer": "b"}] * 20)
+        broken = path / "data-00000-of-00002.arrow" if path.is_dir() else path
+        content = bytearray(broken.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        broken.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+        try:
+            assert len(of(path)) >= 0
+        except TaskError as error:
+            assert str(path) in error.message
 
 
 @pytest.mark.parametrize(

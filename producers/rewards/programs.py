@@ -8,6 +8,7 @@ sets out to cheat them can. `docs/rewards.md` says what is isolated from what.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -117,10 +118,13 @@ class Programs:
         self._options = options
         self._patience_s = around.limit_s - options.wall_s - BESIDE_S
         self._room = asyncio.Semaphore(options.at_once)
-        if not self._is_isolated():
+        self._isolate = self._runs(isolate=True)
+        if not self._isolate:
             why = f"{where}: this kernel gives no namespaces: programs see files and network"
             if options.isolation == "required":
                 raise TaskError(why, hint="isolation = 'where-possible' runs them all the same")
+            if not self._runs(isolate=False):
+                raise TaskError(f"{where}: no program can be run here")
             sys.stderr.write(f"{why}\n")
 
     async def score(self, row: Row, text: str) -> Reward:
@@ -141,24 +145,24 @@ class Programs:
         token = secrets.token_hex(16)
         told = {"answer": program, "tests": tests, "token": token}
         run = Program(arguments=["-c", _HARNESS], stdin=msgspec.json.encode(told).decode())
-        ended = await self._ended(self._order([run], {}))
+        ended = await self._ended(self._order([run], {}, isolate=self._isolate))
         lines = {line for one in ended for line in one["output"].split("\n")}
         return sum(f"{token} {place}" in lines for place in range(len(tests)))
 
     async def _printed(self, program: str, tests: Sequence[Expected]) -> int:
         runs = [Program(arguments=["answer.py"], stdin=one.input) for one in tests]
-        ended = await self._ended(self._order(runs, {"answer.py": program}))
+        ended = await self._ended(self._order(runs, {"answer.py": program}, isolate=self._isolate))
         return sum(
             one["status"] == 0 and _lines(one["output"]) == _lines(test.output)
             for test, one in zip(tests, ended, strict=False)
         )
 
-    def _order(self, runs: list[Program], files: dict[str, str]) -> Order:
+    def _order(self, runs: list[Program], files: dict[str, str], *, isolate: bool) -> Order:
         limits = self._options
         return Order(
             runs=runs,
             files=files,
-            isolate=True,
+            isolate=isolate,
             stop=not limits.share,
             wall_s=limits.wall_s,
             cpu_s=limits.cpu_s,
@@ -174,9 +178,12 @@ class Programs:
         except TimeoutError:
             raise Retry(f"{self._options.at_once} programs run already (at_once)") from None
         try:
-            return await self._run(order)
+            ended = await self._run(order)
         finally:
             self._room.release()
+        if order["isolate"] and not ended[0]["isolated"]:
+            raise Retry("the kernel gave no namespaces this time")
+        return ended
 
     async def _run(self, order: Order) -> list[Ended]:
         directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
@@ -189,21 +196,26 @@ class Programs:
             finally:
                 if process.returncode is None:
                     process.terminate()  # It ends what it has started, then itself.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(process.wait(), BESIDE_S)
+                if process.returncode is None:
+                    process.kill()
                     await process.wait()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         return _read(said, process.returncode)
 
-    def _is_isolated(self) -> bool:
+    def _runs(self, *, isolate: bool) -> bool:
+        """Whether an empty program comes to its end so."""
         directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
         try:
-            order = self._order([Program(arguments=["-c", ""], stdin="")], {})
+            order = self._order([Program(arguments=["-c", ""], stdin="")], {}, isolate=isolate)
             done = subprocess.run(
                 _command(directory), input=msgspec.json.encode(order), capture_output=True
             )
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        return _read(done.stdout, done.returncode)[0]["isolated"]
+        return _read(done.stdout, done.returncode)[0]["status"] == 0
 
 
 def _command(directory: str) -> list[str]:

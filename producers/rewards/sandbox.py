@@ -76,8 +76,8 @@ class Order(TypedDict):
 
 
 class Ended(TypedDict):
-    """`status`: of its exit, or -signal; None where it was too late or too many. `isolated`:
-    whether it was alone."""
+    """`status`: of its exit, or -signal; None where it was too late or too many, or never began.
+    `isolated`: whether it was alone."""
 
     status: int | None
     output: str
@@ -189,12 +189,10 @@ def _between(
     """A process between this one and the program: it makes the namespaces, and takes them away."""
     die_with(parent)
     os.setpgid(0, 0)
-    isolated = False
-    if order["isolate"]:
-        with contextlib.suppress(OSError):
-            enter_namespaces()
-            hide_files(directory, order["file_bytes"] * ROOM)
-            isolated = True
+    isolated = order["isolate"]
+    if isolated:  # All of it, or the program does not start.
+        enter_namespaces()
+        hide_files(directory, order["file_bytes"] * ROOM)
     os.write(tell, b"alone " if isolated else b"among ")
     for name, text in order["files"].items():
         (Path(directory) / name).write_text(text, errors="replace")

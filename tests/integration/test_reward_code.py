@@ -150,7 +150,7 @@ def test_nobody_waits_any_more_and_the_program_ends(
 
 @pytest.fixture(scope="module")
 def alone() -> None:
-    if not programs.Programs(programs.Code(), "", Surroundings())._is_isolated():
+    if not programs.Programs(programs.Code(), "", Surroundings())._isolate:
         pytest.skip("the kernel gives no namespaces here")
 
 
@@ -195,6 +195,21 @@ def test_isolation_may_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
         score(ADD, ASSERTS, isolation="required")
 
 
+def test_a_kernel_that_refuses_later_is_asked_again(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: Callable[..., Order] = programs.Programs._order
+    refused = {"file_bytes": -1}  # No file system has this size.
+    monkeypatch.setattr(
+        programs.Programs,
+        "_order",
+        lambda *given, isolate: {**order(*given, isolate=isolate), **refused},
+    )
+    monkeypatch.setattr(programs.Programs, "_runs", lambda self, isolate: isolate)
+    with pytest.raises(Retry, match="the kernel gave no namespaces this time"):
+        score(ADD, ASSERTS)
+
+
 def test_programs_that_find_no_room_are_asked_again() -> None:
     async def two() -> list[Reward | BaseException]:
         options = {"at_once": 1, "wall_s": 8.5, "cpu_s": 8}
@@ -237,9 +252,9 @@ def test_pairs_may_be_numbers_and_lists() -> None:
 def _isolation(monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
     if isolate:
         return
-    order: Callable[..., Order] = programs.Programs._order
+    runs: Callable[..., bool] = programs.Programs._runs
     monkeypatch.setattr(
-        programs.Programs, "_order", lambda *given: {**order(*given), "isolate": False}
+        programs.Programs, "_runs", lambda self, isolate: not isolate and runs(self, isolate=False)
     )
 
 

@@ -1,0 +1,71 @@
+"""A whole run on conversations in Parquet: the system's message, the answer of the data, a share
+held out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.schemas.control import RunStarted
+from tests.support.data_files import TYPED
+from tests.support.user_run import assert_clean, call, facts, furnish, steps
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TASK = """
+[task]
+kind = "dataset"
+data = "rows.parquet"
+columns = {talk = "conversations"}
+prompt_column = "talk"
+filter = "level > 0"
+eval_share = 0.3
+system_prompt = "be brief"
+reward = "judge:score"
+[model]
+path = "model"
+chat_template = "own.jinja"
+"""
+ROWS = [
+    {
+        "level": number % 3,
+        "conversations": [
+            {"from": "human", "value": f"say {letter}{number}"},
+            {"from": "gpt", "value": letter},
+        ],
+    }
+    for number in range(12)
+    for letter in "abcd"
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder after a run."""
+    place = furnish(tmp_path_factory.mktemp("data"))
+    (place / "own.jinja").write_text(TEMPLATE)
+    TYPED["rows.parquet"](place / "rows.parquet", ROWS)
+    text = (place / "config.toml").read_text()
+    before, _, rest = text.partition("[model]")
+    rest = "[sampling]" + rest.partition("[sampling]")[2]
+    (place / "config.toml").write_text(before + TASK + rest)
+    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
+    return place
+
+
+def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Path) -> None:
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")
+    started = next(one for one in facts(place, "tiny") if isinstance(one, RunStarted))
+    assert started.dataset_rows + started.eval_rows == 32
+    assert 4 <= started.eval_rows <= 16
+    assert call(place, "replay", "tiny", "--rewards") == 0
+    assert "rewards as recorded" in (place / "said").read_text()
+    with opened(str(place / "runs" / "tiny")) as run:
+        assert run.config.task.columns == {"talk": "conversations"}

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -60,9 +61,6 @@ Standing = Literal["bound", "superseded", "fenced"]
 
 REPORTS_KEPT: Final = 16
 """Reports of a worker among which one that it repeats is known again: it repeats its last turn."""
-
-EVALUATIONS_OPEN_MAX: Final = 8
-"""Versions whose evaluation is under way or was left half-way."""
 
 JOINED_AGAIN: Final = "it joined again"
 """Why an incarnation is out whose worker came back before anybody missed it."""
@@ -268,16 +266,6 @@ class WorkerGone:
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationEnded:
-    """The last prompt of a version's evaluation has ended."""
-
-    version: int
-    ended_ns: int
-    reward: float | None
-    """Mean of its valid rewards; None where there is none."""
-
-
 Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded
 
 
@@ -324,15 +312,7 @@ class RunAccount:
         """The newest of every incarnation that is there."""
         self._trainer_epoch = -1
         """-1 where it is not known: who begins in the middle of a log."""
-        self._evaluating: dict[int, list[list[float]]] = {}
-        """Rewards of the groups that were evaluated, by version, until that is all of them."""
-
-    @property
-    def prompts_evaluated(self) -> int:
-        """Groups of an evaluation; 0 where that is not known."""
-        config = {} if self.started is None else self.started.config
-        prompts = config.get("evaluation", {}).get("prompts", 0)
-        return 0 if self.started is None else min(prompts, self.started.eval_rows)
+        self._evaluating = Evaluating()
 
     def meet(self, workers: Mapping[int, WorkerJoined]) -> None:
         """Begin in the middle of a log, with the workers that were there, by incarnation."""
@@ -440,17 +420,11 @@ class RunAccount:
         return [ended, *self._evaluated(ended)] if ended.fate == "evaluated" else [ended]
 
     def _evaluated(self, ended: GroupEnded) -> list[Event]:
-        """An evaluation is complete with its last prompt."""
-        group, version = ended.group, ended.group.spec.version
-        found = self._evaluating.setdefault(version, [])
-        found.append(group.rewards)
-        if len(found) == self.prompts_evaluated:
-            del self._evaluating[version]
-            rewards = [reward for own in found for reward in own]
-            return [EvaluationEnded(version=version, ended_ns=ended.ended_ns, reward=mean(rewards))]
-        if len(self._evaluating) > EVALUATIONS_OPEN_MAX:
-            del self._evaluating[min(self._evaluating)]
-        return []
+        if self.started is None:
+            return []
+        group = ended.group
+        found = self._evaluating.ended(self.started, group.spec, group.rewards, ended.ended_ns)
+        return [] if found is None else [found]
 
     def _taken(self, take: TakeBatch, round_: Round) -> list[Event]:
         why = f"attempt {take.attempt} was taken"

@@ -13,7 +13,6 @@ from dora_pipe.catalogue.account import (
     Attempt,
     Batch,
     BatchEnded,
-    EvaluationEnded,
     Event,
     GroupEnded,
     GroupHistory,
@@ -26,6 +25,7 @@ from dora_pipe.catalogue.account import (
     mean,
     rewards_of,
 )
+from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.tables import (
     AttemptRow,
     BatchRow,
@@ -359,6 +359,8 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
     yield GroupRow(
         group_id=spec.group,
         purpose=spec.purpose,
+        task=spec.task,
+        evaluation=spec.evaluation,
         ordinal=spec.ordinal,
         version=spec.version,
         deadline=spec.deadline,

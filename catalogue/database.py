@@ -40,9 +40,11 @@ QUIET: Final = "set enable_progress_bar = false"
 
 VIEWS: Final = {
     "evaluations": """
-        select version, count(*) as groups, sum(results) as trajectories, sum(valid) as valid,
-               sum(reward * valid) / nullif(sum(valid), 0) as reward, max(ended_ns) as ended_ns
-        from groups where fate = 'evaluated' group by version order by version""",
+        select version, evaluation, task, count(*) as groups, sum(results) as trajectories,
+               sum(valid) as valid, sum(reward * valid) / nullif(sum(valid), 0) as reward,
+               max(ended_ns) as ended_ns
+        from groups where fate = 'evaluated' group by version, evaluation, task
+        order by version, evaluation""",
     "waits": """
         with waited as (
             select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 1
+FORM: Final = 2
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -182,6 +182,8 @@ class GroupRow(Row, frozen=True, kw_only=True, gc=False):
 
     group_id: Annotated[str, "`g...` for training, `e...` for evaluation"]
     purpose: Annotated[str, "`train` or `eval`"]
+    task: Annotated[str, "name of its task; empty where that has none"]
+    evaluation: Annotated[str, "name of its evaluation, of which it is a row; empty: none"]
     ordinal: Annotated[int, "place among the dispatches of its purpose"]
     version: Annotated[Small, "the policy version that samples it"]
     deadline: Annotated[Small, "the last step that may train it; -1 for evaluation"]

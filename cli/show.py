@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from dora_pipe.audit.describe import DAMAGE, TRACE, Story, describe
 from dora_pipe.audit.export import best_version
+from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.cli.audit import remembered_ledger
 from dora_pipe.cli.output import (
     draws_blocks,
@@ -65,6 +66,9 @@ FIGURES: Final = (
 CELL_CHARACTERS_MAX: Final = 600
 """Longer texts are cut in tables; `--json` gives them whole."""
 
+EVALUATIONS_SHOWN: Final = 3
+"""The newest, or the newest of each name; `--json` has every one."""
+
 DROP: Final = (
     *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
     *("bytes", "logged", "sha256", "turn", "ms", "staleness", "clipped_share", "group"),
@@ -105,6 +109,7 @@ class Overview:
 
     stats: RunStats
     waits: Summary
+    evaluations: list[Evaluated]
     log: str
     state: str
     best: tuple[int, float] | None
@@ -112,7 +117,7 @@ class Overview:
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
-        stats = self.stats
+        stats, evaluated = self.stats, self.stats.evaluated.values()
         return {
             "run": stats.run,
             "state": self.state,
@@ -120,9 +125,11 @@ class Overview:
             "steps": stats.version,
             "steps_planned": stats.steps_planned,
             "rewards": [one.reward for one in stats.steps],
-            "evaluation": None
-            if stats.evaluation is None
-            else dict(zip(("version", "reward"), stats.evaluation, strict=True)),
+            "task_rewards": [dict(one.task_rewards) for one in stats.steps],
+            "evaluation": next(
+                ({"version": one.version, "reward": one.reward} for one in evaluated), None
+            ),
+            "evaluations": [asdict(one) for one in self.evaluations],
             "best": None
             if self.best is None
             else dict(zip(("version", "reward"), self.best, strict=True)),
@@ -143,9 +150,12 @@ def overview(run: OpenRun) -> Overview:
     with closing(run.tables()) as tables:
         waits = summarise(run.bus, run.topics, tables)
         best = best_version(tables, run.config)
+        config = {} if stats.started is None else stats.started.config
+        evaluations = evaluations_of(tables, config)
     return Overview(
         stats=stats,
         waits=waits,
+        evaluations=evaluations,
         best=best,
         log=run.directory.bus_url(run.config),
         state=frame(stats, time.time_ns()).head.partition(": ")[2],
@@ -168,9 +178,9 @@ def print_overview(found: Overview) -> None:
     pairs = {"log": found.log, "task": _task(stats), "reward": _reward(list(stats.steps))}
     if stats.errors:
         pairs["no reward"] = _errors(stats)
-    if stats.evaluation is not None:
-        version, reward = stats.evaluation
-        pairs["evaluation"] = f"{reward:.3f} of version {version}"
+    if stats.steps and stats.steps[-1].task_rewards:
+        last = stats.steps[-1].task_rewards
+        pairs["of tasks"] = ", ".join(f"{name} {value:.3f}" for name, value in last)
     if found.best is not None:
         version, reward = found.best
         pairs["best"] = f"version {version}, {reward:.3f}"
@@ -180,9 +190,36 @@ def print_overview(found: Overview) -> None:
     pairs["steps"] = _steps(list(stats.steps))
     emit_pairs(pairs)
     emit_line()
+    _print_evaluations(found.evaluations)
     waits = [_waited(one) for one in shown_roles(found.waits)]
     emit_table(("role", "waited", "share", "most of it for"), waits)
     say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
+
+
+def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
+    """The newest ones, each figure with its interval."""
+    if not evaluations:
+        return
+    names = {one.evaluation for one in evaluations}
+    shown = evaluations[-max(EVALUATIONS_SHOWN, len(names)) :]
+    figures = list(dict.fromkeys(name for one in shown for name in one.figures))
+    named = any(one.evaluation for one in shown)
+    rows = [
+        (
+            one.version,
+            *([one.evaluation] if named else []),
+            one.prompts,
+            *(_interval(one.figures.get(name)) for name in figures),
+        )
+        for one in shown
+    ]
+    columns = ("version", *(["evaluation"] if named else []), "prompts", *figures)
+    emit_table(columns, rows, title="evaluations, with 95 % intervals over prompts")
+    emit_line()
+
+
+def _interval(one: Interval | None) -> str:
+    return "" if one is None else f"{one.value:.3f} ({one.low:.2f}-{one.high:.2f})"
 
 
 def _waited(one: RoleWaits) -> tuple[str, str, str, str]:
@@ -193,8 +230,10 @@ def _waited(one: RoleWaits) -> tuple[str, str, str, str]:
 def _task(stats: RunStats) -> str:
     config = {} if stats.started is None else stats.started.config
     groups, workers = config.get("groups", {}), config.get("workers", {})
+    sections = [config.get("task", {}), *config.get("more_tasks", ())]
+    tasks = [str(one.get("name") or one.get("kind", "?")) for one in sections]
     return (
-        f"{config.get('task', {}).get('kind', '?')}, {groups.get('per_step', '?')} groups of "
+        f"{', '.join(tasks) or '?'}, {groups.get('per_step', '?')} groups of "
         f"{groups.get('size', '?')} a step, {workers.get('count', '?')} workers"
     )
 

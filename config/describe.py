@@ -40,6 +40,7 @@ _TYPES: Mapping[str, str] = {
     "RunName": "name",
     "Port": "integer, 0 to 65535",
     "RecordBytes": "integer, 65536 to 32505856",
+    "float": "number",
     "str": "string",
     "str | tuple[str, ...]": "string, or list of strings",
     "bool": "true or false",

@@ -7,10 +7,11 @@ from collections.abc import Collection
 from typing import Final
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.account import EvaluationEnded, GroupEnded, StepEnded
+from dora_pipe.catalogue.account import GroupEnded, StepEnded
+from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.run_stats import GroupsSinceStep, RunStats, StepStats
+from dora_pipe.observe.run_stats import GroupsSinceStep, RunStats, StepStats, evaluation_words
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -31,7 +32,7 @@ class RunProgress(RunStats):
     def __init__(self, bus: Bus, topics: Topics, *, alarms: Alarms | None = None) -> None:
         super().__init__(topics.run)
         self.evaluations: dict[int, float] = {}
-        """Version to mean evaluation reward."""
+        """Version to mean reward of the evaluation without a name."""
         self.hosted: Counter[str] = Counter()
         """How often each worker has loaded a version."""
         self.stopping = False
@@ -110,8 +111,9 @@ class RunProgress(RunStats):
     def _evaluated(self, ended: EvaluationEnded) -> None:
         super()._evaluated(ended)
         if ended.reward is not None:
-            self.evaluations[ended.version] = ended.reward
-            self._say(f"evaluation of version {ended.version}: reward {ended.reward:.3f}")
+            if not ended.evaluation:
+                self.evaluations[ended.version] = ended.reward
+            self._say(evaluation_words(ended))
 
 
 def _line(step: StepStats) -> str:

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.account import (
     BatchEnded,
-    EvaluationEnded,
     Event,
     GroupEnded,
+    GroupHistory,
     RecordLogged,
     RunAccount,
     StepEnded,
@@ -27,6 +27,7 @@ from dora_pipe.catalogue.account import (
     mean,
     rewards_of,
 )
+from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, epoch_of, role_of
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
@@ -187,6 +188,8 @@ class StepStats:
     training_s: float
     reward: float | None
     """Mean of the batch's valid rewards."""
+    task_rewards: tuple[tuple[str, float], ...]
+    """The same of each task with a name, by name."""
     tokens: int
     """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
@@ -253,8 +256,8 @@ class RunStats:
         """The newest that counts."""
         self.contributed: Contributed | None = None
         self.recent_decisions: deque[DecisionSummary] = deque(maxlen=DECISIONS_KEPT)
-        self.evaluation: tuple[int, float] | None = None
-        """(version, mean reward) of the newest evaluation that is complete."""
+        self.evaluated: dict[str, EvaluationEnded] = {}
+        """The newest one of each name that is complete and has a valid reward."""
         self.meter = LogMeter()
         """Of who tells these numbers."""
         self.control_folded = 0
@@ -428,7 +431,7 @@ class RunStats:
 
     def _evaluated(self, ended: EvaluationEnded) -> None:
         if ended.reward is not None:
-            self.evaluation = ended.version, ended.reward
+            self.evaluated[ended.evaluation] = ended
 
     def _step(self, ended: StepEnded) -> None:
         fact, last, results = ended.fact, ended.waited_for, ended.results
@@ -441,6 +444,7 @@ class RunStats:
             version=-1 if last is None else last.version,
             training_s=max(0, fact.at_ns - max(ended.batch.taken_ns, ended.free_ns)) / 1e9,
             reward=mean(rewards_of(results)),
+            task_rewards=_by_task(ended.groups),
             tokens=sum(one.tokens for one in results),
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
@@ -458,6 +462,23 @@ class RunStats:
         self.compute_ms += round(compute_s * 1000)
         for value, groups in step.staleness:
             self.staleness.add(value, groups)
+
+
+def evaluation_words(ended: EvaluationEnded) -> str:
+    """On one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
+    name = f" {ended.evaluation}" if ended.evaluation else ""
+    passed = [(figure, value) for figure, value in ended.figures.items() if figure != "pass@1"]
+    more = [f", {figure} {value:.3f}" for figure, value in passed if figure.startswith("pass@")]
+    reward = "-" if ended.reward is None else f"{ended.reward:.3f}"
+    return f"evaluation{name} of version {ended.version}: reward {reward}{''.join(more)}"
+
+
+def _by_task(groups: Iterable[GroupHistory]) -> tuple[tuple[str, float], ...]:
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        if group.spec.task:
+            found.setdefault(group.spec.task, []).extend(group.rewards)
+    return tuple((name, sum(own) / len(own)) for name, own in sorted(found.items()) if own)
 
 
 class GroupsSinceStep:

@@ -12,7 +12,13 @@ from typing import Final, Literal
 from dora_pipe.catalogue.account import GroupHistory
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.alarms import silent_after_s
-from dora_pipe.observe.run_stats import RunStats, StepStats, WorkerState, WorkerView
+from dora_pipe.observe.run_stats import (
+    RunStats,
+    StepStats,
+    WorkerState,
+    WorkerView,
+    evaluation_words,
+)
 from dora_pipe.observe.text import bar, duration, short, sparkline
 from dora_pipe.schemas.metrics import AnyMetrics, Blocker, OrchestratorStatus, TrainerStatus, Wait
 
@@ -271,9 +277,9 @@ def _reward(stats: RunStats, plain: bool) -> Iterator[str]:
     rewards = [one.reward for one in stats.steps][-SPARKS:]
     last = "-" if not rewards or rewards[-1] is None else f"{rewards[-1]:.3f}"
     yield f"reward {last} {sparkline(rewards, plain=plain)}".rstrip()
-    if stats.evaluation is not None:
-        version, reward = stats.evaluation
-        yield f"evaluation of version {version}: {reward:.3f}"
+    if rewards and stats.steps[-1].task_rewards:
+        yield "  ".join(f"{name} {value:.3f}" for name, value in stats.steps[-1].task_rewards)
+    yield from map(evaluation_words, stats.evaluated.values())
 
 
 def _fates(stats: RunStats) -> str:

@@ -236,9 +236,13 @@ def figures(*names: str) -> tuple[str, str]:
 
 REWARD: Final = panel(
     "Reward",
-    "Mean valid reward of each step's batch, and of the newest complete evaluation.",
-    ("dora_pipe_step_reward{RUN}", "{{run}} batch"),
-    ("dora_pipe_evaluation_reward{RUN}", "{{run}} evaluation"),
+    "Mean valid reward of each step's batch, and of the newest complete evaluations; pass@k.",
+    ("dora_pipe_step_reward{RUN}", "{{run}} {{task}} batch"),
+    ("dora_pipe_evaluation_reward{RUN}", "{{run}} {{evaluation}} evaluation"),
+    (
+        'dora_pipe_evaluation_figure{RUN,figure=~"pass@.*"}',
+        "{{run}} {{evaluation}} {{figure}}",
+    ),
 )
 
 STALENESS: Final = panel(

@@ -110,6 +110,14 @@ def _open_groups(stats: RunStats) -> Samples:
     return {purpose: purposes.count(purpose) for purpose in ("eval", "train")}
 
 
+def _step_rewards(stats: RunStats) -> Samples:
+    if not stats.steps:
+        return None
+    step = stats.steps[-1]
+    whole = {} if step.reward is None else {"": step.reward}
+    return whole | dict(step.task_rewards)
+
+
 RUN: Final = (
     gauge(
         "run_info{package,planner}",
@@ -395,10 +403,11 @@ TRAINING: Final = (
         lambda t: t.refused,
     ),
     gauge(
-        "step_reward",
-        "Mean of the valid rewards of the newest step's batch.",
+        "step_reward{task}",
+        "Mean of the valid rewards of the newest step's batch: of all of it (no task), and of each "
+        "task with a name.",
         "step committed, trajectories logged",
-        lambda t: t.steps[-1].reward if t.steps else None,
+        _step_rewards,
     ),
     gauge(
         "step_tokens",
@@ -407,16 +416,26 @@ TRAINING: Final = (
         lambda t: t.steps[-1].tokens if t.steps else None,
     ),
     gauge(
-        "evaluation_reward",
-        "Mean valid reward of the newest evaluation that is complete.",
+        "evaluation_reward{evaluation}",
+        "Mean valid reward of the newest evaluation of this name that is complete.",
         "end, trajectories logged",
-        lambda t: None if t.evaluation is None else t.evaluation[1],
+        lambda t: {name: one.reward for name, one in t.evaluated.items() if one.reward is not None},
     ),
     gauge(
-        "evaluation_version",
+        "evaluation_figure{evaluation,figure}",
+        "Its `mean@k` and `pass@k`.",
+        "end, trajectories logged",
+        lambda t: {
+            (name, figure): value
+            for name, one in t.evaluated.items()
+            for figure, value in one.figures.items()
+        },
+    ),
+    gauge(
+        "evaluation_version{evaluation}",
         "The version that this evaluation was of.",
         "end",
-        lambda t: None if t.evaluation is None else t.evaluation[0],
+        lambda t: {name: one.version for name, one in t.evaluated.items()},
     ),
     gauge(
         "step_figure{figure}",

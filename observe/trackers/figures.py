@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.catalogue.account import EvaluationEnded, StepEnded, rewards_of
+from dora_pipe.catalogue.account import StepEnded, rewards_of
+from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.trackers.port import Figure, Spread
 from dora_pipe.schemas.control import (
@@ -30,7 +31,11 @@ FIGURES: Final = {
     "reward/invalid": "Share of the batch's trajectories without a valid reward.",
     "reward/infrastructure": "Of these, the share of the batch that timed out, lost its process, or"
     " was given up after `Retry`.",
+    "reward/task/*": "The same of the task with this name.",
     "evaluation/reward": "Mean valid reward of an evaluation; its step is the version evaluated.",
+    "evaluation/mean@*": "Mean over prompts of the mean of so many samples (docs/observe.md).",
+    "evaluation/pass@*": "Share of prompts that so many samples would solve, without bias.",
+    "evaluation/*": "The same of an evaluation with a name: `evaluation/NAME/reward`.",
     "staleness/groups": "Histogram: the batch's groups by staleness.",
     "staleness/mean": "Mean staleness of the batch's groups.",
     "staleness/max": "The largest of them.",
@@ -107,7 +112,9 @@ class FigureStats(RunStats):
     def _evaluated(self, ended: EvaluationEnded) -> None:
         super()._evaluated(ended)
         if ended.reward is not None:
-            figures: dict[str, Figure] = {"evaluation/reward": ended.reward}
+            name = f"evaluation/{ended.evaluation}/" if ended.evaluation else "evaluation/"
+            figures: dict[str, Figure] = {f"{name}reward": ended.reward}
+            figures |= {f"{name}{figure}": value for figure, value in ended.figures.items()}
             self._add(lambda: FigureRow(step=ended.version, at_ns=ended.ended_ns, figures=figures))
 
     def _step(self, ended: StepEnded) -> None:
@@ -166,6 +173,7 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
         "reward/invalid": 1 - len(valid) / len(results),
         "reward/infrastructure": sum(map(_is_outside, results)) / len(results),
     }
+    found |= {f"reward/task/{name}": value for name, value in step.task_rewards}
     return found if step.reward is None else {"reward/valid": step.reward, **found}
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
+from dora_pipe.catalogue.evaluations import figures_of, rewards_by_prompt, success_of
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, short
@@ -42,7 +43,7 @@ def overview(view: RunView) -> dict[str, Any]:
         "run": run_of(view),
         "totals": _totals(view),
         "reward": _reward(points),
-        "evaluation": _evaluation(view),
+        "evaluations": _evaluations(view),
         "staleness": _staleness(view, points),
         "timeline": timeline(view),
         "utilisation": utilisation(view),
@@ -143,13 +144,29 @@ def _reward(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**out, "low": bounds["reward_low"], "high": bounds["reward_high"]}
 
 
-def _evaluation(view: RunView) -> dict[str, Any]:
-    found = view.rows("select version, reward, valid::bigint from evaluations where valid > 0")
-    return {
-        "version": [one for one, _, _ in found],
-        "reward": [short(reward) for _, reward, _ in found],
-        "n": [count for _, _, count in found],
-    }
+def _evaluations(view: RunView) -> list[dict[str, Any]]:
+    """A series per name: versions, mean rewards, valid ones, and `mean@k` and `pass@k`."""
+    found: dict[str, dict[str, Any]] = {}
+    told = view.catalogue.one("select config from runs")
+    config = msgspec.json.decode(told[0]) if told else {}
+    for (version, name, _, size), prompts in rewards_by_prompt(view.catalogue).items():
+        rewards = [one for own in prompts for one in own]
+        if not rewards:
+            continue
+        empty = {"name": name, "version": [], "reward": [], "n": [], "figures": {}}
+        own = found.setdefault(name, empty)
+        own["version"].append(version)
+        own["reward"].append(short(sum(rewards) / len(rewards)))
+        own["n"].append(len(rewards))
+        figures = figures_of(prompts, siblings=size, success=success_of(config, name))
+        for figure, value in figures.items():
+            column = own["figures"].setdefault(figure, [])
+            column += [None] * (len(own["version"]) - 1 - len(column))
+            column.append(short(value))
+    for own in found.values():
+        for column in own["figures"].values():
+            column += [None] * (len(own["version"]) - len(column))
+    return list(found.values())
 
 
 def _staleness(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ export async function overviewPage(run) {
       own.read < 1 ? reading(own.read) : null,
       facts(factsOf(found)),
       h("div", { class: "charts" },
-        reward(found), staleness(found),
+        reward(found), passed(found), staleness(found),
         h("div", { class: "wide" }, workers(run, found.timeline)),
         bars(times(found.times)), later(run, "times", sampled),
         fates(found.fates), lengths(found.lengths),
@@ -67,19 +67,31 @@ function later(run, name, draw) {
   return place;
 }
 
-function reward({ reward: own, evaluation }) {
+function reward({ reward: own, evaluations }) {
   const series = [
     { name: "valid rewards", y: own.valid, thick: true },
     { name: "raw: invalid counts as 0", y: own.raw },
   ];
-  if (evaluation.version.length) {
-    series.push({ name: "evaluation", x: evaluation.version, y: evaluation.reward, points: true });
+  for (const one of evaluations) {
+    const name = `evaluation ${one.name}`.trim();
+    series.push({ name, x: one.version, y: one.reward, points: true });
   }
   return lines({
     title: "Reward", note: "Mean of a batch. Band: the middle half of its groups' means.",
     xs: own.step, series, band: { name: "middle half", low: own.low, high: own.high },
     xLabel: "step", yLabel: "reward", floor: null,
   });
+}
+
+// Where a prompt has several samples: how many of them solve it.
+function passed({ evaluations }) {
+  const series = evaluations.flatMap((one) => Object.entries(one.figures)
+    .filter(([figure]) => Object.keys(one.figures).length > 2 && figure.startsWith("pass@"))
+    .map(([figure, y]) => ({ name: `${one.name} ${figure}`.trim(), x: one.version, y })));
+  return series.length ? lines({
+    title: "Evaluations", note: "Share of prompts that one of k samples solves, without bias.",
+    xs: [], series, xLabel: "version", yLabel: "pass@k", floor: 0,
+  }) : null;
 }
 
 function staleness({ staleness: own }) {
@@ -239,7 +251,9 @@ export async function comparePage(runs) {
       found.length > 1 ? table(0, { columns, rows }, { caption: "In figures" }) : null,
       h("div", { class: "charts" }, found.length < 2 ? null : [
         chart("Reward", "reward", "valid", "valid reward"),
-        chart("Evaluation", "evaluation", "reward", "reward", "version", "version"),
+        lines({ title: "Evaluation", xs: [], xLabel: "version", yLabel: "reward",
+          series: found.flatMap((one, at) => one.evaluations.map((own) => ({
+            name: `${names[at]} ${own.name}`.trim(), x: own.version, y: own.reward }))) }),
         chart("Staleness", "staleness", "mean", "mean staleness"),
         chart("Bubble", "bubble", "waited", "seconds the trainer waited"),
         chart("Computing", "bubble", "compute", "seconds"),

@@ -16,6 +16,7 @@ from dora_pipe.catalogue.database import (
     logged_records,
     source_of,
 )
+from dora_pipe.catalogue.evaluations import evaluations_of
 from dora_pipe.catalogue.tables import TABLES, columns_of
 from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
@@ -256,6 +257,10 @@ def test_evaluations_are_a_view_by_version(stage: CatalogueStage) -> None:
         stage.end(spec, "evaluated")
     found = stage.catalogue.records("select version, groups, valid, reward from evaluations")
     assert found == [{"version": 0, "groups": 2, "valid": 3, "reward": pytest.approx(2 / 3)}]
+    (one,) = evaluations_of(stage.catalogue, {})
+    assert (one.version, one.evaluation, one.prompts, one.trajectories) == (0, "", 2, 3)
+    values = {name: figure.value for name, figure in one.figures.items()}
+    assert values == {"mean@2": 0.75, "pass@1": 0.75, "pass@2": 1.0}
 
 
 def test_a_run_says_whether_it_was_stopped(stage: CatalogueStage) -> None:

@@ -198,11 +198,12 @@ def test_evaluation_counts_when_its_last_prompt_has_ended() -> None:
     stage = Stage(evaluation__prompts=2)
     epoch = stage.worker()
     for ordinal, reward in ((0, 1.0), (1, 0.0)):
-        assert stage.stats.evaluation is None
+        assert stage.stats.evaluated == {}
         spec = stage.group(ordinal, epoch, purpose="eval")
         stage.log(spec, epoch, reward, reward)
         stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
-    assert stage.stats.evaluation == (0, 0.5)
+    (ended,) = stage.stats.evaluated.values()
+    assert (ended.version, ended.reward) == (0, 0.5)
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:

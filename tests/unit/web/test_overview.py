@@ -126,7 +126,9 @@ def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
     stage.log(spec, epoch, rewards=(1.0, 0.0))
     stage.end(spec, "evaluated")
     found = _overview(stage)
-    assert found["evaluation"] == {"version": [0], "reward": [0.5], "n": [2]}
+    figures = {"mean@2": [0.5], "pass@1": [0.5], "pass@2": [1.0]}
+    series = {"name": "", "version": [0], "reward": [0.5], "n": [2], "figures": figures}
+    assert found["evaluations"] == [series]
     assert found["fates"] == []
 
 

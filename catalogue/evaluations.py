@@ -1,0 +1,210 @@
+"""What an evaluation says of a policy: mean@k and pass@k with bootstrap intervals, from rewards.
+
+A prompt has k siblings; those without a valid reward are left out of its n. `mean@k` is the mean
+over prompts of the mean reward of each. `pass@j`, for j = 1, 2, 4, ... and k, is the mean over the
+prompts with n >= j of
+
+    1 - C(n - c, j) / C(n, j)
+
+of which c were successes (Chen et al., arXiv 2107.03374): the chance that one of j is one, without
+bias. A success is a reward of at least `evaluation.success`. An interval is that of 95 % of
+`RESAMPLES` means over as many prompts drawn with replacement, by a fixed seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.rounds import GroupSpec
+
+if TYPE_CHECKING:
+    from dora_pipe.catalogue.database import Catalogue
+
+RESAMPLES: Final = 1000
+SEED: Final = 20_210_707
+LOW, HIGH = 2.5, 97.5
+"""Percentiles of the means over resampled prompts."""
+
+DRAWN_MAX: Final = 1_000_000
+"""Numbers drawn at a time."""
+
+SUCCESS: Final = 1.0
+"""As `evaluation.success` is where a run is older than the key."""
+
+QUERY: Final = """
+    select g.version, g.evaluation, g.task, g.size, list(t.reward order by t.trajectory_id)
+    from groups g join trajectories t using (group_id)
+    where g.fate = 'evaluated'
+    group by g.group_id, g.version, g.evaluation, g.task, g.size, g.ordinal
+    order by g.version, g.evaluation, g.ordinal
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean over prompts. Example: ``Interval(value=0.5, low=0.41, high=0.6)``"""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One evaluation of one version."""
+
+    version: int
+    evaluation: str
+    """Its name; empty where it has none."""
+    task: str
+    prompts: int
+    trajectories: int
+    """Valid ones."""
+    figures: Mapping[str, Interval]
+    """By name: `mean@4`, `pass@1`, `pass@2`, `pass@4`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnded:
+    """The last prompt of an evaluation of a version has ended."""
+
+    version: int
+    evaluation: str
+    """Its name; empty where it has none."""
+    ended_ns: int
+    reward: float | None
+    """Mean of its valid rewards; None where there is none."""
+    figures: Mapping[str, float]
+    """`mean@k` and `pass@k`."""
+
+
+OPEN_MAX: Final = 32
+"""Evaluations that are under way or were left half-way."""
+
+
+class Evaluating:
+    """Rewards of prompts that were evaluated, until those of an evaluation are all of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], list[tuple[int, list[float]]]] = {}
+
+    def ended(
+        self, run: RunStarted, spec: GroupSpec, rewards: list[float], ended_ns: int
+    ) -> EvaluationEnded | None:
+        """A prompt with its valid rewards; the evaluation, if it was the last one."""
+        name, key = spec.evaluation, (spec.version, spec.evaluation)
+        found = self._found.setdefault(key, [])
+        found.append((spec.ordinal, rewards))
+        data = run.data(spec.source)
+        prompts = section_of(run.config, name).get("prompts", 0)
+        if len(found) != min(prompts, 0 if data is None else data.rows):
+            if len(self._found) > OPEN_MAX:
+                del self._found[min(self._found)]
+            return None
+        del self._found[key]
+        known = [one for _, own in found for one in own]
+        return EvaluationEnded(
+            version=spec.version,
+            evaluation=name,
+            ended_ns=ended_ns,
+            reward=sum(known) / len(known) if known else None,
+            figures=figures_of(
+                [own for _, own in sorted(found)],
+                siblings=spec.size,
+                success=success_of(run.config, name),
+            ),
+        )
+
+
+def pass_at(samples: int, successes: int, tries: int) -> float:
+    """The chance that one of so many tries is a success. ``pass_at(4, 1, 2) == 0.5``"""
+    return 1.0 - math.comb(samples - successes, tries) / math.comb(samples, tries)
+
+
+def tries_of(siblings: int) -> list[int]:
+    """The j of pass@j: powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
+    return sorted({1 << bit for bit in range(siblings.bit_length())} | {siblings})
+
+
+def by_prompt(
+    prompts: Sequence[Sequence[float]], *, siblings: int, success: float
+) -> dict[str, list[float]]:
+    """What each prompt's valid rewards say, by figure; a figure of no prompt is left out."""
+    known = [own for own in prompts if own]
+    found = {f"mean@{siblings}": [math.fsum(own) / len(own) for own in known]}
+    for tries in tries_of(siblings):
+        found[f"pass@{tries}"] = [
+            pass_at(len(own), sum(one >= success for one in own), tries)
+            for own in known
+            if len(own) >= tries
+        ]
+    return {name: values for name, values in found.items() if values}
+
+
+def figures_of(
+    prompts: Sequence[Sequence[float]], *, siblings: int, success: float
+) -> dict[str, float]:
+    """mean@k and pass@j over these prompts' valid rewards."""
+    found = by_prompt(prompts, siblings=siblings, success=success)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """The mean of at least one value, and where the means of resampled ones lie."""
+    import numpy as np
+
+    own, drawn = np.asarray(values, dtype=np.float64), np.random.default_rng(SEED)
+    each = max(1, DRAWN_MAX // len(own))
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        count = min(each, RESAMPLES - len(means))
+        means += own[drawn.integers(0, len(own), (count, len(own)))].mean(axis=1).tolist()
+    low, high = np.percentile(means, (LOW, HIGH)).tolist()
+    return Interval(value=math.fsum(values) / len(values), low=low, high=high)
+
+
+def evaluations_of(tables: Catalogue, config: Mapping[str, Any]) -> list[Evaluated]:
+    """All evaluations of a run, also those that are under way, by version and name.
+
+    `config` is as `run started` has it. Raises ResourceError.
+    """
+    return [
+        Evaluated(
+            version=version,
+            evaluation=name,
+            task=task,
+            prompts=len(prompts),
+            trajectories=sum(map(len, prompts)),
+            figures={
+                figure: interval_of(values)
+                for figure, values in by_prompt(
+                    prompts, siblings=size, success=success_of(config, name)
+                ).items()
+            },
+        )
+        for (version, name, task, size), prompts in rewards_by_prompt(tables).items()
+    ]
+
+
+def rewards_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list[list[float]]]:
+    """The valid rewards of each prompt, by version, evaluation, its task and siblings."""
+    found: dict[tuple[int, str, str, int], list[list[float]]] = {}
+    for version, name, task, size, rewards in tables.query(QUERY):
+        own = found.setdefault((version, name, task, size), [])
+        own.append([one for one in rewards if one is not None])
+    return found
+
+
+def success_of(config: Mapping[str, Any], name: str) -> float:
+    """From which reward on a trajectory of this evaluation is a success."""
+    return float(section_of(config, name).get("success", SUCCESS))
+
+
+def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The keys of an evaluation, from the plain configuration of `run started`."""
+    every = [config.get("evaluation", {}), *config.get("more_evaluations", ())]
+    return next((one for one in every if one.get("name", "") == name), {})

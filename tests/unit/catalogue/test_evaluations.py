@@ -1,0 +1,69 @@
+"""mean@k, pass@k and their intervals, against sampling without replacement and against widths."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.catalogue.evaluations import (
+    figures_of,
+    interval_of,
+    pass_at,
+    success_of,
+    tries_of,
+)
+
+REWARDS = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6), min_size=1, max_size=9)
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_is_the_share_of_all_choices_that_have_a_success(
+    samples: int, data: st.DataObject
+) -> None:
+    successes = data.draw(st.integers(0, samples))
+    tries = data.draw(st.integers(1, samples))
+    drawn = list(itertools.combinations([1] * successes + [0] * (samples - successes), tries))
+    assert pass_at(samples, successes, tries) == pytest.approx(sum(map(max, drawn)) / len(drawn))
+
+
+@pytest.mark.parametrize(
+    ("siblings", "tries"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+)
+def test_tries_are_powers_of_two_and_all(siblings: int, tries: list[int]) -> None:
+    assert tries_of(siblings) == tries
+
+
+@given(REWARDS)
+def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[float]]) -> None:
+    found = figures_of(prompts, siblings=6, success=1.0)
+    assert all(0 <= value <= 1 for value in found.values())
+    whole = [own for own in prompts if len(own) == 6]
+    grown = figures_of(whole, siblings=6, success=1.0)
+    values = [grown[name] for name in ("pass@1", "pass@2", "pass@4", "pass@6") if name in grown]
+    assert values == sorted(values)
+
+
+def test_what_is_not_valid_is_no_failure_and_what_nobody_can_say_is_left_out() -> None:
+    assert figures_of([[1.0], []], siblings=2, success=1.0) == {"mean@2": 1.0, "pass@1": 1.0}
+    assert figures_of([[]], siblings=2, success=1.0) == {}
+    half = figures_of([[0.5, 0.0]], siblings=2, success=0.5)
+    assert half == {"mean@2": 0.25, "pass@1": 0.5, "pass@2": 1.0}
+
+
+def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:
+    values = [float(place % 2) for place in range(400)]
+    found = interval_of(values)
+    assert found == interval_of(values)
+    assert found.value == 0.5
+    width = 2 * 1.96 * 0.5 / math.sqrt(400)
+    assert found.high - found.low == pytest.approx(width, rel=0.1)
+    assert interval_of([0.25]).low == interval_of([0.25]).high == 0.25
+
+
+def test_success_is_that_of_the_evaluation_and_1_of_older_runs() -> None:
+    config = {"evaluation": {"name": "a"}, "more_evaluations": [{"name": "b", "success": 0.5}]}
+    assert (success_of(config, "a"), success_of(config, "b"), success_of({}, "")) == (1.0, 0.5, 1.0)

@@ -256,7 +256,10 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
                 return
             with contextlib.ExitStack() as undone, unfinished.open("wb") as file:
                 undone.callback(unfinished.unlink)
-                footer = write_rows(chosen(sources_of(spec), spec, report), file)
+                sources = sources_of(spec)
+                footer = write_rows(chosen(sources, spec, report), file)
+                if _key(sources, spec) != path.stem:
+                    raise TaskError(f"{said_of(spec.sources)}: was changed while it was read")
                 undone.pop_all()
             sync(unfinished)
             unfinished.replace(path)

@@ -59,6 +59,15 @@ def test_refusal_in_the_preparing_process_is_the_same_error(tmp_path: Path, cach
     assert not list(cache.glob("*.unfinished"))
 
 
+def test_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, cache: Path) -> None:
+    cache.mkdir(parents=True)
+    write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
+    before = cache / "as-it-was-before.rows"
+    with pytest.raises(TaskError, match="was changed while it was read"):
+        prepare.prepare(DataSpec(sources=(str(tmp_path / "a.jsonl"),)), before, lambda text: None)
+    assert [one.name for one in cache.iterdir()] == ["lock"]
+
+
 def test_cache_that_cannot_be_written_is_said(tmp_path: Path, cache: Path) -> None:
     cache.parent.write_text("a file in its place")
     write_jsonl(tmp_path / "a.jsonl", [{"text": "more than ten bytes"}])

@@ -43,6 +43,9 @@ CHARACTERS_MAX: Final = 200_000
 """Of a text: what is before its last so many is not looked at."""
 
 
+_MODULE: Final = "dora_pipe.producers.rewards.bounded"
+
+
 class Question(msgspec.Struct, frozen=True, array_like=True):
     """Example: ``Question("search", {"pattern": "[0-9]+", "group": "", "text": "42"})``."""
 
@@ -67,7 +70,8 @@ class Helper:
     Example: ``HELPER.ask("search", pattern="a+", group="", text="caat") == "aa"``
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_s: float = CPU_S) -> None:
+        self._cpu_s = cpu_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -105,7 +109,7 @@ class Helper:
         if self._process is None:
             atexit.register(self.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dora_pipe.producers.rewards.bounded"],
+                [sys.executable, "-P", "-m", _MODULE, str(self._cpu_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
@@ -209,7 +213,8 @@ QUESTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def main() -> None:
-    """Answer until the pipe ends."""
+    """Answer until the pipe ends; the word behind the module is the seconds of a question."""
+    cpu_s = float(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -220,7 +225,7 @@ def main() -> None:
         if question.what not in known:
             known.add(question.what)
             _prepare(question.what)
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         answer = _answer(question)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")

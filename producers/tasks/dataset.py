@@ -101,6 +101,10 @@ class DatasetTask(Task):
             self._tools = tuple(_function("task.tools", name) for name in self._tool_names)
         return self._tools
 
+    def single_turn(self) -> bool:
+        """See Task."""
+        return not self._tool_names
+
     def reward(
         self, row: Row, text: str, turns: Sequence[str]
     ) -> float | Reward | Awaitable[float | Reward]:

@@ -179,6 +179,12 @@ class Task:
         """An environment for several turns; None (the default) for a single turn."""
         return None
 
+    def single_turn(self) -> bool:
+        """Whether no row is an episode: then running requests may move to other workers. By default
+        it is so where neither `environment` nor `tools` is written anew."""
+        kind = type(self)
+        return kind.environment is Task.environment and kind.tools is Task.tools
+
     def reward(
         self, row: Row, text: str, turns: Sequence[str]
     ) -> float | Reward | Awaitable[float | Reward]:

@@ -137,14 +137,13 @@ class TaskServer:
         """Digests of data and reward; imports the reward's module."""
         train, train_rows = rows_digest(self._rows["train"], "train")
         evaluation, eval_rows = rows_digest(self._rows["eval"], "eval")
-        kind = type(self._task)
         return TaskFacts(
             train_digest=train,
             train_rows=train_rows,
             eval_digest=evaluation,
             eval_rows=eval_rows,
             reward_digest=reward_digest(self._task),
-            single_turn=kind.environment is Task.environment and kind.tools is Task.tools,
+            single_turn=self._task.single_turn(),
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:

@@ -57,6 +57,7 @@ def test_prompts_come_of_prepared_rows_and_the_share_is_held_out(
     assert isinstance(found, PromptReady)
     assert found.text.endswith(TEXT)
     assert facts.train_rows + facts.eval_rows == ROWS
+    assert facts.single_turn, "its requests may move"
     assert 0.005 * ROWS < facts.eval_rows < 0.02 * ROWS
     assert len(list((tmp_path / "cache" / "data").glob("*.rows"))) == 2
 

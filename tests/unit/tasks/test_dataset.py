@@ -214,6 +214,8 @@ def test_tools_are_functions_by_their_names(write: Write, module: str) -> None:
     task, row = conversing(write, module, {"prompt": [USER]}, tools=(f"{module}:add",))
     assert [tool.__name__ for tool in task.tools(row)] == ["add"]
     assert task.tools(row)[0] in task.reward_sources()
+    assert not task.single_turn()
+    assert conversing(write, module, {"prompt": [USER]})[0].single_turn()
     task, row = conversing(write, module, {"prompt": [USER]}, tools=(f"{module}:ad",))
     with pytest.raises(TaskError, match=r"task\.tools: .* has no `ad`"):
         task.tools(row)

@@ -11,14 +11,16 @@ from random import random
 from typing import Final
 
 from dora_pipe.audit.export import best_version, export_parquet, export_policy
+from dora_pipe.audit.model_card import write_beside
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.options import may_write_file, may_write_folder
 from dora_pipe.cli.output import raise_if_damaged
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import texts_of
+from dora_pipe.config.model import Task
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
 from dora_pipe.launch.plan import started
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.traces.follow import Checkpoint, Follower, Sent
@@ -65,7 +67,28 @@ def export_policy_dir(run: OpenRun, policy: str, directory: Path | None, *, forc
         version = _version(run, tables, policy)
         rebuilder(run).weights(version)
         digest = export_policy(tables, run.policies, version, directory)
+        write_beside(
+            directory, tables, run.config, version, _stop_ids(directory, tables, run.config.task)
+        )
     say(f"{directory}: version {version}, weights {digest}")
+
+
+def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
+    """The tokens that ended turns: the tokenizer's, and where prompts were messages those that the
+    chat template ends a turn with. None where they are not known here."""
+    try:
+        from dora_pipe.producers.chat.chat import Chat
+        from dora_pipe.producers.chat.tokenizer import Tokenizer
+        from dora_pipe.producers.worker.chats import chat_options
+
+        tokenizer = Tokenizer(model)
+        chat = any(row.get("template_digest") for row in tables.records("select * from workers"))
+        if not chat:
+            return tokenizer.stop_ids
+        return Chat.open(model, tokenizer, chat_options(task, started_ns=0)).stop_ids
+    except (ImportError, PolicyError, ConfigError) as error:
+        say(f"note: generation_config.json keeps its end-of-sequence tokens: {error}")
+        return ()
 
 
 def _version(run: OpenRun, tables: Catalogue, policy: str) -> int:

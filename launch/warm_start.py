@@ -5,11 +5,14 @@ It decides which forms a row may have; `consumers.learners.sft` trains on what c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from dora_pipe.config.model import Config, Task
 from dora_pipe.core.console import say
@@ -61,14 +64,32 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
         if step % TALK_EVERY == 0 or step == options.steps:
             say(f"sft step {step:>4} of {options.steps}  loss {loss:.3f}")
 
-    model = Path(config.model.path)
-    encode = RowEncoder.open(config)
-    done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
+    with _with_template(config) as templated:
+        encode, model = RowEncoder.open(templated), Path(templated.model.path)
+        done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
     if done.left_out:
         say(
             f"{done.left_out} draws left out: longer than {options.context_tokens} tokens"
             " (--context)"
         )
+
+
+@contextmanager
+def _with_template(config: Config) -> Iterator[Config]:
+    """The configuration of a model that has the template of `model.chat_template`: what is trained
+    here is written with it."""
+    from dora_pipe.producers.chat.template import FILE, read_template
+
+    if not config.model.chat_template:
+        yield config
+        return
+    text = read_template(Path(config.model.chat_template))
+    with tempfile.TemporaryDirectory() as folder:
+        for file in Path(config.model.path).iterdir():
+            if file.is_file() and file.name != FILE:
+                Path(folder, file.name).symlink_to(file.resolve())
+        Path(folder, FILE).write_text(text)
+        yield replace(config, model=replace(config.model, path=folder))
 
 
 class RowEncoder:
@@ -127,11 +148,12 @@ class RowEncoder:
         return with_system(found, task.system_prompt)
 
     def _talk(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
-        from dora_pipe.producers.chat.chat import Chat, ChatOptions
+        from dora_pipe.producers.chat.chat import Chat
+        from dora_pipe.producers.worker.chats import chat_options
 
         if self._chat is None:
-            task = self._config.task
-            options = ChatOptions(parse=task.special_tokens == "parse", directory=task.directory)
+            # The same whenever it is trained: templates that name a day name the first one.
+            options = chat_options(self._config.task, started_ns=0)
             self._chat = Chat.open(Path(self._config.model.path), self._tokenizer, options)
         try:
             return self._chat.training_ids(normal(messages), _schemas(tools))

@@ -60,7 +60,7 @@ def recorded_chats(
     if not digests:
         return {}
     opened = [
-        dict.fromkeys(one.sources, Chat.open(assets, tokenizer, _options(one.task, started_ns)))
+        dict.fromkeys(one.sources, Chat.open(assets, tokenizer, chat_options(one.task, started_ns)))
         for one in served(config)
     ]
     for size in range(len(opened), 0, -1):
@@ -83,7 +83,8 @@ def digest_of(chats: Mapping[str, Chat]) -> str:
     return sha256_hex("\n".join(digests).encode())
 
 
-def _options(task: Task, started_ns: int) -> ChatOptions:
+def chat_options(task: Task, started_ns: int) -> ChatOptions:
+    """What a task says about its chat; `started_ns` is what templates take for now."""
     return ChatOptions(
         kwargs=task.chat_template_kwargs,
         renderer=task.renderer,
@@ -107,7 +108,7 @@ def _chat_of(
     ready = _first_prompt(pool, split, assets, stop)
     if ready is None or not ready.messages:
         return None
-    chat = Chat.open(assets, tokenizer, _options(one.task, started_ns))
+    chat = Chat.open(assets, tokenizer, chat_options(one.task, started_ns))
     chat.check(several_turns=ready.episode, tools=bool(ready.tools))
     try:
         chat.start(ready.messages, ready.tools)

@@ -16,6 +16,7 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.producers.chat import tokenizer
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.schemas.control import error_class
+from dora_pipe.store.safetensors_file import read_manifest
 from tests.support import damage
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -165,6 +166,20 @@ def test_policy_is_exported(call: Call, recorded: RecordedRun, tmp_path: Path) -
     assert code == 0
     assert "version 3, weights " in err
     assert (folder / "model.safetensors").is_file()
+
+
+def test_exported_policy_says_where_it_comes_from_and_names_no_place(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    assert call("export", str(recorded.directory), "--policy", "3", str(folder))[0] == 0
+    card = (folder / "README.md").read_text()
+    digest = read_manifest(folder / "model.safetensors").digest
+    assert f"| weights | `{digest}` |" in card
+    assert "--from 2 --to 3" in card and "objective.kind" in card and "| loss |" in card
+    assert str(recorded.directory.parent) not in card and str(Path.home()) not in card
+    generation = json.loads((folder / "generation_config.json").read_bytes())
+    assert generation["do_sample"] is True and generation["max_new_tokens"] > 0
 
 
 @pytest.mark.parametrize("args", [(), ("--policy", "3"), ("--parquet", "a", "--policy", "3", "b")])

@@ -20,6 +20,7 @@ from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, row
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows
+from dora_pipe.launch.warm_start import warm_up as launch_warm_up
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.chat_models import CHATML, write_chat_model
@@ -344,3 +345,22 @@ def test_chat_model_learns_to_answer(chat_dir: Path, tmp_path: Path, packing: bo
             ids.append(int(network(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     count = prompt.mask.index(1) + sum(prompt.mask)
     assert ids[:count] == list(prompt.token_ids[:count])
+
+
+def test_template_of_the_configuration_is_learnt_and_written(
+    chat_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jinja"
+    colons = CHATML.replace("message.role }}", "message.role }}:").replace(
+        "assistant", "assistant:"
+    )
+    other.write_text(colons)
+    plain = config_of(chat_dir)
+    config = msgspec.structs.replace(
+        plain, model=msgspec.structs.replace(plain.model, chat_template=str(other))
+    )
+    rows = [{"messages": [USER, SAID]}]
+    launch_warm_up(config, rows, tmp_path / "out", SftOptions(steps=1, batch=1))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == other.read_text()
+    assert "sft step    1 of 1" in capsys.readouterr().err
+    assert (chat_dir / "chat_template.jinja").read_text() == CHATML

@@ -1,0 +1,125 @@
+"""What lies beside exported weights for whoever takes them: how they are sampled, and a model card
+that says where they come from; decides nothing.
+
+Nothing of a machine is in either: no path, no address, no name of a host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.config.model import Config, Sampling
+from dora_pipe.core.errors import ResourceError
+
+CARD: Final = "README.md"
+GENERATION: Final = "generation_config.json"
+
+_FRONT: Final = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+
+_SAMPLING: Final = frozenset({"do_sample", "temperature", "top_p", "top_k", "min_p"})
+
+
+def generation_config(
+    known: Mapping[str, Any], sampling: Sampling, stop_ids: Collection[int]
+) -> dict[str, Any]:
+    """transformers' generation config: a model's own (`known`), with the tokens that ended turns
+    and the sampling of the run."""
+    found = {key: value for key, value in known.items() if key not in _SAMPLING}
+    if stop_ids:
+        found["eos_token_id"] = sorted(stop_ids)
+    found["max_new_tokens"] = sampling.max_tokens
+    if not sampling.temperature:
+        return {**found, "do_sample": False}
+    found |= {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,  # 0 keeps every token there, too; their own default is 50
+    }
+    return found | ({"min_p": sampling.min_p} if sampling.min_p else {})
+
+
+def write_beside(
+    directory: Path, catalogue: Catalogue, config: Config, version: int, stop_ids: Collection[int]
+) -> None:
+    """Write both into a model directory. Raises ResourceError."""
+    path = directory / GENERATION
+    try:
+        known = json.loads(path.read_bytes()) if path.is_file() else {}
+        generation = generation_config(known, config.sampling, stop_ids)
+        path.write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
+        (directory / CARD).write_text(model_card(catalogue, config, version))
+    except (OSError, ValueError) as error:
+        raise ResourceError(f"cannot write {directory}: {error}") from error
+
+
+def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
+    """Base model, digests, objective, figures, and the command that makes the version again."""
+    run = catalogue.records("select * from runs")[0]
+    name = run["run"]
+    parts = [
+        f"{_FRONT}\n# {name}, version {version}\n",
+        f"A policy of the reinforcement-learning run `{name}` of dora-pipe {run['package']}, after"
+        f" {version} of {config.run.steps} steps.\n",
+        _table(("", ""), _origin(catalogue, config, run, version)),
+    ]
+    if version:
+        step = catalogue.records("select * from steps where step = ?", [version - 1])[0]
+        parts += ["\n## The last step\n", _table(("setting", "value"), _settings(step))]
+        figures = json.loads(step["figures"])
+        parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in figures.items()])]
+    evaluated = [
+        (row.get("evaluation") or "-", row["version"], f"{row['reward']:.4f}", row["trajectories"])
+        for row in catalogue.records("select * from evaluations where reward is not null")
+        if row["version"] in (0, version)
+    ]
+    if evaluated:
+        columns = ("evaluation", "version", "mean reward", "trajectories")
+        parts += ["\n## Evaluation\n", _table(columns, evaluated)]
+    parts += ["\n## Made again\n", *_made_again(name, version)]
+    return "\n".join(parts) + "\n"
+
+
+def _origin(
+    catalogue: Catalogue, config: Config, run: Mapping[str, Any], version: int
+) -> Iterator[tuple[str, str]]:
+    digests = dict(catalogue.query("select version, digest from versions"))
+    yield "base model", f"{Path(config.model.path).name}, weights `{digests[0]}`"
+    if run["lineage_run"] is not None:
+        yield "which came from", f"run `{run['lineage_run']}`, step {run['lineage_step']}"
+    yield "weights", f"`{digests[version]}`"
+    if config.lora.rank and version:
+        yield "trained", f"an adapter of rank {config.lora.rank}, merged; it lies in `adapter/`"
+    yield "config, tokenizer, template", f"`{run['assets_digest']}`"
+    yield "training data", f"{run['dataset_rows']} rows, `{run['dataset_digest']}`"
+    if run["eval_rows"]:
+        yield "evaluation data", f"{run['eval_rows']} rows, `{run['eval_digest']}`"
+    workers = catalogue.records("select * from workers")
+    for what, column in (("rewards", "reward_digest"), ("chat template", "template_digest")):
+        for digest in sorted({one[column] for one in workers if one.get(column)}):
+            yield what, f"`{digest}`"
+    yield "configuration", f"`{run['config_digest']}`, seed {run['seed']}"
+
+
+def _settings(step: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, json.dumps(value)) for key, value in sorted(json.loads(step["settings"]).items())]
+
+
+def _made_again(name: str, version: int) -> Iterator[str]:
+    if not version:
+        yield "These are the weights that the run started from."
+        return
+    yield "With the run's log and its store, the last step is trained again, bit for bit, by\n"
+    yield f"```console\n$ dora-pipe replay {name} --from {version - 1} --to {version}\n```\n"
+    yield "and whether the whole log holds is said by `dora-pipe audit`."
+
+
+def _table(columns: Sequence[str], rows: Collection[Any] | Iterator[Any]) -> str:
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    return "\n".join(
+        [*lines, *(f"| {' | '.join(str(one).replace('|', '/') for one in row)} |" for row in rows)]
+    )

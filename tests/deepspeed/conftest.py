@@ -36,12 +36,12 @@ class Bench:
         made.load(self.weights, digest=self.policy.digest, optimizer=None)
         return made
 
-    def torch(self, micro_batch_tokens: int = 256, lora: Any = None) -> Any:
+    def torch(self, micro_batch_tokens: int = 256, lora: Any = None, **more: Any) -> Any:
         """The torch trainer, likewise."""
         from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 
         options = TorchOptions(
-            micro_batch_tokens=micro_batch_tokens, device=device.DEVICE, lora=lora
+            micro_batch_tokens=micro_batch_tokens, device=device.DEVICE, lora=lora, **more
         )
         made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.policy.digest, optimizer=None)

@@ -1,11 +1,12 @@
 """A DeepSpeed step is a torch step: sharded, spread over ranks, offloaded, but the same numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.learners.port import StepResult, TrainBatch
+from dora_pipe.consumers.learners.port import Reference, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite
 from tests.deepspeed.conftest import Bench
 from tests.support.batches import SETTINGS, make_batch, poisoned
@@ -70,6 +71,44 @@ def test_steps_are_those_of_the_torch_trainer(
     expected = bench.tensors(theirs, tmp_path / "theirs")
     for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
         assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_weight_decay_leaves_vectors_alone_as_the_torch_trainer_does(
+    bench: Bench, stage: int, tmp_path: Path
+) -> None:
+    decay: dict[str, Any] = {"weight_decay": 0.5, "weight_decay_exclude": "vectors"}
+    ours, theirs = bench.deepspeed(zero_stage=stage, **decay), bench.torch(**decay)
+    for batch in _batches():
+        ours.train(batch, SETTINGS)
+        theirs.train(batch, SETTINGS)
+    theirs.save_optimizer(tmp_path / "optimizer")
+    expected = bench.tensors(theirs, tmp_path / "theirs")
+    for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
+        assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
+    again = bench.deepspeed(zero_stage=stage, **decay)
+    digest = theirs.manifest().digest
+    again.load(tmp_path / "theirs", digest=digest, optimizer=tmp_path / "optimizer")
+    again.save_optimizer(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "optimizer").read_bytes()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_kl_is_to_the_version_that_the_batch_names(
+    bench: Bench, stage: int, tmp_path: Path
+) -> None:
+    ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
+    first, second, third = _batches()
+    for one in (ours, theirs):
+        one.train(first, SETTINGS)
+    digest = theirs.save_weights(tmp_path / "first").digest
+    named = Reference(version=1, digest=digest, weights=tmp_path / "first")
+    batches = [replace(batch, reference=named) for batch in (second, third)]
+    found = [ours.train(batch, settings) for batch in batches]
+    assert_same_steps(found, [theirs.train(batch, settings) for batch in batches])
+    assert [one.figures["reference_version"] for one in found] == [1.0, 1.0]
+    assert found[1].figures["kl"] > 0
 
 
 def test_bfloat16_computes_about_the_same_and_publishes_float32(

@@ -1,12 +1,13 @@
 """An adapter's steps under ZeRO are the torch trainer's; its base is frozen, held once, let go."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_pipe.config.model import LINEAR_LAYERS
-from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.port import Reference, TrainBatch
 from dora_pipe.core.errors import NonFinite, PolicyError
 from dora_pipe.store.adapters import base_of, stands_on
 from tests.deepspeed.conftest import Bench
@@ -100,6 +101,24 @@ def test_reference_is_version_0_and_no_second_copy_of_it(bench: Bench, stage: in
     assert first.figures["kl"] == 0.0
     assert second.figures["kl"] > 0.0
     assert trainer.trainer._rank._reference is None
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_reference_may_be_another_adapter_on_the_base(
+    bench: Bench, stage: int, tmp_path: Path
+) -> None:
+    ours = bench.deepspeed(zero_stage=stage, lora=_options())
+    theirs = bench.torch(lora=_options())
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
+    first, second, third = _batches()
+    for one in (ours, theirs):
+        one.train(first, SETTINGS)
+    digest = theirs.save_weights(tmp_path / "first").digest
+    named = Reference(version=1, digest=digest, weights=tmp_path / "first")
+    batches = [replace(batch, reference=named) for batch in (second, third)]
+    found = [ours.train(batch, settings) for batch in batches]
+    assert_same_steps(found, [theirs.train(batch, settings) for batch in batches])
+    assert found[1].figures["kl"] > 0
 
 
 def test_before_its_first_update_it_publishes_the_base_itself(bench: Bench, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.config.model import WeightDecayExclude
 from dora_pipe.consumers.learners.port import LoggedAt, Settings, StepResult, TrainBatch
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
@@ -122,6 +123,8 @@ def make_learner(
     micro_batch_tokens: int = 256,
     rounds_min: int = 1,
     lora: LoraOptions | None = None,
+    weight_decay: float = 0.0,
+    weight_decay_exclude: WeightDecayExclude = "none",
 ) -> LoggedTrainer:
     """A trainer of `RANKS` ranks."""
     prepare()
@@ -134,6 +137,8 @@ def make_learner(
             offload=offload,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
             lora=lora,
+            weight_decay=weight_decay,
+            weight_decay_exclude=weight_decay_exclude,
         ),
         ranks=RANKS,
         rounds_min=rounds_min,

@@ -24,7 +24,11 @@ from dora_pipe.producers.chat.dialect import Message, learn
 from dora_pipe.producers.chat.parsers import MARKERS, PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
-from dora_pipe.producers.chat.template import Template, find_templates, special_tokens
+from dora_pipe.producers.chat.template import (
+    Template,
+    find_templates,
+    special_tokens,
+)
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.chat.typed import Typed, disagreement, family_of
 from dora_pipe.producers.tasks.port import Turn
@@ -149,6 +153,23 @@ class Chat:
             text = "<think>" + text  # The prompt has begun it.
         return self._parser(text, tools)
 
+    def bridge(
+        self,
+        history: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        **ids: Any,
+    ) -> list[int]:
+        """The ids behind a turn. A typed renderer has none behind one that is not well made (its
+        thoughts never end, say): then it is the template's. Raises TaskError."""
+        if self._typed is not None:
+            try:
+                return self._typed.bridge(history, turn, new, tools, **ids)
+            except TaskError as error:
+                LOG.debug("the template's own bridge: %s", error)
+        return self.derived.bridge(history, turn, new, tools, **ids)
+
     @property
     def renders(self) -> Derived | Typed:
         """What makes its ids."""
@@ -196,7 +217,7 @@ class Conversation:
         of what stands before the next one. Raises TaskError where the template has none."""
         found: list[int] = []
         if new or go_on:
-            found = self._chat.renders.bridge(
+            found = self._chat.bridge(
                 self._messages[:-1],
                 self._messages[-1],
                 new,

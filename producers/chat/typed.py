@@ -81,6 +81,8 @@ class Typed:
         """The ids that a model samples which says `said`, its end included. Raises TaskError."""
         found = self._render([*history, said], tools, generate=False)
         start = len(history)
+        if len(found.sampled_mask) != len(found.token_ids):
+            raise TaskError(f"renderer {self.name} does not say what a model samples")
         kept = zip(found.token_ids, found.message_indices, found.sampled_mask, strict=True)
         return [one for one, message, sampled in kept if message == start and sampled]
 

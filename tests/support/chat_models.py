@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -26,6 +29,11 @@ _SPLIT: Final = (
 _TOKEN: Final = re.compile(
     r"<\|?[a-zA-Z_/0-9\uff5c\u2581.]+\|?>|<\uff5c[^\uff5c]*\uff5c>|\[/?INST\]|<\|[^|>]*\|>"
 )
+
+_NAMED: Final = re.compile(
+    r"<[^\s<>{}=]+>|\[[A-Za-z]+\]|\u3008\|\S+\|\u3009|\]~[!b]+[\[\]]|\[e~\[|<\|\"\|>"
+)
+"""How special tokens stand in the sources of typed renderers."""
 
 _OTHERS: Final = """<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call>
 <tool_response> </tool_response> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <pad>
@@ -68,6 +76,22 @@ def bpe(special: set[str]) -> tokenizers.Tokenizer:
         [AddedToken(one, normalized=False, special=True) for one in sorted(special)]
     )
     return made
+
+
+def tokens_of(family: str) -> set[str]:
+    """The special tokens that the source of a typed renderer names."""
+    from renderers import base, parsing
+
+    base._populate_registry()
+    modules = {one.__module__ for one in base.RENDERER_REGISTRY[family].__mro__} | {
+        parsing.__name__
+    }
+    found = set(_OTHERS.split())
+    for name in modules - {"builtins", "typing"}:
+        for node in ast.walk(ast.parse(inspect.getsource(importlib.import_module(name)))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {node.value} if _NAMED.fullmatch(node.value) else set()
+    return found
 
 
 def write_chat_model(folder: Path, name: str = "", *, text: str = "", **config: object) -> Path:

@@ -106,6 +106,15 @@ def test_a_template_that_drops_thoughts_is_refused_for_several_turns_or_kept(
     assert tokenizer.backend.token_to_id("<think>") not in bridges[0]
 
 
+def test_a_turn_that_is_not_well_made_has_a_bridge_too(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, "qwen3"))
+    talk = open_chat(tmp_path).start(ASKED)
+    talk.say(tokenizer.backend.encode("<think>\nhm<|im_end|>").ids)
+    assert talk.text == ""
+    bridge = tokenizer.full_text(talk.answered([{"role": "user", "content": "Again."}]))
+    assert bridge.endswith("<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_settings_are_in_the_digest(tmp_path: Path) -> None:
     write_chat_model(tmp_path, "qwen3")
     changed: list[dict[str, Any]] = [

@@ -43,6 +43,8 @@ class LearnerKind:
     """Modules that it needs."""
     hint: str = ""
     """What to do where one is missing."""
+    moving_reference: bool = False
+    """Whether it takes `TrainBatch.reference`, which `objective.reference_every` asks for."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -65,7 +67,13 @@ def learner_kind(name: str, directory: str = "") -> LearnerKind:
 def need_learner(config: Config) -> None:
     """Raise ConfigError, before anything starts, for a trainer or objective that cannot be used."""
     name = config.trainer.kind
-    _need(f"trainer.kind = {name!r}", learner_kind(name, config.task.directory))
+    kind = learner_kind(name, config.task.directory)
+    _need(f"trainer.kind = {name!r}", kind)
+    if config.objective.reference_every is not None and not kind.moving_reference:
+        raise ConfigError(
+            f"objective.reference_every: trainer `{name}` knows version 0 as the reference alone",
+            hint="a LearnerKind with moving_reference = True takes TrainBatch.reference",
+        )
     need_objective(config)
 
 
@@ -211,6 +219,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         open=_torch,
         packages=("torch", "transformers", "safetensors"),
         hint="pip install 'dora-pipe[torch]'",
+        moving_reference=True,
     ),
-    "deepspeed": LearnerKind(open=_deepspeed, packages=(NAME,), hint=HINT),
+    "deepspeed": LearnerKind(open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True),
 }

@@ -413,6 +413,9 @@ class Ledger:
     def _versions_dropped(self, fact: Json) -> None:
         self.dropped.update(fact["versions"])
 
+    def _early_stop(self, decision: Json) -> None:
+        self.bound.command("stop", {})
+
     def _stop_run(self, decision: Json) -> None:
         self.stopped = True
         for name, group in self.groups.items():

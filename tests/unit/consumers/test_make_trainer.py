@@ -103,7 +103,12 @@ def own(tmp_path: Path) -> Iterator[Path]:
 
 
 def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -> Config:
-    objective = {"kind": kinds.get("objective", "mine:MINE"), "options": options or {}}
+    objective: dict[str, Any] = {
+        "kind": kinds.get("objective", "mine:MINE"),
+        "options": options or {},
+    }
+    if "every" in kinds:
+        objective |= {"kl": 0.1, "reference_every": int(kinds["every"])}
     return from_plain(
         {
             "run": {"name": "r", "steps": 1},
@@ -132,6 +137,7 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
         ({"trainer": "trch"}, "trainer.kind: no trainer `trch`", "`torch`"),
         ({"trainer": "mine:Trainer"}, "trainer.kind: `mine` has no `Trainer`", ""),
         ({"trainer": "mine:MINE"}, "not a LearnerKind", "extending"),
+        ({"trainer": "mine:TRAINER", "every": "5"}, "reference_every: trainer", "moving_reference"),
     ],
 )
 def test_wrong_module_attribute_key_or_value_of_ones_own_is_one_line(

@@ -41,7 +41,7 @@ SFT_LEARNING_RATE: Final = 2e-3
 SFT_SEED: Final = 3
 SFT_WARMUP: Final = 20
 SCHEDULES: Final = ("constant", "linear", "cosine")
-SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 300}
+SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 200}
 """Steps after which a policy gets a part of the task right, and has something left to learn."""
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)

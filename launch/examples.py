@@ -49,14 +49,17 @@ def make_model(
 
     from dora_pipe.producers.tasks import arithmetic, calculator
 
-    words = {"arithmetic": arithmetic.WORDS, "calculator": calculator.WORDS}[task]
+    words, roles, template = {
+        "arithmetic": (arithmetic.WORDS, (), ""),
+        "calculator": (calculator.WORDS, calculator.ROLES, calculator.CHAT_TEMPLATE),
+    }[task]
     quiet: Any = logging.disable_progress_bar
     quiet()
     torch.manual_seed(seed)
     build: Any = LlamaForCausalLM
     model = build(
         LlamaConfig(
-            vocab_size=vocabulary_size(words),
+            vocab_size=vocabulary_size(words, roles),
             hidden_size=HIDDEN,
             intermediate_size=4 * HIDDEN,
             num_hidden_layers=LAYERS,
@@ -70,30 +73,34 @@ def make_model(
         )
     ).float()
     model.save_pretrained(directory)
-    write_word_tokenizer(directory, words, context_tokens=context_tokens)
+    write_word_tokenizer(directory, words, roles, context_tokens=context_tokens)
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
     return sum(weights.numel() for weights in model.parameters())
 
 
-def vocabulary_size(words: Sequence[str]) -> int:
+def vocabulary_size(words: Sequence[str], roles: Sequence[str] = ()) -> int:
     """Tokens of a vocabulary over `words`, special ones included."""
-    return len(SPECIAL) + len(dict.fromkeys(words))
+    return len(SPECIAL) + len(roles) + len(dict.fromkeys(words))
 
 
 def write_word_tokenizer(
-    directory: Path, words: Sequence[str], *, context_tokens: int = 1024
+    directory: Path, words: Sequence[str], roles: Sequence[str] = (), *, context_tokens: int = 1024
 ) -> None:
     """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json into `directory`.
 
     transformers' AutoTokenizer loads them. Words are split at white space, unknown ones become
-    `<unk>`, `<bos>` is put in front; decoding joins with single spaces. Raises ValueError for a
-    word with white space in it or one that is a special token.
+    `<unk>`, `<bos>` is put in front; decoding joins with single spaces. `roles` are special tokens
+    of a chat template. Raises ValueError for a word with white space in it or one that is a special
+    token.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
     for word in words:
-        if word.split() != [word] or word in SPECIAL:
+        if word.split() != [word] or word in (*SPECIAL, *roles):
             raise ValueError(f"not a word: {word!r}")
-    ids = {word: place for place, word in enumerate(dict.fromkeys((*SPECIAL, *words)))}
+    special = (*SPECIAL, *roles)
+    ids = {word: place for place, word in enumerate(dict.fromkeys((*special, *words)))}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -101,7 +108,7 @@ def write_word_tokenizer(
     )
     # Stripping white space around them keeps "a <eos> b" at three tokens.
     tokenizer.add_special_tokens(
-        [AddedToken(word, lstrip=True, rstrip=True, special=True) for word in SPECIAL]
+        [AddedToken(word, lstrip=True, rstrip=True, special=True) for word in special]
     )
     named = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
     settings = {

@@ -1,5 +1,14 @@
 """Sums of several numbers modulo 100 with a calculator: a task of several turns.
 
+    user         n3 7 n2 5 n1 4
+    assistant    n2 call calculator 7 5           tool   12
+    assistant    n1 call calculator 12 4          tool   16
+    assistant    answer 16
+
+With `options.tools` the calculator is a Python function that the model calls, prompts are messages,
+and `CHAT_TEMPLATE` says how all that is written. Without (runs that are older have no chat
+template), it is an environment that reads and writes words:
+
     prompt       n3 7 n2 5 n1 4 |
     model        n2 call 7 + 5            environment   result 12
     model        n1 call 12 + 4           environment   result 16
@@ -18,7 +27,18 @@ import re
 from collections.abc import Sequence
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.port import Environment, Observation, Row, Split, Task
+from dora_pipe.producers.tasks.messages import tool_schema
+from dora_pipe.producers.tasks.port import (
+    Environment,
+    Observation,
+    Prompt,
+    Row,
+    Split,
+    Task,
+    Tool,
+    ToolCall,
+    Turn,
+)
 from dora_pipe.schemas.identity import derive_seed
 
 MODULUS = 100
@@ -41,11 +61,51 @@ WORDS: tuple[str, ...] = (
     "error",
     *(f"n{place}" for place in range(1, NUMBERS_MAX + 1)),
     *(str(number) for number in range(MODULUS)),
+    TOOL,
 )
 """Every word of prompts, turns and observations, for `write_word_tokenizer`."""
 
+ROLES: tuple[str, ...] = ("<|tools|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+"""Special tokens of the template."""
+
+CHAT_TEMPLATE = """\
+{%- if tools %}<|tools|>{% for one in tools %} {{ one.function.name }}{% endfor %}<eos>{% endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|> {{ message.content }}
+{%- for call in message.tool_calls or [] %} call {{ call.function.name }}
+{%- for value in call.function.arguments.values() %} {{ value }}{% endfor %}{% endfor %}<eos>
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}
+"""
+"""How conversations are written in words; `read_turn` reads them."""
+
 _CALL = re.compile(r"(?:^|\s)call (\d{1,2}) \+ (\d{1,2})$")
+_WRITTEN_CALL = re.compile(r"(?:^|\s)call(?=\s|$)")
 _ANSWER = re.compile(r"(?:^|\s)answer (\d{1,2})$")
+
+
+def calculator(a: int, b: int) -> int:
+    """Add two numbers, modulo 100.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return (a + b) % MODULUS
+
+
+def read_turn(text: str) -> Turn:
+    """``read_turn("n2 call calculator 7 5")`` has the text `n2`, and a call: `task.tool_parser`."""
+    said, *calls = _WRITTEN_CALL.split(text)
+    return Turn(text=said.strip(), tool_calls=tuple(map(_read_call, calls)))
+
+
+def _read_call(written: str) -> ToolCall:
+    name, *values = written.split() or [""]
+    if len(values) == 2 and all(value.isdecimal() for value in values):
+        a, b = map(int, values)
+        return ToolCall(name=name, arguments={"a": a, "b": b})
+    return ToolCall(name=name, error="a call has a name and two numbers", raw=f"call{written}")
 
 
 class Calculator(Environment):
@@ -87,10 +147,12 @@ class CalculatorTask(Task):
         largest: int = 9,
         noise: float = 0.25,
         end: str = "<eos>",
+        tools: bool = False,
     ) -> None:
         """`largest`: of the numbers. `noise`: share of wrong numbers in demonstrated calls.
 
         `end`: how the end-of-sequence token is written between the turns of a demonstration.
+        `tools`: prompts are messages, and the calculator is a function.
         """
         if not 1 <= numbers_min <= numbers_max <= NUMBERS_MAX:
             raise ConfigError(
@@ -106,32 +168,59 @@ class CalculatorTask(Task):
         self._numbers, self._largest = (numbers_min, numbers_max), largest
         self._noise = noise
         self._end = end
+        self._tools = tools
 
     def rows(self, split: Split) -> Sequence[Row]:
         """See Task."""
         chance = random.Random(derive_seed("calculator", split, self._seeds[split]))
         return [self._row(chance) for _ in range(self._counts[split])]
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: Row) -> Prompt:
         """See Task."""
-        return Calculator().reset(row)
+        text = Calculator().reset(row)
+        if not self._tools:
+            return text
+        return [{"role": "user", "content": text.removesuffix(" |")}]
 
-    def environment(self, row: Row) -> Environment:
+    def tools(self, row: Row) -> Sequence[Tool]:
         """See Task."""
-        return Calculator()
+        return [calculator] if self._tools else []
+
+    def environment(self, row: Row) -> Environment | None:
+        """See Task."""
+        return None if self._tools else Calculator()
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
         """1 if the last turn answers with the sum of all numbers, else 0."""
         found = _ANSWER.search(text.strip())
         return float(found is not None and int(found[1]) == sum(row["numbers"]) % MODULUS)
 
-    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
-        """One pair per turn of as many episodes as give `count` pairs (the last is cut)."""
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """One pair per turn of as many episodes as give `count` pairs (the last is cut); with tools
+        as many conversations."""
         chance = random.Random(derive_seed("calculator", "demonstrations", seed))
+        if self._tools:
+            return [self.conversation(self._row(chance), chance) for _ in range(count)]
         pairs: list[tuple[str, str]] = []
         while len(pairs) < count:
             pairs += self.episode(self._row(chance), chance)
         return pairs[:count]
+
+    def conversation(self, row: Row, chance: random.Random) -> Row:
+        """A demonstrated episode with a tool, as `sft` takes it."""
+        total, *others = row["numbers"]
+        messages = [*self.prompt(row)]
+        for at, number in enumerate(others):
+            if chance.random() < self._noise:
+                number = chance.randint(0, self._largest)
+            named = {"name": TOOL, "arguments": {"a": total, "b": number}}
+            call = {"type": "function", "id": f"call{at:05}", "function": named}
+            said = {"role": "assistant", "content": f"n{len(others) - at}", "tool_calls": [call]}
+            total = calculator(total, number)
+            result = {"role": "tool", "name": TOOL, "tool_call_id": call["id"]}
+            messages += [said, {**result, "content": str(total)}]
+        messages.append({"role": "assistant", "content": f"answer {total}"})
+        return {"messages": messages, "tools": [tool_schema(calculator)]}
 
     def episode(self, row: Row, chance: random.Random) -> list[tuple[str, str]]:
         """(everything before, turn) of one demonstrated episode."""

@@ -1,19 +1,29 @@
 """The calculator: its turns, its errors, and demonstrations that follow what it says."""
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.launch.examples import write_word_tokenizer
+from dora_pipe.producers.chat.chat import Chat, ChatOptions
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calculator import (
+    CHAT_TEMPLATE,
     MODULUS,
+    ROLES,
     SPARE_TURNS,
     TOOL,
+    WORDS,
     Calculator,
     CalculatorTask,
+    calculator,
+    read_turn,
 )
+from dora_pipe.producers.tasks.messages import normal
 from dora_pipe.producers.tasks.port import Observation
 
 ROW = {"numbers": [17, 25, 64]}
@@ -131,3 +141,63 @@ def test_demonstrations_have_the_count_asked_for_and_the_end_as_configured() -> 
 def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"task\.options"):
         CalculatorTask(**options)  # type: ignore[arg-type]
+
+
+# With a tool and a chat template.
+
+TOOLED = CalculatorTask(tools=True, noise=0.5)
+
+
+def test_a_row_with_tools_is_a_message_and_a_function() -> None:
+    row = TOOLED.rows("train")[0]
+    message = TOOLED.prompt(row)[0]
+    assert message == {"role": "user", "content": Calculator().reset(row).removesuffix(" |")}
+    assert (TOOLED.environment(row), TOOLED.tools(row)) == (None, [calculator])
+    assert CalculatorTask().tools(row) == []
+    assert TOOLED.rows("train") == CalculatorTask().rows("train")
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("answer 6", "answer 6", []),
+        ("n2 call calculator 17 25", "n2", [("calculator", {"a": 17, "b": 25})]),
+        (
+            "call calculator 1 2 call other 3 4",
+            "",
+            [("calculator", {"a": 1, "b": 2}), ("other", {"a": 3, "b": 4})],
+        ),
+        ("recall calculator 1 2", "recall calculator 1 2", []),
+        ("n1 call", "n1", [("", {})]),
+        ("n1 call calculator 1 n2", "n1", [("calculator", {})]),
+    ],
+)
+def test_calls_are_read_from_a_turn(
+    text: str, said: str, calls: list[tuple[str, dict[str, int]]]
+) -> None:
+    turn = read_turn(text)
+    assert turn.text == said
+    assert [(one.name, one.arguments) for one in turn.tool_calls] == calls
+    assert all(bool(one.error) == (not one.arguments) for one in turn.tool_calls)
+    assert " ".join(str(turn.message()["content"]).split()) in text
+
+
+def test_conversations_demonstrated_end_as_the_calculator_says(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path, WORDS, ROLES)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    tokenizer = Tokenizer(tmp_path)
+    parser = "dora_pipe.producers.tasks.calculator:read_turn"
+    chat = Chat.open(tmp_path, tokenizer, ChatOptions(tool_parser=parser))
+    assert chat.flaw == ""
+    right = 0
+    for row in TOOLED.demonstrations(seed=3, count=40):
+        assert isinstance(row, dict)
+        messages = normal(row["messages"])
+        ids, mask = chat.training_ids(messages, row["tools"])
+        assert tokenizer.ids("<unk>")[0] not in ids
+        turns = [one for one in messages if one["role"] == "assistant"]
+        assert sum(mask) == sum(6 if "tool_calls" in turn else 3 for turn in turns)
+        numbers = [int(word) for word in messages[0]["content"].split()[1::2]]
+        right += int(TOOLED.reward({"numbers": numbers}, messages[-1]["content"], ()))
+    assert 5 < right < 35
+    assert TOOLED.demonstrations(seed=3, count=4) == TOOLED.demonstrations(seed=3, count=4)

@@ -133,10 +133,10 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
     assert world.step("4").done
 
 
-def test_control_tokens_of_the_calculators_demonstrations_are_parsed(tmp_path: Path) -> None:
-    config = load_config(EXAMPLES / "calculator.toml", ())
+def test_control_tokens_of_the_calculators_older_demonstrations_are_parsed(tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / "calculator.toml", ["task.options.tools=false"])
     write_word_tokenizer(tmp_path, calculator.WORDS)
-    tokenizer = Tokenizer(tmp_path, special_tokens=config.task.special_tokens)
+    tokenizer = Tokenizer(tmp_path, special_tokens="parse")
     pairs = open_task(config.task).demonstrations(3, 40)
     later = [before for before, _ in pairs if EOS in before]
     assert later

@@ -1,0 +1,80 @@
+"""The calculator as its example has it: a tool of the model's, from token ids to token ids."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.config.load import load_config
+from dora_pipe.launch.examples import write_word_tokenizer
+from dora_pipe.producers.chat.chat import Chat, ChatOptions
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.calculator import CHAT_TEMPLATE, ROLES, WORDS
+from dora_pipe.producers.tasks.calls import PromptCall, Rewarded
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.producers.worker.effects import EnvObserved, EnvStep, PromptReady, RewardCall
+from dora_pipe.producers.worker.ports import TaskPort
+from tests.support.task_pool import DEADLINE_S
+from tests.support.tidy import ROOT
+
+TASK = load_config(ROOT / "examples" / "calculator.toml", ()).task
+ROW = open_task(TASK).rows("train")[0]
+NUMBERS: list[int] = ROW["numbers"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_word_tokenizer(tmp_path, WORDS, ROLES)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return Tokenizer(tmp_path)
+
+
+@pytest.fixture
+def port(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[TaskPort]:
+    chat = Chat.open(tmp_path, tokenizer, ChatOptions(tool_parser=TASK.tool_parser))
+    with TaskPool(TASK) as pool:
+        yield TaskPort(pool, tokenizer, chat)
+
+
+def ask(port: TaskPort, effect: Any) -> Any:
+    port.start(effect)
+    end = time.monotonic() + DEADLINE_S
+    found: list[Any] = []
+    while not found and time.monotonic() < end:
+        found = port.poll()
+    return found[0]
+
+
+def test_an_episode_of_calls_goes_from_ids_to_ids(port: TaskPort, tokenizer: Tokenizer) -> None:
+    ready = ask(port, PromptCall(request="a", split="train", index=0))
+    assert isinstance(ready, PromptReady)
+    named = " ".join(f"n{len(NUMBERS) - at} {number}" for at, number in enumerate(NUMBERS))
+    assert tokenizer.full_text(ready.token_ids) == (
+        f"<|tools|> calculator <eos> <|user|> {named} <eos> <|assistant|>"
+    )
+    total, turns = NUMBERS[0], []
+    for number in NUMBERS[1:]:
+        turns.append([*tokenizer.ids(f"n1 call calculator {total} {number} "), 2])
+        seen = ask(port, EnvStep(request="a", token_ids=turns[-1]))
+        total = (total + number) % 100
+        assert isinstance(seen, EnvObserved)
+        assert (seen.tool, seen.ok, seen.done) == ("calculator", True, False)
+        assert tokenizer.full_text(seen.token_ids) == f"<|tool|> {total} <eos> <|assistant|>"
+        turns.append(list(seen.token_ids))
+    turns.append([*tokenizer.ids(f"answer {total}"), 2])
+    seen = ask(port, EnvStep(request="a", token_ids=turns[-1]))
+    assert (seen.done, list(seen.token_ids)) == (True, [])
+    scored = RewardCall(request="a", split="train", index=0, answer=turns[-1], turns=turns)
+    assert ask(port, scored) == Rewarded(request="a", reward=1.0, raw=None, parts={})
+
+
+def test_a_call_that_cannot_be_made_is_told_and_costs_a_turn(
+    port: TaskPort, tokenizer: Tokenizer
+) -> None:
+    ask(port, PromptCall(request="a", split="train", index=0))
+    seen = ask(port, EnvStep(request="a", token_ids=[*tokenizer.ids("n1 call calculator 7"), 2]))
+    assert (seen.tool, seen.ok, seen.done) == ("calculator", False, False)
+    assert tokenizer.full_text(seen.token_ids).startswith("<|tool|> <unk>")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
+from dora_pipe.core.own_code import source_sha256
 from dora_pipe.producers.chat.derived import Derived, Tools, closers
 from dora_pipe.producers.chat.dialect import Message, learn
 from dora_pipe.producers.chat.parsers import MARKERS, PARSERS, Parser, none, open_parser
@@ -96,7 +97,7 @@ class Chat:
             "template": dict(texts),
             "kwargs": dict(options.kwargs),
             "renderer": "template" if typed is None else f"{typed.name} {typed.version}",
-            "parser": name,
+            "parser": f"{name} {source_sha256(name)}" if ":" in name else name,
             "special_tokens": "parse" if options.parse else "text",
             "now_s": options.now_ns // 1_000_000_000,
         }

@@ -153,6 +153,10 @@ def test_a_parser_may_be_the_users_own(tmp_path: Path) -> None:
     )
     chat = open_chat(tmp_path, tool_parser="my_own_parser:read", directory=str(tmp_path))
     assert chat.start(ASKED).say(Tokenizer(tmp_path).ids("abc")).text == "ABC"
+    own = tmp_path / "my_own_parser.py"
+    own.write_text(own.read_text() + "# another source, another digest\n")
+    again = open_chat(tmp_path, tool_parser="my_own_parser:read", directory=str(tmp_path))
+    assert again.digest != chat.digest
 
 
 def test_a_model_has_one_template_or_several_by_name(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
     WorkerReady,
 )
+from dora_pipe.schemas.rounds import EarlyStop, Round
 from dora_pipe.schemas.topics import Topics
 
 PIECES_MAX: Final = 8
@@ -89,6 +90,13 @@ class RunProgress(RunStats):
                 self._say(f"step {fact.step}: weights adopted: {fact.why}")
             case _:
                 pass
+
+    def round(self, round_: Round, offset: int) -> None:
+        """See the base."""
+        super().round(round_, offset)
+        for one in round_.decisions:
+            if isinstance(one, EarlyStop):
+                self._say(f"the run ends early: {one.reason}")
 
     def _say(self, line: str) -> None:
         self._lines.append(line)

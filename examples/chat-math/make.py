@@ -1,0 +1,163 @@
+"""Writes what a user has already: a chat model with random weights, its tokenizer with a ChatML
+template, and Parquet files of conversations about sums.
+
+    python examples/chat-math/make.py DIRECTORY
+
+    random/           a Llama with grouped-query attention, byte-level BPE, chat_template.jinja
+    sft.parquet       whole conversations; a quarter of the steps in their answers is wrong
+    train.parquet     questions with the right answer; what is trained on
+    short.parquet     questions of 3 numbers, to evaluate on; none of them is trained on
+    long.parquet      the same of 4 and 5
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SYSTEM = "You add numbers. Put the result into \\boxed{}."
+LARGEST = 6
+WRONG_SHARE = 0.25
+"""Of the steps of the answers that the model is warmed up on."""
+
+WORDY_SHARE = 0.5
+"""Of those answers, so many begin with a sentence that helps nobody."""
+
+ROWS = {"short": 64, "long": 64, "train": 4000, "sft": 6000}
+SIZES = {"sft": (3, 5), "train": (3, 5), "short": (3, 3), "long": (4, 5)}
+"""How many numbers a question has, at least and at most."""
+
+VOCABULARY = 420
+CONTEXT_TOKENS = 128
+PAD, END, START, STOP = "<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def numbers_of(name: str, chance: random.Random, taken: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """The numbers of one more question of a file; none of `taken`."""
+    while True:
+        size = chance.randint(*SIZES[name])
+        numbers = tuple(chance.randint(0, LARGEST) for _ in range(size))
+        if numbers not in taken:
+            return numbers
+
+
+def question(numbers: Sequence[int]) -> str:
+    """``question([4, 7]) == "What is 4 + 7?"``"""
+    return f"What is {' + '.join(map(str, numbers))}?"
+
+
+def worked(numbers: Sequence[int], chance: random.Random) -> str:
+    """An answer, step by step, some of them wrong."""
+    total, steps = numbers[0], []
+    for number in numbers[1:]:
+        wrong = chance.choice((-2, -1, 1, 2)) if chance.random() < WRONG_SHARE else 0
+        said = max(0, total + number + wrong)
+        steps.append(f"{total} + {number} = {said}.")
+        total = said
+    opening = "Let me think about it step by step. " if chance.random() < WORDY_SHARE else ""
+    return f"{opening}{' '.join(steps)} \\boxed{{{total}}}"
+
+
+def rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every file."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
+    evaluated: set[tuple[int, ...]] = set()
+    for name, count in ROWS.items():
+        for _ in range(count):
+            numbers = numbers_of(name, chance, evaluated)
+            asked = {"role": "user", "content": question(numbers)}
+            if name == "sft":
+                said = {"role": "assistant", "content": worked(numbers, chance)}
+                system = {"role": "system", "content": SYSTEM}
+                found[name].append({"messages": [system, asked, said]})
+            else:
+                found[name].append({"messages": [asked], "answer": str(sum(numbers))})
+            if name in ("short", "long"):
+                evaluated.add(numbers)
+    return found
+
+
+def make_tokenizer(directory: Path, texts: Sequence[str]) -> int:
+    """A byte-level BPE tokenizer with a ChatML template; returns its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, END, START, STOP],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=STOP).save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    size: int = tokenizer.get_vocab_size()
+    return size
+
+
+def make_model(directory: Path, vocabulary: int) -> int:
+    """The model with random weights; returns the number of its parameters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    build: Any = LlamaForCausalLM
+    model = build(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=192,
+            intermediate_size=768,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT_TOKENS,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=3,
+        )
+    )
+    model.save_pretrained(directory)
+    return sum(weights.numel() for weights in model.parameters())
+
+
+def main() -> None:
+    """Write the directory and say what is in it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if len(sys.argv) != 2:
+        sys.exit("usage: make.py DIRECTORY")
+    directory = Path(sys.argv[1])
+    model = directory / "random"
+    model.mkdir(parents=True, exist_ok=True)
+    tables = rows(random.Random(17))
+    for name, found in tables.items():
+        pq.write_table(pa.Table.from_pylist(found), directory / f"{name}.parquet")
+    texts = [str(one["content"]) for row in tables["sft"] for one in row["messages"]]
+    vocabulary = make_tokenizer(model, texts)
+    parameters = make_model(model, vocabulary)
+    sys.stdout.write(
+        f"{directory}: a model of {parameters} parameters and {vocabulary} tokens, "
+        f"{', '.join(f'{len(found)} rows of {name}' for name, found in tables.items())}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

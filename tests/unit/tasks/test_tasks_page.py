@@ -1,0 +1,107 @@
+"""docs/tasks.md: every configuration of it opens the data, rewards and tools that it names."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config.load import load_config
+from dora_pipe.config.several import sections_of
+from dora_pipe.producers.tasks.registry import dataset_digest, open_task
+from tests.support.data_files import TEXT, write_jsonl
+from tests.support.tidy import ROOT
+
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
+
+BLOCKS = [block for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "kind" in block]
+
+HEAD = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
+
+MINE = '''
+def score(row, text):
+    return float(text.strip() == row["answer"])
+
+
+def brevity(text):
+    return 1.0 / (1 + len(text))
+
+
+def search(words: str) -> str:
+    """Search.
+
+    Args:
+        words: What for.
+    """
+    return words
+
+
+def calculate(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+'''
+
+MODEL = """
+class Scores:
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, rows, texts):
+        return [1.0 for _ in rows]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the page's reader has: data under the names of the page, and two modules."""
+    (tmp_path / "data").mkdir()
+    for name in ("train", "eval", "sums", "facts", "easy", "hard"):
+        rows = [{"prompt": f"{n}?", "answer": str(n)} for n in range(80)]
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", rows)
+    talks = [
+        {"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(80)
+    ]
+    TEXT["rows.parquet"](tmp_path / "data" / "train.parquet", talks)
+    tables = [
+        {"question": f"{n}?", "solution": str(n), "level": n % 5, "messages": talks[n]["messages"]}
+        for n in range(200)
+        if n < len(talks)
+    ]
+    TEXT["rows.parquet"](tmp_path / "data" / "train-0.parquet", tables)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mine", "model"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    return tmp_path
+
+
+def test_the_page_has_a_configuration_for_each_thing_that_a_user_brings() -> None:
+    assert len(BLOCKS) == PAGE.count("\n## I have ") == 6
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_every_configuration_of_the_page_opens(folder: Path, block: str) -> None:
+    path = folder / "run.toml"
+    text = block.replace("data/train-*.parquet", "data/train-0.parquet")
+    path.write_text(HEAD + text)
+    config = load_config(path, ())
+    tasks: list[Any] = [one for section, _, one in sections_of(config) if section == "task"]
+    assert len(tasks) == max(1, len(tomllib.loads(block)["task"]) if "[[task]]" in block else 1)
+    for section in tasks:
+        task = open_task(section)
+        assert dataset_digest(task, "train")[1] > 0
+        row = task.rows("train")[0]
+        prompt = task.prompt(row)
+        assert isinstance(prompt, str) == (not section.chat and not section.system_prompt)
+        assert bool(task.tools(row)) == bool(section.tools)
+        assert msgspec.to_builtins(section)["kind"] == "dataset"

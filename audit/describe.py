@@ -193,6 +193,8 @@ class _Describer:
         return {
             "group": spec.group,
             "purpose": spec.purpose,
+            **({"task": spec.task} if spec.task else {}),
+            **({"evaluation": spec.evaluation} if spec.evaluation else {}),
             "siblings": spec.size,
             "prompt": f"row {spec.index} of {spec.dataset_digest[:12]}, pass {spec.data_epoch}",
             "seed": spec.seed,

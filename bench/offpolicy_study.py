@@ -74,6 +74,9 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.schedule_steps": 0,
     "trainer.weight_decay_exclude": "vectors",
     "objective.reference_every": None,
+    **dict.fromkeys(("evaluation.name", "evaluation.task", "evaluation.data"), ""),
+    "evaluation.split": "",
+    "evaluation.success": 1.0,
     "evaluation.best": False,
     "evaluation.patience": 0,
 }

@@ -246,7 +246,19 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
     for key, value in changes.items():
         section, _, name = key.partition(".")
         plain[section][name] = value
+    if order.number % 2:
+        _make_several(plain)
     return msgspec.convert(plain, Config)
+
+
+def _make_several(plain: dict[str, Any]) -> None:
+    """Every other round has two tasks, 3 to 1, and two evaluations of periods of their own."""
+    task, evaluation = plain["task"], plain["evaluation"]
+    plain["task"] = task | {"name": "often", "ratio": 3.0}
+    plain["more_tasks"] = [task | {"name": "seldom", "options": {"sigma": 0.3}}]
+    plain["evaluation"] = evaluation | {"name": "often"}
+    own = {"name": "seldom", "task": "seldom", "every": 2, "prompts": 2, "siblings": 2}
+    plain["more_evaluations"] = [evaluation | own]
 
 
 def _run_name(order: Order) -> str:

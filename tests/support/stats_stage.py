@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
+import msgspec
+
 from dora_pipe.bus.port import Bus
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.control import AnyControl
@@ -53,9 +55,12 @@ class Stage(ToldRun):
         digest = records.weights(version)
         self.decide(Assign(reason="new", worker=name, epoch=epoch, version=version, digest=digest))
 
-    def group(self, ordinal: int, epoch: int, *, purpose: Purpose = "train") -> GroupSpec:
-        """A group of two is dispatched under version 0 and placed on w0."""
-        spec = self.spec(ordinal, purpose=purpose)
+    def group(
+        self, ordinal: int, epoch: int, *, purpose: Purpose = "train", **names: str
+    ) -> GroupSpec:
+        """A group of two, of this task or evaluation, is dispatched under version 0 and placed on
+        w0."""
+        spec = msgspec.structs.replace(self.spec(ordinal, purpose=purpose), **names)
         self.decide(self.dispatch(spec), self.placed(spec, "w0", epoch))
         return spec
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.observe.run_stats import Histogram, RunStats, contributed
+from dora_pipe.observe.metrics.exposition import exposition
+from dora_pipe.observe.metrics.table import METRICS
+from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
+from dora_pipe.observe.top import frame
 from dora_pipe.observe.why.summary import waits_of
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
@@ -204,6 +207,39 @@ def test_evaluation_counts_when_its_last_prompt_has_ended() -> None:
         stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
     (ended,) = stage.stats.evaluated.values()
     assert (ended.version, ended.reward) == (0, 0.5)
+
+
+def test_evaluation_with_a_name_is_told_with_it_and_with_what_its_samples_say() -> None:
+    stage = Stage(evaluation__prompts=1, evaluation__name="hard")
+    epoch = stage.worker()
+    spec = stage.group(0, epoch, purpose="eval", evaluation="hard")
+    stage.log(spec, epoch, 1.0, 0.0)
+    stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
+    (ended,) = stage.stats.evaluated.values()
+    assert ended.figures == {"mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+    said = "evaluation hard of version 0: reward 0.500, pass@2 1.000"
+    assert evaluation_words(ended) == said
+    assert said in str(frame(stage.stats, stage.now_ns))
+    text = exposition(METRICS, stage.stats)
+    assert 'dora_pipe_evaluation_reward{run="tiny",evaluation="hard"} 0.5' in text
+    assert 'evaluation="hard",figure="pass@2"} 1' in text
+
+
+def test_rewards_of_a_step_are_told_by_task() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    specs = [stage.group(at, epoch, task=name) for at, name in enumerate(("b", "a"))]
+    stage.log(specs[0], epoch, 1.0, None)
+    stage.log(specs[1], epoch, 0.0, 0.5)
+    taken = tuple(
+        TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()) for spec in specs
+    )
+    stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
+    stage.fact(records.committed(0, taken))
+    assert stage.stats.steps[-1].task_rewards == (("a", 0.25), ("b", 1.0))
+    text = exposition(METRICS, stage.stats)
+    for task, value in (("", "0.5"), ("a", "0.25"), ("b", "1")):
+        assert f'dora_pipe_step_reward{{run="tiny",task="{task}"}} {value}' in text
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:

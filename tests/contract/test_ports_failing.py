@@ -230,8 +230,8 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
 }
 
 IN_THE_LOOP = {"InlinePort", "TaskPool", "TaskPorts"}
-"""They raise in the loop, where everything is heard: the simulator's trainer; the pool of processes,
-which stands behind `TaskPort`; and who hands calls to the `TaskPort` that is meant."""
+"""They raise in the loop, where everything is heard: the simulator's trainer; the pool of
+processes, which stands behind `TaskPort`; and who hands calls to the `TaskPort` that is meant."""
 
 
 def _cases() -> list[Any]:

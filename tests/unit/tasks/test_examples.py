@@ -147,3 +147,18 @@ def test_control_tokens_of_the_calculators_older_demonstrations_are_parsed(tmp_p
     for before in later:
         ids = tokenizer.prompt_ids(before)
         assert sum(one in tokenizer.stop_ids for one in ids) == before.count(EOS)
+
+
+def test_train_your_own_of_the_readme_is_the_example_with_a_chat_model() -> None:
+    """Its keys are those of the example's file, its commands those that the example's page has."""
+    example = EXAMPLES / "chat-math"
+    readme = (ROOT / "README.md").read_text().split("## Train your own")[1].split("\n## ")[0]
+    (said,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    whole = table(example / "config.toml")
+    for section, keys in tomllib.loads(said).items():
+        assert keys.items() <= whole[section].items()
+    commands, told = (
+        set(re.findall(r"^\$ (.*?)(?:  #.*)?$", text.replace("\\\n", " "), re.MULTILINE))
+        for text in (readme, (example / "README.md").read_text())
+    )
+    assert {one for one in told if " show " not in one} <= {one.strip() for one in commands}

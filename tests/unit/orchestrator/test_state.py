@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "f0c1ca209b3c89e744b7f55cf702fa94484004453d58a063ab6c8b31865d8846"
+        == "f972af62163055d8d537e391b3e58b9403d3cc2c261fd630b3dacc90e83326f2"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

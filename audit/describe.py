@@ -1,7 +1,7 @@
 """Everything the log knows of one trajectory, group or step, as plain values in reading order.
 
-A story is an ordered mapping of sections; a section is a mapping of facts or a list of rows. The
-command line prints it, `--json` gives it as it is.
+A description is an ordered mapping of sections; a section is a mapping of facts or a list of rows.
+The command line prints it, `--json` gives it as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Times, Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
 
-Story = dict[str, Any]
+Description = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens written out."""
 
@@ -52,8 +52,8 @@ def describe(
     *,
     decoder: Callable[[Path], Decode | None] = lambda assets: None,
     known: Ledger | None = None,
-) -> Story:
-    """The story of an id: ``g0000000042-003``, ``g0000000042`` or ``7`` (a step).
+) -> Description:
+    """The description of an id: ``g0000000042-003``, ``g0000000042`` or ``7`` (a step).
 
     `known` is what audit remembers of the log: an id that has ended there needs no other reading.
     `decoder` opens the tokenizer in a directory of assets; without one, texts are token ids.
@@ -79,7 +79,7 @@ def describe(
 
 
 def _is_over(ledger: Ledger, wanted: str) -> bool:
-    """Whether nothing that is still to come changes this id's story."""
+    """Whether nothing that is still to come changes this id's description."""
     if found := _STEP.match(wanted):
         return int(found[1]) in ledger.steps
     group = ledger.accounts.groups.get(group_of(wanted) if _TRAJECTORY.match(wanted) else wanted)
@@ -102,7 +102,7 @@ class _Describer:
         self._decode = decode
         self._traces = Traces(bus, topics, ledger)
 
-    def step(self, number: int) -> Story:
+    def step(self, number: int) -> Description:
         """A training step: what it was made of and what it made."""
         entry = self._ledger.steps.get(number)
         if entry is None:
@@ -152,7 +152,7 @@ class _Describer:
             "tokens": group.tokens,
         }
 
-    def group(self, group: GroupEntry) -> Story:
+    def group(self, group: GroupEntry) -> Description:
         """A group: dispatch, siblings, fate."""
         trace = self._traces.group(group)
         damage = self._traces.damage.lines
@@ -165,28 +165,28 @@ class _Describer:
             TRACE: trace,
         }
 
-    def trajectory(self, name: str) -> Story:
+    def trajectory(self, name: str) -> Description:
         """A trajectory: where it came from, how it was made, what became of it."""
         group = self._ledger.accounts.groups[group_of(name)]
         entry = group.requests[name]
-        story: Story = {
+        description: Description = {
             "trajectory": {"trajectory": name, "standing": _standing(entry)},
             "group": self._dispatch(group),
             "attempts": [_placement_row(entry, place) for place in range(len(entry.placements))],
         }
         if entry.errors:
-            story["errors"] = [{"what": error} for error in entry.errors]
-        story["records"] = self._records(name)
+            description["errors"] = [{"what": error} for error in entry.errors]
+        description["records"] = self._records(name)
         if entry.bound is not None:
             try:
-                story |= self._made(self._read(entry.bound))
+                description |= self._made(self._read(entry.bound))
             except (InvariantBroken, SchemaError) as error:
-                story[DAMAGE] = [{"what": error.message}]
-        story["fate"] = self._fate(group)
-        story["contribution"] = self._contribution(name, group)
-        story["lineage"] = self._lineage(group)
-        story[TRACE] = self._traces.group(group, only=name)
-        return story
+                description[DAMAGE] = [{"what": error.message}]
+        description["fate"] = self._fate(group)
+        description["contribution"] = self._contribution(name, group)
+        description["lineage"] = self._lineage(group)
+        description[TRACE] = self._traces.group(group, only=name)
+        return description
 
     def _dispatch(self, group: GroupEntry) -> dict[str, Any]:
         spec = group.spec
@@ -233,7 +233,7 @@ class _Describer:
         """The record's content. Raises InvariantBroken, SchemaError for one that is not it."""
         return logged_trajectory(self._record(logged), logged.fact)
 
-    def _made(self, trajectory: Trajectory) -> Story:
+    def _made(self, trajectory: Trajectory) -> Description:
         meta = trajectory.meta
         return {
             "result": {

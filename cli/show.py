@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from dora_pipe.audit.describe import DAMAGE, TRACE, Story, describe
+from dora_pipe.audit.describe import DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.export import best_version
 from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.cli.audit import remembered_ledger
@@ -67,7 +67,7 @@ CELL_CHARACTERS_MAX: Final = 600
 """Longer texts are cut in tables; `--json` gives them whole."""
 
 EVALUATIONS_SHOWN: Final = 3
-"""The newest, or the newest of each name; `--json` has every one."""
+"""Versions of each evaluation: its first and the newest ones; `--json` has every one."""
 
 DROP: Final = (
     *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
@@ -89,14 +89,16 @@ def show_run(run: OpenRun, *, as_json: bool) -> None:
 def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
     """Print where a step, group or trajectory came from and went."""
     with remembered_ledger(run) as known:
-        story = describe(run.bus, run.topics, run.policies, wanted, decoder=decoder_in, known=known)
+        description = describe(
+            run.bus, run.topics, run.policies, wanted, decoder=decoder_in, known=known
+        )
     if as_json:
-        emit_json(story)
-    elif "figures" in story and not everything:  # of a step
-        print_step(story, run.topics.run)
+        emit_json(description)
+    elif "figures" in description and not everything:  # of a step
+        print_step(description, run.topics.run)
     else:
-        print_story(story)
-    for one in story.get(DAMAGE, ()):
+        print_description(description)
+    for one in description.get(DAMAGE, ()):
         raise InvariantBroken(one["what"], hint="`dora-pipe audit` looks at the whole log")
 
 
@@ -196,12 +198,21 @@ def print_overview(found: Overview) -> None:
     say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
 
 
+def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
+    """The first of each evaluation and its newest ones, in the order in which they are."""
+    places: dict[str, list[int]] = {}
+    for place, one in enumerate(evaluations):
+        places.setdefault(one.evaluation, []).append(place)
+    newest = 1 - EVALUATIONS_SHOWN
+    kept = {at for found in places.values() for at in (found[0], *found[newest:])}
+    return [evaluations[place] for place in sorted(kept)]
+
+
 def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
-    """The newest ones, each figure with its interval."""
+    """The first and the newest ones, each figure with its interval."""
     if not evaluations:
         return
-    names = {one.evaluation for one in evaluations}
-    shown = evaluations[-max(EVALUATIONS_SHOWN, len(names)) :]
+    shown = shown_evaluations(evaluations)
     figures = list(dict.fromkeys(name for one in shown for name in one.figures))
     named = any(one.evaluation for one in shown)
     rows = [
@@ -292,17 +303,17 @@ def _steps(steps: list[StepStats]) -> str:
 # A step.
 
 
-def print_step(story: Story, run: str) -> None:
-    """The step, so that it fits; `--all` is the whole story."""
-    step, groups, rows = story["step"], story["groups"], story["trajectories"]
-    figures = story["figures"]
+def print_step(description: Description, run: str) -> None:
+    """The step, so that it fits; `--all` is the whole description."""
+    step, groups, rows = description["step"], description["groups"], description["trajectories"]
+    figures = description["figures"]
     count = f"{figures.get('trajectories', len(rows)):.0f}"
     emit_line(
         f"step {step['step']} of {run}: {len(groups)} groups, {count} trajectories, attempt "
         f"{step['attempt']}, computed in {show(step['compute s'])} s"
     )
     emit_line(f"taken because {step['why then']}")
-    emit_line(f"weights {str(story['weights']['after']).rpartition(' ')[2]}")
+    emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
     shown = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
     versions, worst = _by_version(groups), _worst(rows)
     named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
@@ -316,7 +327,7 @@ def print_step(story: Story, run: str) -> None:
     _print_groups(named[:room], len(groups))
     _part(gaps)
     _print_worst(worst)
-    if DAMAGE not in story:
+    if DAMAGE not in description:
         say("--all has every trajectory, the settings, the lineage and the trace")
 
 
@@ -396,12 +407,12 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# The whole story.
+# The whole description.
 
 
-def print_story(story: Story) -> None:
+def print_description(description: Description) -> None:
     """Every section, in order."""
-    for section, content in story.items():
+    for section, content in description.items():
         if isinstance(content, Mapping):
             emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
         elif section == TRACE:

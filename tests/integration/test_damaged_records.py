@@ -70,10 +70,10 @@ def test_show_says_so_and_ends_with_exit_code_5(
     code, out, err = call("show", str(run.directory), name, "--json")
     assert code == 5
     assert f"error: {name}: " in err and text in err
-    story = json.loads(out)
-    (bound,) = [one for one in story["records"] if one["standing"] == "bound"]
+    description = json.loads(out)
+    (bound,) = [one for one in description["records"] if one["standing"] == "bound"]
     assert text in bound["found"]
-    assert "segments" not in story
+    assert "segments" not in description
 
 
 def test_export_leaves_it_out_by_name_and_ends_with_exit_code_5(

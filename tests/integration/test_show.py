@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.cli.show import FIGURES, print_step, print_story
+from dora_pipe.catalogue.evaluations import Evaluated
+from dora_pipe.cli.show import FIGURES, print_description, print_step, shown_evaluations
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
 
@@ -58,12 +59,12 @@ def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 3 of recorded: ")
     _, whole, _ = call("show", recorded.directory, "3", "--json")
-    story = json.loads(whole)
-    assert {row["group"] for row in story["groups"]} == set(re.findall(r"g\d{10}(?!-)", out))
+    description = json.loads(whole)
+    assert {row["group"] for row in description["groups"]} == set(re.findall(r"g\d{10}(?!-)", out))
     worst = re.findall(r"^(g\d{10}-\d{3}) ", out, re.MULTILINE)
     assert worst == []  # The trainer of this run says nothing of ratios.
     _, everything, _ = call("show", recorded.directory, "3", "--all")
-    assert all(row["trajectory"] in everything for row in story["trajectories"])
+    assert all(row["trajectory"] in everything for row in description["trajectories"])
     assert "\ntrace\n" in everything
 
 
@@ -110,7 +111,7 @@ def test_a_step_of_any_size_fits_the_screen(
 
 
 def _step(count: int, *, versions: int) -> dict[str, Any]:
-    """The story of a step with so many groups, and every figure that is shown."""
+    """The description of a step with so many groups, and every figure that is shown."""
     groups = [
         {
             "group": f"g{at:010d}",
@@ -144,7 +145,7 @@ def test_what_a_model_sampled_does_not_steer_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hostile = "\x1b[2J\x9b31m\u202e"
-    print_story(
+    print_description(
         {"result": {"text": hostile}, "segments": [{"kind": "model", "text": hostile}], "none": []}
     )
     out = capsys.readouterr().out
@@ -195,3 +196,18 @@ def test_the_worst_ratios_are_those_farthest_from_1_either_way(
     )
     worst = re.findall(r"^(g\d{10})-000", capsys.readouterr().out, re.MULTILINE)
     assert [int(one[1:]) for one in worst] == [1, 4, 5, 2, 0]
+
+
+def test_the_first_and_the_newest_of_every_evaluation_are_shown() -> None:
+    def evaluated(version: int, name: str) -> Evaluated:
+        return Evaluated(
+            version=version, evaluation=name, task="", prompts=1, trajectories=1, figures={}
+        )
+
+    found = [evaluated(version, name) for version in range(9) for name in ("hard", "easy")]
+    assert [(one.version, one.evaluation) for one in shown_evaluations(found)] == [
+        (version, name) for version in (0, 7, 8) for name in ("hard", "easy")
+    ]
+    once = [evaluated(0, "")]
+    assert shown_evaluations(once) == once
+    assert shown_evaluations([]) == []

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import build_ledger
-from dora_pipe.audit.describe import Decode, Story, describe
+from dora_pipe.audit.describe import Decode, Description, describe
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import UsageError
 from tests.support.recorded_run import RecordedRun
 
 
-def _tell(run: RecordedRun, wanted: str, *, words: bool = False) -> Story:
+def _tell(run: RecordedRun, wanted: str, *, words: bool = False) -> Description:
     bus = run.open()
     try:
         if words:
@@ -39,30 +39,30 @@ def _ledger(run: RecordedRun) -> Ledger:
 
 
 def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun) -> None:
-    story = _tell(recorded, "g0000000010-001")
+    description = _tell(recorded, "g0000000010-001")
     group = _ledger(recorded).accounts.groups["g0000000010"]
-    assert story["group"]["version"].startswith(f"{group.spec.version} ({group.spec.digest}")
-    assert story["fate"] == {
+    assert description["group"]["version"].startswith(f"{group.spec.version} ({group.spec.digest}")
+    assert description["fate"] == {
         "fate": "trained",
         "why": f"batch of step {group.step}, attempt 1",
-        "round": story["fate"]["round"],
+        "round": description["fate"]["round"],
         "step": group.step,
         "staleness": group.step - group.spec.version if group.step is not None else None,
     }
-    assert story["contribution"]["trajectory"] == "g0000000010-001"
-    assert story["contribution"]["advantage"] is not None
-    assert story["records"][0]["standing"] == "bound"
-    assert story["records"][0]["engine"] == "simulated 1"
-    assert [one["kind"] for one in story["segments"]] == ["prompt", "model"]
-    assert list(story)[:3] == ["trajectory", "group", "attempts"]
+    assert description["contribution"]["trajectory"] == "g0000000010-001"
+    assert description["contribution"]["advantage"] is not None
+    assert description["records"][0]["standing"] == "bound"
+    assert description["records"][0]["engine"] == "simulated 1"
+    assert [one["kind"] for one in description["segments"]] == ["prompt", "model"]
+    assert list(description)[:3] == ["trajectory", "group", "attempts"]
 
 
 def test_lineage_goes_both_ways(recorded: RecordedRun) -> None:
-    story = _tell(recorded, "g0000000010-001")
-    version = int(story["group"]["version"].split()[0])
-    step = story["fate"]["step"]
-    assert story["lineage"][f"made version {version}"].startswith(f"step {version - 1} of ")
-    assert "were sampled from it" in story["lineage"][f"made by its step: version {step + 1}"]
+    description = _tell(recorded, "g0000000010-001")
+    version = int(description["group"]["version"].split()[0])
+    step = description["fate"]["step"]
+    assert description["lineage"][f"made version {version}"].startswith(f"step {version - 1} of ")
+    assert "were sampled from it" in description["lineage"][f"made by its step: version {step + 1}"]
     first = _tell(recorded, "g0000000000-000")
     assert first["lineage"]["made version 0"] == "the model the run started with"
 
@@ -74,45 +74,45 @@ def test_request_that_went_on_elsewhere_shows_every_attempt(recorded: RecordedRu
         for entry in group.requests.values()
         if entry.placements[-1].resume is not None
     )
-    story = _tell(recorded, moved.trajectory)
-    assert len(story["attempts"]) >= 2
-    assert story["attempts"][-1]["goes on at"].startswith("token ")
-    assert [one["kind"] for one in story["segments"]] == ["prompt", "model", "model"]
-    assert len({one["worker"] for one in story["segments"][1:]}) == 2
+    description = _tell(recorded, moved.trajectory)
+    assert len(description["attempts"]) >= 2
+    assert description["attempts"][-1]["goes on at"].startswith("token ")
+    assert [one["kind"] for one in description["segments"]] == ["prompt", "model", "model"]
+    assert len({one["worker"] for one in description["segments"][1:]}) == 2
 
 
 def test_fenced_record_stands_beside_the_one_that_counts(recorded: RecordedRun) -> None:
     fenced = next(
         one for one in _ledger(recorded).accounts.logged.values() if one.standing == "fenced"
     )
-    story = _tell(recorded, fenced.fact.trajectory)
-    assert sorted(one["standing"] for one in story["records"]) == ["bound", "fenced"]
+    description = _tell(recorded, fenced.fact.trajectory)
+    assert sorted(one["standing"] for one in description["records"]) == ["bound", "fenced"]
 
 
 def test_group_lists_its_siblings(recorded: RecordedRun) -> None:
-    story = _tell(recorded, "g0000000010")
-    assert [one["trajectory"] for one in story["siblings"]] == [
+    description = _tell(recorded, "g0000000010")
+    assert [one["trajectory"] for one in description["siblings"]] == [
         f"g0000000010-00{sibling}" for sibling in range(4)
     ]
-    assert story["group"]["deadline"].startswith("step ")
+    assert description["group"]["deadline"].startswith("step ")
 
 
 def test_evaluation_group_has_no_deadline_and_no_step(recorded: RecordedRun) -> None:
-    story = _tell(recorded, "e0000000001")
-    assert story["group"]["deadline"] == "none"
-    assert story["fate"]["fate"] == "evaluated"
-    assert "step" not in story["fate"]
+    description = _tell(recorded, "e0000000001")
+    assert description["group"]["deadline"] == "none"
+    assert description["fate"]["fate"] == "evaluated"
+    assert "step" not in description["fate"]
     assert _tell(recorded, "e0000000001-000")["contribution"] == {"none": "it was not trained"}
 
 
 @pytest.mark.parametrize("name", ["6", "step 6", "step-6"])
 def test_step_lists_its_batch_and_settings(recorded: RecordedRun, name: str) -> None:
-    story = _tell(recorded, name)
-    assert story["step"]["step"] == 6
-    assert len(story["groups"]) == 4
-    assert len(story["trajectories"]) == 16
-    assert story["settings"]["trainer.learning_rate"] > 0
-    assert story["weights"]["after"].startswith("version 7 ")
+    description = _tell(recorded, name)
+    assert description["step"]["step"] == 6
+    assert len(description["groups"]) == 4
+    assert len(description["trajectories"]) == 16
+    assert description["settings"]["trainer.learning_rate"] > 0
+    assert description["weights"]["after"].startswith("version 7 ")
 
 
 def test_texts_are_decoded_where_there_is_a_tokenizer(recorded: RecordedRun) -> None:

@@ -94,11 +94,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """How the search ended; `story` leads to the promise that is broken."""
+    """How the search ended; `path` leads to the promise that is broken."""
 
     outcome: Literal["sound", "broken", "locked", "delayed"]
     states: int
-    story: list[str] = field(default_factory=list)
+    path: list[str] = field(default_factory=list)
 
 
 def search(rules: Rules) -> Found:
@@ -110,8 +110,8 @@ def search(rules: Rules) -> Found:
         course = todo.popleft()
         for word, following, outcome in _steps(rules, course):
             if outcome is not None:
-                story = [*_story(came, course), word]
-                return Found(outcome=outcome, states=len(came), story=story)
+                path = [*_path(came, course), word]
+                return Found(outcome=outcome, states=len(came), path=path)
             following = _normal(rules, following)
             if following not in came:
                 came[following] = (course, word)
@@ -193,7 +193,7 @@ def _count(deadlines: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def _story(came: Mapping[Course, tuple[Course, str] | None], course: Course) -> list[str]:
+def _path(came: Mapping[Course, tuple[Course, str] | None], course: Course) -> list[str]:
     words: list[str] = []
     step = came[course]
     while step is not None:
@@ -235,7 +235,7 @@ def _verdicts(found: Sequence[Found]) -> dict[str, int]:
 @pytest.mark.parametrize("rules", QUICK, ids=name)
 def test_no_course_of_a_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
     found = search(rules)
-    assert found.outcome == "sound", found.story
+    assert found.outcome == "sound", found.path
     assert found.states > 3
 
 
@@ -244,16 +244,16 @@ def test_no_course_of_a_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
 @pytest.mark.parametrize("rules", LARGE, ids=name)
 def test_no_course_of_a_larger_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
     found = search(rules)
-    assert found.outcome == "sound", found.story
+    assert found.outcome == "sound", found.path
 
 
 @pytest.mark.parametrize("rules", [one for one in SMALL if one.eta <= 2], ids=name)
 def test_refused_batches_return_without_breaking_the_bound(rules: Rules) -> None:
     found = search(replace(rules, refusals=True))
-    assert found.outcome == "sound", found.story
+    assert found.outcome == "sound", found.path
 
 
-# Planted mistakes. Each must be found, with a story a person can follow.
+# Planted mistakes. Each must be found, with a path a person can follow.
 
 
 def _feasible_from_zero(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
@@ -280,7 +280,7 @@ def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
     found = search(Rules(eta=1, per_step=1, in_flight=2.0, take=_take_from_zero))
     assert found.outcome == "broken"
     # a and b at version 0; a is taken; c of version 1 goes before b; b comes too late.
-    assert found.story[-1] == "take (-1,)"
+    assert found.path[-1] == "take (-1,)"
     every = [search(replace(rules, take=_take_from_zero)) for rules in SMALL if rules.eta]
     capped = [rules for rules in SMALL if rules.eta and rules.in_flight > 1]
     assert _verdicts(every)["broken"] == len(capped) > 0
@@ -365,4 +365,4 @@ def test_overdue_ones_then_the_oldest_breaks_from_eta_two_on(eta: int, per_step:
 def test_a_replacement_with_the_old_stamp_puts_a_failure_on_the_critical_path() -> None:
     for rules in SMALL:
         found = search(replace(rules, replaces_with_old_stamp=True))
-        assert (found.outcome == "delayed") == (rules.in_flight > 1), (rules, found.story)
+        assert (found.outcome == "delayed") == (rules.in_flight > 1), (rules, found.path)

@@ -41,7 +41,8 @@ SCHEMA: Final = pa.schema(
 """One row per trajectory, in the order of the batch."""
 
 _ALONE: Final = pyarrow.ipc.IpcReadOptions(use_threads=False)
-"""A file is small, and a pool that a process starts just before it ends may abort its end."""
+"""With bytes at hand, no pool of threads is started: one that a process starts just before it ends
+may abort its end, and a file is small."""
 
 
 def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -53,7 +54,7 @@ def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def read_contributions(path: Path) -> list[dict[str, Any]]:
     """The rows of a contributions file, in the order of the batch."""
-    with path.open("rb") as file, pyarrow.ipc.open_file(file, options=_ALONE) as reader:
+    with pyarrow.ipc.open_file(pa.py_buffer(path.read_bytes()), options=_ALONE) as reader:
         rows: list[dict[str, Any]] = reader.read_all().to_pylist()
     return rows
 

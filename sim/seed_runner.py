@@ -289,6 +289,7 @@ NOT_HERE: Final = frozenset(
         "control versions-dropped",  # said by `prune` when a run is over
         "observed kv-pressure",  # the simulated engine keeps no cache
         "observed placeable",
+        "decided early-stop",  # no evaluation is watched: such a run would be over too soon
     }
 )
 """Kinds that no seed can meet."""

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from dora_pipe.sim.scenario import draw
@@ -56,6 +57,18 @@ def test_run_that_cannot_go_on_says_who_waits_for_what() -> None:
     played = SeedRun(drawn).run()
     assert played.check == "live"
     assert "orchestrator waits for a worker" in played.what
+
+
+def test_runs_that_end_early_for_an_evaluation_hold_under_faults() -> None:
+    ended = 0
+    for seed in range(4, 10):
+        drawn = draw(seed)
+        watched = msgspec.structs.replace(drawn.config.evaluation, prompts=2, every=2, patience=1)
+        config = msgspec.structs.replace(drawn.config, evaluation=watched)
+        played = SeedRun(dataclasses.replace(drawn, config=config)).run()
+        assert played.holds, played.line
+        ended += played.kinds["decided early-stop"]
+    assert ended
 
 
 @pytest.mark.pure

@@ -29,7 +29,7 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_dama
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
-from dora_pipe.config.several import served
+from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.recovery import read_history
@@ -316,7 +316,7 @@ def replay_rewards(
         tokenizer = Tokenizer(assets)
         chats = _chats(tables, config, started, assets, tokenizer)
     with ExitStack() as stack:
-        pools = [(one, stack.enter_context(TaskPool(one.task))) for one in served(config)]
+        pools = [(one, stack.enter_context(TaskPool(one.task))) for one in pool_specs(config)]
         facts = [pool.wait() for _, pool in pools]
         for (one, _), its in zip(pools, facts, strict=True):
             check_data(its, started, one.sources)

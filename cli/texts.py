@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.audit.export import Rows, TextColumns
-from dora_pipe.config.several import served
+from dora_pipe.config.several import pool_specs
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import BusError, DoraError, PolicyError
 from dora_pipe.core.own_code import importable
@@ -75,7 +75,7 @@ def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
     wanted |= {one.digest for one in started.datasets.values()}
     found: dict[str, Rows] = {}
     try:
-        for task in (one.task for one in served(run.config)):
+        for task in (one.task for one in pool_specs(run.config)):
             with importable(task.directory), reporting(say):
                 opened = open_task(task)
                 for split in ("train", "eval"):

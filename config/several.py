@@ -112,7 +112,7 @@ def with_tasks_of(config: Config, local: Config) -> Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class PoolSpec:
     """What one pool of task processes serves: a task with its data."""
 
     task: Task
@@ -120,18 +120,18 @@ class Served:
     """As `GroupSpec.source` names them: what is sampled for training and evaluations of it."""
 
 
-def served(config: Config) -> list[Served]:
+def pool_specs(config: Config) -> list[PoolSpec]:
     """The pools that a worker needs: one per task, and one per evaluation with data of its own."""
     sources = {one.name: [source_of("train", one.name)] for one in config.tasks}
-    apart: list[Served] = []
+    apart: list[PoolSpec] = []
     for one in config.evaluations:
         task, name = config.task_of(one), source_of("eval", one.name)
         if one.data or one.split:
             own = msgspec.structs.replace(
                 task, eval_data=one.data or task.eval_data, eval_split=one.split, eval_share=0.0
             )
-            apart.append(Served(task=own, sources=(name,)))
+            apart.append(PoolSpec(task=own, sources=(name,)))
         else:
             sources[task.name].append(name)
-    pools = [Served(task=one, sources=tuple(sources[one.name])) for one in config.tasks]
+    pools = [PoolSpec(task=one, sources=tuple(sources[one.name])) for one in config.tasks]
     return pools + apart

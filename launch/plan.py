@@ -27,7 +27,7 @@ from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
-from dora_pipe.config.several import served
+from dora_pipe.config.several import pool_specs
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import typed
 from dora_pipe.core.errors import ConfigError, LogTruncated, PolicyError, TopicMissing, UsageError
@@ -329,7 +329,7 @@ def run_started(
 def data_of(config: Config) -> dict[str, DataSet]:
     """What every source (`GroupSpec.source`) is made of. Raises ConfigError, TaskError."""
     found: dict[str, DataSet] = {}
-    for pool in served(config):
+    for pool in pool_specs(config):
         facts = survey(pool.task)
         for source in pool.sources:
             found[source] = facts.data(source)

@@ -119,7 +119,7 @@ class RowEncoder:
 
         messages = self._messages(row)
         if messages is not None:
-            ids, mask = self._talk(messages, row.get("tools"))
+            ids, mask = self._conversation_ids(messages, row.get("tools"))
             return Example(token_ids=ids, mask=mask)
         prompt, answer = row.get("prompt"), row.get("answer")
         if not isinstance(prompt, str) or not isinstance(answer, str):
@@ -147,7 +147,9 @@ class RowEncoder:
             found = [*found, {"role": "assistant", "content": answer}]
         return with_system(found, task.system_prompt)
 
-    def _talk(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+    def _conversation_ids(
+        self, messages: list[dict[str, Any]], tools: Any
+    ) -> tuple[list[int], list[int]]:
         from dora_pipe.producers.chat.chat import Chat
         from dora_pipe.producers.worker.chats import chat_options
 

@@ -19,7 +19,7 @@ import msgspec
 
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
-from dora_pipe.config.several import served
+from dora_pipe.config.several import pool_specs
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
@@ -125,7 +125,7 @@ def _run_started(state: State, offset: int, record: RunStarted) -> str:
 
 def _data_error(record: RunStarted, config: Config) -> str:
     """Why tasks and evaluations with a name cannot be dispatched."""
-    for pool in served(config):
+    for pool in pool_specs(config):
         for source in pool.sources:
             data = record.data(source)
             if data is None or (source.startswith("train") and data.rows < 1):

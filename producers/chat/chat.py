@@ -20,8 +20,6 @@ import msgspec
 
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
 from dora_pipe.core.own_code import source_sha256
-from dora_pipe.producers.chat.derived import Derived, Tools, closers
-from dora_pipe.producers.chat.dialect import Message, learn
 from dora_pipe.producers.chat.parsers import MARKERS, PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
@@ -30,9 +28,11 @@ from dora_pipe.producers.chat.template import (
     find_templates,
     special_tokens,
 )
+from dora_pipe.producers.chat.template_features import learn
+from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools, closers
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.chat.typed import Typed, disagreement, family_of
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.chat.typed_renderer import TypedRenderer, disagreement, family_of
+from dora_pipe.producers.tasks.port import Message, Turn
 
 LOG = logging.getLogger(__name__)
 
@@ -63,9 +63,15 @@ class Chat:
     """
 
     def __init__(
-        self, derived: Derived, typed: Typed | None, parser: Parser, *, digest: str, flaw: str
+        self,
+        template_renderer: TemplateRenderer,
+        typed: TypedRenderer | None,
+        parser: Parser,
+        *,
+        digest: str,
+        flaw: str,
     ) -> None:
-        self.derived = derived
+        self.template_renderer = template_renderer
         """The model's own template."""
         self._typed = typed
         self._parser = parser
@@ -73,26 +79,35 @@ class Chat:
         """sha256 over all that decides its token ids and how turns are read."""
         self.flaw = flaw
         """Why it is for single turns only; empty: it is for several."""
-        stops = derived.stop_ids if typed is None else derived.stop_ids | typed.stop_ids
+        stops = (
+            template_renderer.stop_ids
+            if typed is None
+            else template_renderer.stop_ids | typed.stop_ids
+        )
         self.stop_ids = tuple(sorted(stops))
         """Token ids that end a turn."""
         kept = set(MARKERS)
-        self._hidden = {at for at, text in derived.safe.added.items() if text not in kept}
+        self._hidden = {at for at, text in template_renderer.safe.added.items() if text not in kept}
 
     @classmethod
     def open(cls, assets: Path, tokenizer: Tokenizer, options: ChatOptions) -> Chat:
         """Prove what the template promises, and choose how it is rendered. Raises ConfigError for
         options that do not fit, PolicyError for a model without a template."""
-        derived, texts = _derived(assets, tokenizer, options)
-        flaw = first_flaw(derived, derived.dialect)
-        typed = _typed(derived, tokenizer, options, flaw)
+        template_renderer, texts = _template_renderer(assets, tokenizer, options)
+        flaw = first_flaw(template_renderer, template_renderer.features)
+        typed = _typed(template_renderer, tokenizer, options, flaw)
         if typed is not None:
             flaw = ""
         elif flaw and options.rewritten_history == "keep":
-            flaw = bridges_flaw(derived, derived.dialect)
-        name, parser = open_parser(options.tool_parser, derived, options.directory)
-        if not name and derived.dialect.calls and typed is None and options.renderer == "auto":
-            typed = family_of(derived, tokenizer.backend, options.kwargs)
+            flaw = bridges_flaw(template_renderer, template_renderer.features)
+        name, parser = open_parser(options.tool_parser, template_renderer, options.directory)
+        if (
+            not name
+            and template_renderer.features.calls
+            and typed is None
+            and options.renderer == "auto"
+        ):
+            typed = family_of(template_renderer, tokenizer.backend, options.kwargs)
         said = {
             "template": dict(texts),
             "kwargs": dict(options.kwargs),
@@ -102,7 +117,7 @@ class Chat:
             "now_s": options.now_ns // 1_000_000_000,
         }
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
-        return cls(derived, typed, parser, digest=digest, flaw=flaw)
+        return cls(template_renderer, typed, parser, digest=digest, flaw=flaw)
 
     @property
     def renderer(self) -> str:
@@ -111,7 +126,7 @@ class Chat:
 
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
         """A conversation, its prompt rendered. Raises TaskError where the template refuses it."""
-        if tools and self._typed is None and not self.derived.dialect.tools:
+        if tools and self._typed is None and not self.template_renderer.features.tools:
             raise TaskError("the model's chat template shows no tools")
         return Conversation(self, self.renders.prompt(messages, tools), messages, tools)
 
@@ -149,8 +164,8 @@ class Chat:
         if self._typed is not None:
             return self._typed.parse(ids, before, tools)
         spoken = [one for one in ids if one not in self._hidden]
-        text = self.derived.text(spoken)
-        if self.derived.dialect.thinking == "always" and "</think>" not in text:
+        text = self.template_renderer.text(spoken)
+        if self.template_renderer.features.thinking == "always" and "</think>" not in text:
             text = "<think>" + text  # The prompt has begun it.
         return self._parser(text, tools)
 
@@ -169,18 +184,19 @@ class Chat:
                 return self._typed.bridge(history, turn, new, tools, **ids)
             except TaskError as error:
                 LOG.debug("the template's own bridge: %s", error)
-        return self.derived.bridge(history, turn, new, tools, **ids)
+        return self.template_renderer.bridge(history, turn, new, tools, **ids)
 
     @property
-    def renders(self) -> Derived | Typed:
+    def renders(self) -> TemplateRenderer | TypedRenderer:
         """What makes its ids."""
-        return self.derived if self._typed is None else self._typed
+        return self.template_renderer if self._typed is None else self._typed
 
 
 class Conversation:
     """One conversation on its way: `prompt_ids`, then for every turn `say` and `answered`.
 
-    Example: ``talk.say(ids).tool_calls``, then ``talk.answered([{"role": "tool", ...}])``.
+    Example: ``conversation.say(ids).tool_calls``, then
+    ``conversation.answered([{"role": "tool", ...}])``.
     """
 
     def __init__(
@@ -236,9 +252,9 @@ class Conversation:
         return tuple(self._messages)
 
 
-def _derived(
+def _template_renderer(
     assets: Path, tokenizer: Tokenizer, options: ChatOptions
-) -> tuple[Derived, Mapping[str, str]]:
+) -> tuple[TemplateRenderer, Mapping[str, str]]:
     """The model's template with all that is known of it, and its texts."""
     templates = find_templates(assets)
     if templates is None:
@@ -251,28 +267,32 @@ def _derived(
         Template(templates.text(tools=tools), values=values, now_ns=options.now_ns)
         for tools in (False, True)
     )
-    dialect = learn(plain, tooled)
+    features = learn(plain, tooled)
     safe = SafeText(tokenizer.backend, parse=options.parse)
-    written = closers(tooled, dialect, safe)
-    derived = Derived(
+    written = closers(tooled, features, safe)
+    template_renderer = TemplateRenderer(
         plain=plain,
         tooled=tooled,
-        dialect=dialect,
+        features=features,
         safe=safe,
         stop_ids=written | frozenset(tokenizer.stop_ids),
         closers=written,
     )
-    return derived, templates.texts
+    return template_renderer, templates.texts
 
 
-def _typed(derived: Derived, tokenizer: Tokenizer, options: ChatOptions, flaw: str) -> Typed | None:
+def _typed(
+    template_renderer: TemplateRenderer, tokenizer: Tokenizer, options: ChatOptions, flaw: str
+) -> TypedRenderer | None:
     """The typed renderer that is asked for, or that fits a template which has a flaw."""
     if options.renderer == "template" or (options.renderer == "auto" and not flaw):
         return None
     if options.renderer == "auto":
-        return family_of(derived, tokenizer.backend, options.kwargs)
-    found = Typed(options.renderer, derived.safe, tokenizer.backend, kwargs=options.kwargs)
-    other = disagreement(found, derived)
+        return family_of(template_renderer, tokenizer.backend, options.kwargs)
+    found = TypedRenderer(
+        options.renderer, template_renderer.safe, tokenizer.backend, kwargs=options.kwargs
+    )
+    other = disagreement(found, template_renderer)
     if other:
         LOG.warning("%s; task.renderer was asked for and counts", other)
     return found

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import importable, load_attribute, nearest
-from dora_pipe.producers.chat.derived import Derived, Tools
-from dora_pipe.producers.chat.dialect import PROBE_TOOL, call
+from dora_pipe.producers.chat.template_features import PROBE_TOOL, call
+from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
 from dora_pipe.producers.tasks.port import ToolCall, Turn
 
 Parser = Callable[[str, Tools], Turn]
@@ -191,13 +191,15 @@ PARSERS: Final[Mapping[str, Parser]] = {
 """By the names that `task.tool_parser` has for them."""
 
 
-def open_parser(name: str, derived: Derived, directory: str) -> tuple[str, Parser]:
+def open_parser(
+    name: str, template_renderer: TemplateRenderer, directory: str
+) -> tuple[str, Parser]:
     """(name, parser) of `task.tool_parser`. Raises ConfigError.
 
     `auto` is the format in which a call that the template has written is read back.
     """
     if name == "auto":
-        found = next((one for one in PARSERS if _reads_back(PARSERS[one], derived)), "")
+        found = next((one for one in PARSERS if _reads_back(PARSERS[one], template_renderer)), "")
         return found, PARSERS.get(found, none)
     if name in PARSERS:
         return name, PARSERS[name]
@@ -219,23 +221,23 @@ def open_parser(name: str, derived: Derived, directory: str) -> tuple[str, Parse
     return name, parse
 
 
-def _reads_back(parser: Parser, derived: Derived) -> bool:
+def _reads_back(parser: Parser, template_renderer: TemplateRenderer) -> bool:
     """Whether calls that the template writes are the calls that are read in it."""
-    if not derived.dialect.calls:
+    if not template_renderer.features.calls:
         return False
     calls = [call("zamble", "froom"), call("zamble", "gr ent", 1)]
     said: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
-    if not derived.dialect.parallel:
+    if not template_renderer.features.parallel:
         said["tool_calls"] = calls[:1]
-    if derived.dialect.thinking == "always":
+    if template_renderer.features.thinking == "always":
         said["reasoning_content"] = "druff"
-    tools: list[dict[str, Any]] = [PROBE_TOOL] if derived.dialect.tools else []
+    tools: list[dict[str, Any]] = [PROBE_TOOL] if template_renderer.features.tools else []
     try:
-        ids = derived.turn([{"role": "user", "content": "quorl"}], said, tools)
+        ids = template_renderer.turn([{"role": "user", "content": "quorl"}], said, tools)
     except TaskError:
         return False
-    stops = derived.stop_ids
-    turn = parser(derived.text([one for one in ids if one not in stops]), tools)
+    stops = template_renderer.stop_ids
+    turn = parser(template_renderer.text([one for one in ids if one not in stops]), tools)
     read = [(one.name, one.arguments) for one in turn.tool_calls]
     wanted = [(one["function"]["name"], one["function"]["arguments"]) for one in said["tool_calls"]]
     return read == wanted

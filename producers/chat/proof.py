@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from dora_pipe.core.errors import TaskError
-from dora_pipe.producers.chat.derived import Tools
-from dora_pipe.producers.chat.dialect import PROBE_TOOL, Dialect, Message, call
+from dora_pipe.producers.chat.template_features import PROBE_TOOL, TemplateFeatures, call
+from dora_pipe.producers.chat.template_renderer import Tools
+from dora_pipe.producers.tasks.port import Message
 
 CONVERSATIONS: Final = 12
 """Tried when a run starts."""
@@ -19,8 +20,8 @@ _WORDS: Final = (
 )  # fmt: skip
 
 
-class Renders(Protocol):
-    """What is proved: see `derived.Derived`."""
+class Renderer(Protocol):
+    """What is proved: see `template_renderer.TemplateRenderer`."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """See there."""
@@ -53,38 +54,38 @@ class Renders(Protocol):
 
 
 def conversations(
-    dialect: Dialect, *, seed: int = 0, count: int = CONVERSATIONS
+    features: TemplateFeatures, *, seed: int = 0, count: int = CONVERSATIONS
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
     """Conversations of the kinds that a template takes, with their tools; each ends in a turn."""
     chance = random.Random(seed)
     for number in range(count):
-        tools = dialect.tools and number % 3 != 0
+        tools = features.tools and number % 3 != 0
         messages: list[Message] = []
-        if dialect.system and number % 2:
+        if features.system and number % 2:
             messages.append({"role": "system", "content": chance.choice(_WORDS)})
         for _ in range(chance.randint(1, 3)):
             messages.append({"role": "user", "content": chance.choice(_WORDS)})
-            if tools and dialect.calls and dialect.results:
+            if tools and features.calls and features.results:
                 for _ in range(chance.randint(0, 2)):
-                    messages += _calls(dialect, chance)
-            messages.append(_said(dialect, chance))
+                    messages += _calls(features, chance)
+            messages.append(_said(features, chance))
         yield messages, [PROBE_TOOL] if tools else []
 
 
-def _said(dialect: Dialect, chance: random.Random) -> dict[str, Any]:
+def _said(features: TemplateFeatures, chance: random.Random) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "assistant", "content": chance.choice(_WORDS)}
-    often = {"free": 0.6, "always": 1.0, "never": 0.0}[dialect.thinking]
-    if dialect.reasoning and chance.random() < often:
+    often = {"free": 0.6, "always": 1.0, "never": 0.0}[features.thinking]
+    if features.reasoning and chance.random() < often:
         said["reasoning_content"] = chance.choice(_WORDS)
     return said
 
 
-def _calls(dialect: Dialect, chance: random.Random) -> Iterator[dict[str, Any]]:
+def _calls(features: TemplateFeatures, chance: random.Random) -> Iterator[dict[str, Any]]:
     """A turn with calls, and their results."""
-    said = _said(dialect, chance)
-    if chance.random() < 0.5 or not dialect.parallel:
+    said = _said(features, chance)
+    if chance.random() < 0.5 or not features.parallel:
         said["content"] = ""
-    size = chance.randint(1, 3) if dialect.parallel else 1
+    size = chance.randint(1, 3) if features.parallel else 1
     said["tool_calls"] = [call("zamble", chance.choice(_WORDS), place) for place in range(size)]
     yield said
     for place in range(size):
@@ -93,7 +94,7 @@ def _calls(dialect: Dialect, chance: random.Random) -> Iterator[dict[str, Any]]:
         yield {**one, "tool_call_id": f"call{place:05}"}
 
 
-def flaw_of(renders: Renders, messages: Sequence[Message], tools: Tools) -> str:
+def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str:
     """Where prompt, turns and bridges give other ids than the whole; empty: nowhere."""
     try:
         ids, ends = joined(renders, messages, tools)
@@ -112,7 +113,7 @@ def flaw_of(renders: Renders, messages: Sequence[Message], tools: Tools) -> str:
 
 
 def joined(
-    renders: Renders, messages: Sequence[Message], tools: Tools
+    renders: Renderer, messages: Sequence[Message], tools: Tools
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """A conversation as a run has it: first prompt, turns as sampled, bridges. Where the pieces
     end, with the message that each is of. Raises TaskError."""
@@ -133,11 +134,11 @@ def joined(
     return ids, ends
 
 
-def bridges_flaw(renders: Renders, dialect: Dialect) -> str:
+def bridges_flaw(renders: Renderer, features: TemplateFeatures) -> str:
     """Why sampled turns cannot stay what they are where a template rewrites them; empty: they can.
 
     Whatever was sampled, a bridge is behind it."""
-    for messages, tools in conversations(dialect):
+    for messages, tools in conversations(features):
         for at, said in enumerate(messages[:-1]):
             following = messages[at + 1 :]
             end = next(x for x, one in enumerate(following) if one["role"] == "assistant")
@@ -150,9 +151,9 @@ def bridges_flaw(renders: Renders, dialect: Dialect) -> str:
     return ""
 
 
-def first_flaw(renders: Renders, dialect: Dialect) -> str:
+def first_flaw(renders: Renderer, features: TemplateFeatures) -> str:
     """What does not hold for a template, by the conversations tried at a start; empty: all does."""
-    for messages, tools in conversations(dialect):
+    for messages, tools in conversations(features):
         flaw = flaw_of(renders, messages, tools)
         if flaw:
             return flaw

@@ -227,7 +227,7 @@ def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 def _eos_token(assets: Path) -> str | None:
     """The `eos_token` of tokenizer_config.json or special_tokens_map.json: text, or an object."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _json(assets / name).get("eos_token")
+        token = read_object(assets / name).get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
@@ -237,13 +237,14 @@ def _eos_token(assets: Path) -> str | None:
 
 def _eos_ids(assets: Path) -> set[int]:
     for name in ("generation_config.json", "config.json"):
-        ids = _json(assets / name).get("eos_token_id")
+        ids = read_object(assets / name).get("eos_token_id")
         if ids is not None:
             return set(ids) if isinstance(ids, list) else {ids}
     return set()
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises PolicyError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -37,8 +37,8 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a reward may know of where it is asked. Example: ``Surroundings(limit_s=10.0)``."""
+class RewardContext:
+    """What a reward may know of where it is asked. Example: ``RewardContext(limit_s=10.0)``."""
 
     directory: str = ""
     """Where relative paths in its options begin: `task.directory`."""
@@ -49,14 +49,14 @@ class Surroundings:
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the options of a reward that comes with the package."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """The function, called by the names of its parameters. `where` names it in messages.
 
         Raises ConfigError.
         """
         raise NotImplementedError
 
-    def digested(self, where: str, around: Surroundings) -> tuple[str, ...]:
+    def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
         """What decides the score and stands elsewhere. Raises ConfigError where it is not there."""
         return ()
 

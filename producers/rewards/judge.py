@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.core.errors import ConfigError, TaskError, one_line
-from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.rewards.texts import last_block
 from dora_pipe.producers.tasks.port import Message, Retry, Reward, Row
@@ -88,43 +88,43 @@ class Judge(Options, frozen=True, kw_only=True):
     cache: str = ""
     """A folder of answers, relative to `task.directory`; empty: the user's (`docs/rewards.md`)."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """See Options. Raises ConfigError for what is missing or does not fit."""
         if bool(self.url) == bool(self.url_env):
             raise ConfigError(f"{where}: takes one of the options `url` and `url_env`")
         if "@" in self.url:  # It is stored and printed: this line must not repeat it.
             raise ConfigError(f"{where}: no names and passwords in an address; see `key_env`")
-        if self.timeout_s >= around.limit_s:
+        if self.timeout_s >= context.limit_s:
             raise ConfigError(
                 f"{where}: timeout_s is {self.timeout_s:g}, and task.reward_timeout_s"
-                f" {around.limit_s:g}",
+                f" {context.limit_s:g}",
                 hint="give the reward more time than one answer",
             )
         low, high = self.range
         if not low < high:
             raise ConfigError(f"{where}: range: {low:g} is not below {high:g}")
-        return JudgeClient(self, where, around).score
+        return JudgeClient(self, where, context).score
 
-    def digested(self, where: str, around: Surroundings) -> tuple[str, ...]:
+    def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
         """The template, which may stand in a file."""
-        return (self.template(where, around),)
+        return (self.template(where, context),)
 
-    def template(self, where: str, around: Surroundings) -> str:
+    def template(self, where: str, context: RewardContext) -> str:
         """The prompt's text. Raises ConfigError where there is none."""
         if bool(self.prompt) == bool(self.prompt_file):
             raise ConfigError(f"{where}: takes one of the options `prompt` and `prompt_file`")
         if self.prompt:
             return self.prompt
         try:
-            return (Path(around.directory) / self.prompt_file).read_text(encoding="utf-8")
+            return (Path(context.directory) / self.prompt_file).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{where}: prompt_file: {error}") from None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class JudgeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer as it is kept.
 
-    Example: ``Verdict(said="Score: 7", prompt_tokens=120, completion_tokens=4)``.
+    Example: ``JudgeAnswer(said="Score: 7", prompt_tokens=120, completion_tokens=4)``.
     """
 
     said: str
@@ -135,10 +135,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class JudgeClient:
     """One judge of a task process, with its connections and what it has answered."""
 
-    def __init__(self, options: Judge, where: str, around: Surroundings) -> None:
+    def __init__(self, options: Judge, where: str, context: RewardContext) -> None:
         """Raises ConfigError for a template or pattern that is none, a variable that is not set."""
         self._options = options
-        self._template = _template(where, options.template(where, around))
+        self._template = _template(where, options.template(where, context))
         self._url = (options.url or _variable(where, "url_env", options.url_env)).rstrip("/")
         self._key = _variable(where, "key_env", options.key_env) if options.key_env else ""
         try:
@@ -148,7 +148,7 @@ class JudgeClient:
         if not groups:
             raise ConfigError(f"{where}: pattern: it needs a group around the score")
         kept = Path(options.cache).expanduser() if options.cache else cache_folder()
-        self._kept = Path(around.directory) / kept
+        self._kept = Path(context.directory) / kept
         self._threads = ThreadPoolExecutor(options.at_once, thread_name_prefix="judge")
         self._asked: dict[str, asyncio.Future[Reward]] = {}
         self._session: requests.Session | None = None
@@ -189,13 +189,13 @@ class JudgeClient:
 
     def _judged(self, question: Mapping[str, Any], name: str) -> Reward:
         path = self._kept / name[:2] / f"{name}.json"
-        verdict = _kept(path)
-        if verdict is None:
+        judged = _kept(path)
+        if judged is None:
             asked = self._ask(question)
             self._read(asked.said)  # What has no score is not kept.
-            verdict = _keep(path, asked)
-        value = self._read(verdict.said)
-        spent = (verdict.prompt_tokens, verdict.completion_tokens)
+            judged = _keep(path, asked)
+        value = self._read(judged.said)
+        spent = (judged.prompt_tokens, judged.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
         if any(self._options.price):
             prices = zip(spent, self._options.price, strict=True)
@@ -216,7 +216,7 @@ class JudgeClient:
             raise Retry(f"the judge gave no score from {low:g} to {high:g}: {_quoted(said)}")
         return (found - low) / (high - low)
 
-    def _ask(self, question: Mapping[str, Any]) -> Verdict:
+    def _ask(self, question: Mapping[str, Any]) -> JudgeAnswer:
         import requests
 
         end = time.monotonic() + self._options.timeout_s
@@ -237,7 +237,7 @@ class JudgeClient:
             raise Retry(f"the judge at {self._url} says {status}: {self._shown(body)}")
         if status != 200:
             raise TaskError(f"the judge at {self._url} refuses with {status}: {self._shown(body)}")
-        return _verdict(body)
+        return _judge_answer(body)
 
     def _connected(self) -> requests.Session:
         import requests
@@ -315,41 +315,41 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def _verdict(body: bytes) -> Verdict:
+def _judge_answer(body: bytes) -> JudgeAnswer:
     try:
         found = msgspec.json.decode(body, type=_Completion)
         said = found.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
         raise Retry(f"the judge's answer is no chat completion: {error}") from None
     usage = found.usage or _Usage()
-    return Verdict(
+    return JudgeAnswer(
         said=said or "",
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
     )
 
 
-def _kept(path: Path) -> Verdict | None:
+def _kept(path: Path) -> JudgeAnswer | None:
     """An answer of before; one that cannot be read is asked for again."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Verdict)
+        return msgspec.json.decode(path.read_bytes(), type=JudgeAnswer)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _keep(path: Path, verdict: Verdict) -> Verdict:
+def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
     """Keep an answer, and give the one that counts: the first that came, should another process
     have asked the same. Where there is no room to keep it, it is used all the same."""
     partial = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.encode(verdict))
+        partial.write_bytes(msgspec.json.encode(judged))
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(partial)
         partial.unlink()
     except OSError as error:
         sys.stderr.write(f"judge: an answer is not kept: {error}\n")
-    return _kept(path) or verdict
+    return _kept(path) or judged
 
 
 def _field(said: str, field: str) -> float | None:

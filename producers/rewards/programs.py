@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.sandbox import Ended, Order, Program
 from dora_pipe.producers.rewards.texts import last_block
 from dora_pipe.producers.tasks.port import Retry, Reward, Row
@@ -100,23 +100,24 @@ class Code(Options, frozen=True, kw_only=True):
     isolation: Annotated[str, Meta(pattern=r"^(where-possible|required)\Z")] = "where-possible"
     """`required`: not without namespaces of the kernel."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """See Options. Runs a program, to learn whether this machine isolates it."""
-        if self.wall_s + BESIDE_S > around.limit_s:
+        if self.wall_s + BESIDE_S > context.limit_s:
             raise ConfigError(
-                f"{where}: wall_s is {self.wall_s:g}, and task.reward_timeout_s {around.limit_s:g}",
+                f"{where}: wall_s is {self.wall_s:g}, and task.reward_timeout_s"
+                f" {context.limit_s:g}",
                 hint=f"the time of the reward is {BESIDE_S:g} s more than that of its programs",
             )
-        return Programs(self, where, around).score
+        return Programs(self, where, context).score
 
 
 class Programs:
     """The programs of a task process; so many at a time."""
 
-    def __init__(self, options: Code, where: str, around: Surroundings) -> None:
+    def __init__(self, options: Code, where: str, context: RewardContext) -> None:
         """Raises TaskError where isolation is required and there is none."""
         self._options = options
-        self._patience_s = around.limit_s - options.wall_s - BESIDE_S
+        self._patience_s = context.limit_s - options.wall_s - BESIDE_S
         self._room = asyncio.Semaphore(options.at_once)
         self._isolate = self._runs(isolate=True)
         if not self._isolate:

@@ -26,7 +26,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.rewards.arguments import Bound, Function, Options, Surroundings, bind
+from dora_pipe.producers.rewards.arguments import Bound, Function, Options, RewardContext, bind
 from dora_pipe.producers.tasks.port import Completion, Reward, Row
 from dora_pipe.schemas.wire import canonical
 
@@ -83,12 +83,12 @@ class Rewards:
         uses: Sequence[model.RewardUse],
         *,
         key: str = "task.rewards",
-        around: Surroundings | None = None,
+        context: RewardContext | None = None,
     ) -> None:
         """`key`: where they stand in the configuration."""
         self._uses = tuple(uses)
         self.key = key
-        self._around = around or Surroundings()
+        self._context = context or RewardContext()
         self._bare = key == SINGLE and ":" in uses[0].use
 
     def score(
@@ -121,7 +121,7 @@ class Rewards:
     def _parts(self) -> tuple[Part, ...]:
         named = enumerate(self._uses)
         return tuple(
-            _open(self.key if self.key == SINGLE else f"{self.key}[{place}]", use, self._around)
+            _open(self.key if self.key == SINGLE else f"{self.key}[{place}]", use, self._context)
             for place, use in named
         )
 
@@ -158,27 +158,27 @@ def open_rewards(task: model.Task) -> Rewards:
 
     Nothing is imported yet. Raises ConfigError where there is neither.
     """
-    around = Surroundings(directory=task.directory, limit_s=task.reward_timeout_s)
+    context = RewardContext(directory=task.directory, limit_s=task.reward_timeout_s)
     if task.rewards:
-        return Rewards(task.rewards, around=around)
-    return single(task.reward, around)
+        return Rewards(task.rewards, context=context)
+    return single(task.reward, context)
 
 
-def single(use: str, around: Surroundings | None = None) -> Rewards:
+def single(use: str, context: RewardContext | None = None) -> Rewards:
     """The scorer of one reward, as `task.reward` names it. Raises ConfigError where it is empty."""
     if not use:
         raise ConfigError(
             "task.reward: a reward is needed",
             hint=f'one of {", ".join(BUILT_IN)}, or a function of yours: "rewards:score"',
         )
-    return Rewards((model.RewardUse(use=use),), key=SINGLE, around=around)
+    return Rewards((model.RewardUse(use=use),), key=SINGLE, context=context)
 
 
-def _open(key: str, use: model.RewardUse, around: Surroundings) -> Part:
+def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
     where = f"{key}: `{use.use}`"
     sources: tuple[Any, ...]
     if use.use in BUILT_IN:
-        function, sources = _built_in(where, BUILT_IN[use.use], use.options, around)
+        function, sources = _built_in(where, BUILT_IN[use.use], use.options, context)
         ask = bind(where, function, {}, older=False)
     elif ":" in use.use:
         function = load_attribute(key, use.use, TaskError)
@@ -201,7 +201,7 @@ def _open(key: str, use: model.RewardUse, around: Surroundings) -> Part:
 
 
 def _built_in(
-    where: str, kind: BuiltIn, given: Mapping[str, Any], around: Surroundings
+    where: str, kind: BuiltIn, given: Mapping[str, Any], context: RewardContext
 ) -> tuple[Function, tuple[Any, ...]]:
     sources: tuple[Any, ...] = tuple(
         importlib.import_module(f"{_HERE}.{name}") for name in kind.sources
@@ -224,8 +224,8 @@ def _built_in(
         chosen = msgspec.convert(dict(given), options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from None
-    sources += chosen.digested(where, around)
-    return chosen.open(where, around), (options, *sources)
+    sources += chosen.digested(where, context)
+    return chosen.open(where, context), (options, *sources)
 
 
 def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:

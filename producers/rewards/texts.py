@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.tasks.port import Reward, Row
 
@@ -45,7 +45,7 @@ class Math(Options, frozen=True, kw_only=True):
     boxed: bool = False
     """Only what stands in the text's last ``\\boxed{}`` counts."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """See Options. Asks once, so that the library is there when the first text comes."""
         HELPER.ask("equal", gold="1", answer="1")
         return self.score
@@ -86,7 +86,7 @@ class Exact(Options, frozen=True, kw_only=True):
     behind: str = ""
     """A marker: what stands behind its last place in the text is compared. No marker, no match."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """See Options."""
         return self.score
 
@@ -112,7 +112,7 @@ class Regex(Options, frozen=True, kw_only=True):
     group: str = ""
     """Name or number of the group that is compared."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """See Options."""
         try:
             groups = re.compile(self.pattern)
@@ -147,7 +147,7 @@ class JsonSchema(Options, frozen=True, kw_only=True):
     column: str = ""
     """The row's column with its schema: a table, or JSON in a text."""
 
-    def open(self, where: str, around: Surroundings) -> Function:
+    def open(self, where: str, context: RewardContext) -> Function:
         """See Options."""
         if bool(self.schema) == bool(self.column):
             raise ConfigError(f"{where}: takes one of the options `schema` and `column`")

@@ -3,7 +3,7 @@ its own, and threads for functions that would block it. Decides nothing.
 
 A call is a coroutine. It starts in the main thread and stays there as long as users' functions
 give their results at once; where one gives an awaitable, the call goes on in the loop, from
-exactly there (`here_or_there`).
+exactly there (`call_user_code`).
 
 Nothing can end a thread from outside. One whose result nobody waits for any more is *hung*; so
 many of them (`HUNG_MAX`) are borne before the process asks to be replaced.
@@ -76,31 +76,31 @@ def in_loop() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class ContinueInLoop:
     """Awaited in the main thread, it stops a coroutine, which then goes on in the loop."""
 
     pause_s: float = 0.0
     """What it will do there first is wait for so long."""
 
-    def __await__(self) -> Generator[Switch, None, None]:
+    def __await__(self) -> Generator[ContinueInLoop, None, None]:
         yield self
 
 
-def begin(work: Coroutine[Any, Any, None]) -> Switch | None:
+def begin(work: Coroutine[Any, Any, None]) -> ContinueInLoop | None:
     """Drive a coroutine in this thread, to its end or to where it has to go on in the loop."""
     try:
         switch = work.send(None)
     except StopIteration:
         return None
-    assert isinstance(switch, Switch), "outside the loop nothing else is awaited"
+    assert isinstance(switch, ContinueInLoop), "outside the loop nothing else is awaited"
     return switch
 
 
-async def here_or_there(function: Callable[..., Any], *arguments: Any) -> Any:
+async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a user's function gives, or what that awaits to.
 
     In the main thread the function is called there, and an awaitable is awaited in the loop, behind
-    a `Switch`. In the loop a function that may block is called in a thread.
+    a `ContinueInLoop`. In the loop a function that may block is called in a thread.
     """
     inside = in_loop()
     if inside and not inspect.iscoroutinefunction(function):
@@ -109,7 +109,7 @@ async def here_or_there(function: Callable[..., Any], *arguments: Any) -> Any:
         found = function(*arguments)
     if inspect.isawaitable(found):
         if not inside:
-            await Switch()
+            await ContinueInLoop()
         found = await found
     return found
 
@@ -130,7 +130,7 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             outcome, set_it = function(*arguments), done.set_result
         except StopIteration as error:  # no future takes one
             outcome = RuntimeError(f"it raised StopIteration: {error}")
-        except BaseException as error:
+        except BaseException as error:  # who awaits it gets it, as if he had called
             outcome = error
         with contextlib.suppress(RuntimeError):  # the loop is gone: the process ends
             loop.call_soon_threadsafe(tell, set_it, outcome)

@@ -217,14 +217,14 @@ class Deferred(PipeFrame, frozen=True):
     """It does so after a pause; its time limit begins then."""
 
 
-class Worn(PipeFrame, frozen=True):
+class Exhausted(PipeFrame, frozen=True):
     """The process holds threads that nobody can end: another is to take its place."""
 
     why: str
 
 
 Down = Setup | Call | EndEpisode | Abandon
-Up = StillOpening | Hello | Refused | CallAnswer | Deferred | Worn
+Up = StillOpening | Hello | Refused | CallAnswer | Deferred | Exhausted
 
 _ENCODER = msgspec.json.Encoder()
 DOWN: Final = msgspec.json.Decoder(Down)

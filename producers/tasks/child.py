@@ -91,7 +91,7 @@ class Child:
     """Calls of its episodes that wait for room in `sent`."""
     deferred: dict[int, OpenCall] = field(default_factory=dict)
     """By number; one that was forgotten stays until the process says that it is cancelled."""
-    worn: str = ""
+    exhausted: str = ""
     """Why it gets no calls but those of the episodes that it has, and then ends."""
     episodes: dict[int, str] = field(default_factory=dict)
     """Number of the episode to its request."""
@@ -134,8 +134,8 @@ class Child:
 
     @property
     def over(self) -> bool:
-        """Whether it is worn and has nothing to do any more."""
-        return bool(self.worn) and not (self.sent or self.deferred or self.episodes)
+        """Whether it is exhausted and has nothing to do any more."""
+        return bool(self.exhausted) and not (self.sent or self.deferred or self.episodes)
 
     def send(self, call: OpenCall, now_ns: int) -> None:
         """Put a call on its way; it leaves with `flush`."""

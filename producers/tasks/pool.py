@@ -29,6 +29,7 @@ from dora_pipe.producers.tasks.calls import (
     Deferred,
     EnvStep,
     EpisodeLost,
+    Exhausted,
     Forget,
     Hello,
     PromptCall,
@@ -42,7 +43,6 @@ from dora_pipe.producers.tasks.calls import (
     TaskFacts,
     TaskFailed,
     Up,
-    Worn,
     one_line,
     pack,
 )
@@ -251,7 +251,7 @@ class TaskPool:
 
     def _takers(self) -> list[Child]:
         """Those that a call which any process can do may go to."""
-        return [child for child in self._children if child.roomy and not child.worn]
+        return [child for child in self._children if child.roomy and not child.exhausted]
 
     # Answers on their way up.
 
@@ -290,7 +290,7 @@ class TaskPool:
             case Refused():
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
-            case Worn():
+            case Exhausted():
                 self._retire(child, frame.why, now_ns)
                 return
         call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
@@ -337,10 +337,10 @@ class TaskPool:
 
     def _retire(self, child: Child, why: str, now_ns: int) -> None:
         """Let it keep its episodes to their end, beside a fresh one; not more than `processes`."""
-        child.worn = why
-        worn = [one for one in self._children if one.worn]
-        if len(worn) > self._task.processes:
-            self._end_process(worn[0], now_ns, "", worn[0].worn)
+        child.exhausted = why
+        exhausted = [one for one in self._children if one.exhausted]
+        if len(exhausted) > self._task.processes:
+            self._end_process(exhausted[0], now_ns, "", exhausted[0].exhausted)
 
     # Time limits and deaths.
 
@@ -354,7 +354,7 @@ class TaskPool:
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
             self._end_process(child, now_ns, "TimedOut", _late(child.sent[0]))
         elif child.over:
-            self._end_process(child, now_ns, "", child.worn)
+            self._end_process(child, now_ns, "", child.exhausted)
         else:
             self._limit_deferred(child, now_ns)
 
@@ -430,7 +430,7 @@ class TaskPool:
 
     @property
     def _missing(self) -> int:
-        return self._task.processes - sum(not child.worn for child in self._children)
+        return self._task.processes - sum(not child.exhausted for child in self._children)
 
     def _start(self) -> None:
         now_ns = self._clock.now_ns()

@@ -47,9 +47,9 @@ from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.background import (
     HUNG_MAX,
     Background,
-    Switch,
+    ContinueInLoop,
     begin,
-    here_or_there,
+    call_user_code,
     in_loop,
 )
 from dora_pipe.producers.tasks.calls import (
@@ -63,6 +63,7 @@ from dora_pipe.producers.tasks.calls import (
     EndEpisode,
     EnvObserved,
     EnvStep,
+    Exhausted,
     Hello,
     PromptCall,
     PromptReady,
@@ -73,7 +74,6 @@ from dora_pipe.producers.tasks.calls import (
     StillOpening,
     TaskFacts,
     TaskFailed,
-    Worn,
     one_line,
     pack,
     unpack,
@@ -130,7 +130,7 @@ class TaskServer:
         self._background = Background()
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
-        self._worn = False
+        self._exhausted = False
         self._shown = 0
 
     def facts(self) -> TaskFacts:
@@ -206,9 +206,9 @@ class TaskServer:
         self._write(answer)
         if in_loop():
             await asyncio.sleep(0)  # threads that it has just left are counted as hung
-        if not self._worn and self._background.hung > HUNG_MAX:
-            self._worn = True
-            self._write(pack(Worn(f"more than {HUNG_MAX} of its threads hang")))
+        if not self._exhausted and self._background.hung > HUNG_MAX:
+            self._exhausted = True
+            self._write(pack(Exhausted(f"more than {HUNG_MAX} of its threads hang")))
 
     async def _tried(self, call: Call) -> Answered:
         """The event of a call, made again as often as it raises `Retry`, if not for ever."""
@@ -225,7 +225,7 @@ class TaskServer:
             if in_loop():
                 self._write(pack(Deferred(call.number, pause_s)))
             else:
-                await Switch(pause_s)
+                await ContinueInLoop(pause_s)
             await asyncio.sleep(pause_s)
         raise AssertionError
 
@@ -236,7 +236,7 @@ class TaskServer:
             case EnvStep(request=request, turn=turn):
                 assert call.episode is not None
                 world = self._episodes[call.episode]
-                return observed(request, await here_or_there(world.respond, turn))
+                return observed(request, await call_user_code(world.respond, turn))
             case RewardCall() as asked:
                 return await self._score(call.episode, asked)
 
@@ -248,12 +248,12 @@ class TaskServer:
 
     async def _prompt(self, number: int, call: PromptCall) -> PromptReady:
         row = self._row(call.split, call.index)
-        tools = tuple(await here_or_there(self._task.tools, row))
-        world = await here_or_there(self._task.environment, row)
+        tools = tuple(await call_user_code(self._task.tools, row))
+        world = await call_user_code(self._task.environment, row)
         if world is None and tools:
             world = ToolEnvironment(self._task, tools)
         asked = self._task.prompt if world is None else world.reset
-        ready = prompted(call.request, await here_or_there(asked, row), tools)
+        ready = prompted(call.request, await call_user_code(asked, row), tools)
         if world is None:
             return ready
         self._episodes[number] = world
@@ -263,20 +263,20 @@ class TaskServer:
         found: Any = None
         if episode is not None:
             world = self._episodes[episode]
-            found = await here_or_there(world.reward, call.text, call.turns)
+            found = await call_user_code(world.reward, call.text, call.turns)
         if found is None:
             row = self._row(call.split, call.index)
             said = Completion(text=call.text, turns=call.turns, messages=call.messages)
-            found = await here_or_there(self._task.score, row, said)
+            found = await call_user_code(self._task.score, row, said)
         return scored(call.request, found)
 
     async def _close(self, world: Environment, under_way: Sequence[Future[None]]) -> None:
         try:
             if under_way:
                 if not in_loop():
-                    await Switch()
+                    await ContinueInLoop()
                 await asyncio.gather(*map(asyncio.wrap_future, under_way))
-            await here_or_there(world.close)
+            await call_user_code(world.close)
         except (Exception, SystemExit) as error:
             self._show(error)  # nobody waits for an answer
 

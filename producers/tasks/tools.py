@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.own_code import nearest
-from dora_pipe.producers.tasks.background import here_or_there
+from dora_pipe.producers.tasks.background import call_user_code
 from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
 from dora_pipe.producers.tasks.port import (
@@ -124,7 +124,7 @@ async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
     except msgspec.ValidationError as error:
         return Told(text=f"error: arguments of `{call.name}`: {error}", ok=False)
     arguments = {name: getattr(given, name) for name in call.arguments}
-    found = await here_or_there(partial(function, **arguments))
+    found = await call_user_code(partial(function, **arguments))
     text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
     return Told(text=text, ok=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.config.model import Config, Task
-from dora_pipe.config.several import Served, served
+from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.template import find_templates
@@ -23,8 +23,8 @@ POLL_S: Final = 0.25
 _FIRST: Final = "first-prompt"
 """A request that no trajectory has the name of."""
 
-Pools = Sequence[tuple[Served, TaskPool]]
-"""What is served, each with its pool."""
+Pools = Sequence[tuple[PoolSpec, TaskPool]]
+"""Each with what it serves."""
 
 
 def chats_of(
@@ -61,7 +61,7 @@ def recorded_chats(
         return {}
     opened = [
         dict.fromkeys(one.sources, Chat.open(assets, tokenizer, chat_options(one.task, started_ns)))
-        for one in served(config)
+        for one in pool_specs(config)
     ]
     for size in range(len(opened), 0, -1):
         for some in itertools.combinations(opened, size):
@@ -97,7 +97,7 @@ def chat_options(task: Task, started_ns: int) -> ChatOptions:
 
 
 def _chat_of(
-    one: Served,
+    one: PoolSpec,
     pool: TaskPool,
     started_ns: int,
     assets: Path,

@@ -287,7 +287,7 @@ class TaskPort:
         self._tasks = tasks
         self._texts = texts
         self._chat = chat
-        self._talks: dict[str, Conversation] = {}
+        self._conversations: dict[str, Conversation] = {}
         self._failures: list[Any] = []
         self._handlers: Handlers = {
             PromptCall: Handler(do=self._pass_on, failed=self._failed),
@@ -322,29 +322,31 @@ class TaskPort:
         yield from ()
 
     def _forget(self, effect: Forget) -> Iterator[Any]:
-        self._talks.pop(effect.request, None)
+        self._conversations.pop(effect.request, None)
         self._tasks.start(effect)
         yield from ()
 
     def _step(self, effect: EnvStep) -> Iterator[Any]:
-        talk = self._talks.get(effect.request)
-        if talk is None:
+        conversation = self._conversations.get(effect.request)
+        if conversation is None:
             turn = Turn(text=self._texts.text(effect.token_ids))
         else:
-            turn = talk.say(effect.token_ids)
+            turn = conversation.say(effect.token_ids)
         self._tasks.start(calls.EnvStep(request=effect.request, turn=turn))
         yield from ()
 
     def _score(self, effect: RewardCall) -> Iterator[Any]:
-        talk = self._talks.pop(effect.request, None)
+        conversation = self._conversations.pop(effect.request, None)
         messages: tuple[dict[str, Any], ...] = ()
         answer = self._texts.text(effect.answer)
         single = len(effect.turns) == 1
         turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
-        if talk is not None:
-            if (len(effect.turns) + 1) // 2 > talk.turns:  # Nobody has answered the last one.
-                talk.say(effect.answer)
-            answer, messages = talk.text, talk.messages()
+        if conversation is not None:
+            if (
+                len(effect.turns) + 1
+            ) // 2 > conversation.turns:  # Nobody has answered the last one.
+                conversation.say(effect.answer)
+            answer, messages = conversation.text, conversation.messages()
         call = calls.RewardCall(
             request=effect.request,
             split=effect.split,
@@ -376,25 +378,27 @@ class TaskPort:
                 ok=event.ok,
             )
         else:
-            self._talks.pop(event.request, None)
+            self._conversations.pop(event.request, None)
             yield event
 
     def _prompt_ids(self, event: calls.PromptReady) -> Sequence[int]:
-        self._talks.pop(event.request, None)
+        self._conversations.pop(event.request, None)
         if not event.messages:
             return self._texts.prompt_ids(event.text)
         if self._chat is None:
             raise PolicyError("the prompt is messages, but the model has no chat template")
         self._chat.check(several_turns=event.episode)
-        talk = self._talks[event.request] = self._chat.start(event.messages, event.tools)
-        return talk.prompt_ids
+        conversation = self._conversations[event.request] = self._chat.start(
+            event.messages, event.tools
+        )
+        return conversation.prompt_ids
 
     def _observed_ids(self, event: calls.EnvObserved) -> list[int]:
-        talk = self._talks.get(event.request)
-        if talk is None:
+        conversation = self._conversations.get(event.request)
+        if conversation is None:
             return self._texts.ids(event.text)
         said = [{"role": "user", "content": event.text}] if event.text else []
-        return talk.answered(event.messages or said, go_on=not event.done)
+        return conversation.answered(event.messages or said, go_on=not event.done)
 
 
 class TaskPorts:

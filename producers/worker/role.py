@@ -26,7 +26,7 @@ from dora_pipe import __version__
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.config import model
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.several import served, with_tasks_of
+from dora_pipe.config.several import pool_specs, with_tasks_of
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import (
     ConfigError,
@@ -189,7 +189,7 @@ def params_by_source(
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
     """Turns of the model in one trajectory of each source, at most."""
-    return {source: one.task.turns_max for one in served(config) for source in one.sources}
+    return {source: one.task.turns_max for one in pool_specs(config) for source in one.sources}
 
 
 def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
@@ -209,7 +209,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         # The order: task processes import and read their data while the engine is made.
         pools = [
             (one, stack.enter_context(TaskPool(one.task, clock=here.clock)))
-            for one in served(here.config)
+            for one in pool_specs(here.config)
         ]
         assets = _checked_assets(here)
         tokenizer = Tokenizer(assets)

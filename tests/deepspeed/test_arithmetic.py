@@ -27,7 +27,7 @@ HARD = {
 """Log-probs of three policies: trained, proximal, reference."""
 
 
-def _batches() -> list[TrainBatch]:
+def three_batches() -> list[TrainBatch]:
     return [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
 
 
@@ -48,6 +48,21 @@ def assert_same_steps(
                 assert row["loss_share"] == expected
 
 
+def steps_to_reference(ours: Any, theirs: Any, first: Path) -> list[StepResult]:
+    """Steps whose KL is to the version that a first step made, written to `first`: both trainers'
+    are the same; those of `ours`."""
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
+    batch, *later = three_batches()
+    for one in (ours, theirs):
+        one.train(batch, SETTINGS)
+    digest = theirs.save_weights(first).digest
+    named = Reference(version=1, digest=digest, weights=first)
+    batches = [replace(one, reference=named) for one in later]
+    found = [ours.train(one, settings) for one in batches]
+    assert_same_steps(found, [theirs.train(one, settings) for one in batches])
+    return found
+
+
 @pytest.mark.parametrize("settings", [SETTINGS, HARD], ids=["grpo", "hard"])
 @pytest.mark.parametrize(
     "options",
@@ -66,8 +81,8 @@ def test_steps_are_those_of_the_torch_trainer(
     bench: Bench, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     ours, theirs = bench.deepspeed(**options), bench.torch()
-    found = [ours.train(batch, settings) for batch in _batches()]
-    assert_same_steps(found, [theirs.train(batch, settings) for batch in _batches()])
+    found = [ours.train(batch, settings) for batch in three_batches()]
+    assert_same_steps(found, [theirs.train(batch, settings) for batch in three_batches()])
     expected = bench.tensors(theirs, tmp_path / "theirs")
     for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
         assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
@@ -79,7 +94,7 @@ def test_weight_decay_leaves_vectors_alone_as_the_torch_trainer_does(
 ) -> None:
     decay: dict[str, Any] = {"weight_decay": 0.5, "weight_decay_exclude": "vectors"}
     ours, theirs = bench.deepspeed(zero_stage=stage, **decay), bench.torch(**decay)
-    for batch in _batches():
+    for batch in three_batches():
         ours.train(batch, SETTINGS)
         theirs.train(batch, SETTINGS)
     theirs.save_optimizer(tmp_path / "optimizer")
@@ -98,15 +113,7 @@ def test_kl_is_to_the_version_that_the_batch_names(
     bench: Bench, stage: int, tmp_path: Path
 ) -> None:
     ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
-    first, second, third = _batches()
-    for one in (ours, theirs):
-        one.train(first, SETTINGS)
-    digest = theirs.save_weights(tmp_path / "first").digest
-    named = Reference(version=1, digest=digest, weights=tmp_path / "first")
-    batches = [replace(batch, reference=named) for batch in (second, third)]
-    found = [ours.train(batch, settings) for batch in batches]
-    assert_same_steps(found, [theirs.train(batch, settings) for batch in batches])
+    found = steps_to_reference(ours, theirs, tmp_path / "first")
     assert [one.figures["reference_version"] for one in found] == [1.0, 1.0]
     assert found[1].figures["kl"] > 0
 
@@ -115,7 +122,7 @@ def test_bfloat16_computes_about_the_same_and_publishes_float32(
     bench: Bench, tmp_path: Path
 ) -> None:
     ours, theirs = bench.deepspeed(dtype="bfloat16"), bench.torch()
-    batch = _batches()[0]
+    batch = three_batches()[0]
     found, expected = ours.train(batch, SETTINGS), theirs.train(batch, SETTINGS)
     assert found.figures["grad_norm"] == pytest.approx(expected.figures["grad_norm"], rel=0.05)
     assert found.figures["grad_norm"] != expected.figures["grad_norm"]
@@ -124,7 +131,7 @@ def test_bfloat16_computes_about_the_same_and_publishes_float32(
 
 
 def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:
-    first, theirs = _batches()[0], bench.torch()
+    first, theirs = three_batches()[0], bench.torch()
     theirs.train(first, SETTINGS)
     manifest = theirs.save_weights(tmp_path / "weights")
     theirs.save_optimizer(tmp_path / "optimizer")
@@ -134,7 +141,7 @@ def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_p
     ours.save_optimizer(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "optimizer").read_bytes()
     assert_same_steps(
-        [ours.train(_batches()[1], SETTINGS)], [theirs.train(_batches()[1], SETTINGS)]
+        [ours.train(three_batches()[1], SETTINGS)], [theirs.train(three_batches()[1], SETTINGS)]
     )
 
 
@@ -143,7 +150,7 @@ def test_gradient_is_clipped_to_what_is_in_force_for_the_step(bench: Bench) -> N
     for norm_max in (1.0, 1e-3):
         trainer = bench.deepspeed()
         settings = {**SETTINGS, "trainer.grad_norm_max": norm_max}
-        trainer.train(_batches()[0], settings)
+        trainer.train(three_batches()[0], settings)
         norms.append(trainer.manifest().digest)
     assert norms[0] != norms[1]
 
@@ -152,13 +159,13 @@ def test_step_that_is_not_finite_ends_alike_on_all_ranks_and_they_can_load_again
     bench: Bench,
 ) -> None:
     trainer = bench.deepspeed()
-    trainer.train(_batches()[0], SETTINGS)
+    trainer.train(three_batches()[0], SETTINGS)
     with pytest.raises(NonFinite):
-        trainer.train(poisoned(_batches()[1]), SETTINGS)
+        trainer.train(poisoned(three_batches()[1]), SETTINGS)
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     fresh = bench.deepspeed()
     for one in (trainer, fresh):
-        one.train(_batches()[0], SETTINGS)
+        one.train(three_batches()[0], SETTINGS)
     assert trainer.manifest() == fresh.manifest()
 
 

@@ -1,17 +1,21 @@
 """An adapter's steps under ZeRO are the torch trainer's; its base is frozen, held once, let go."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_pipe.config.model import LINEAR_LAYERS
-from dora_pipe.consumers.learners.port import Reference, TrainBatch
 from dora_pipe.core.errors import NonFinite, PolicyError
 from dora_pipe.store.adapters import base_of, stands_on
 from tests.deepspeed.conftest import Bench
-from tests.deepspeed.test_arithmetic import DISTANCE_MAX, HARD, assert_same_steps
+from tests.deepspeed.test_arithmetic import (
+    DISTANCE_MAX,
+    HARD,
+    assert_same_steps,
+    steps_to_reference,
+    three_batches,
+)
 from tests.support import deepspeed
 from tests.support.adapters import publish, random_adapter
 from tests.support.batches import SETTINGS, make_batch, poisoned
@@ -23,10 +27,6 @@ def _options(**more: Any) -> Any:
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
     return LoraOptions(**{"rank": 4, "alpha": 8.0, "targets": LINEAR_LAYERS, **more})
-
-
-def _batches() -> list[TrainBatch]:
-    return [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
 
 
 def _engine(trainer: Any) -> Any:
@@ -48,8 +48,8 @@ def test_steps_are_those_of_the_torch_trainer(
 ) -> None:
     ours = bench.deepspeed(lora=_options(), **options)
     theirs = bench.torch(lora=_options())
-    found = [ours.train(batch, settings) for batch in _batches()]
-    assert_same_steps(found, [theirs.train(batch, settings) for batch in _batches()])
+    found = [ours.train(batch, settings) for batch in three_batches()]
+    assert_same_steps(found, [theirs.train(batch, settings) for batch in three_batches()])
     expected = bench.tensors(theirs, tmp_path / "theirs")
     tensors = bench.tensors(ours, tmp_path / "ours")
     assert tensors.keys() == expected.keys()
@@ -68,7 +68,7 @@ def test_adapter_alone_has_an_optimizer_and_the_base_stays(
     trainer = bench.deepspeed(zero_stage=stage, dtype=dtype, lora=_options())
     engine = _engine(trainer)
     before = {name: _held(engine, name) for name in engine.base_names}
-    for batch in _batches():
+    for batch in three_batches():
         trainer.train(batch, HARD)
     assert all("lora_" in name for _, name in engine.moments)
     assert len(engine.moments) == 2 * len(engine.names)
@@ -87,7 +87,7 @@ def test_under_zero_3_nothing_is_held_whole_between_steps(bench: Bench) -> None:
     is over; had its matrices stayed whole, the next pass would have those of before the update."""
     trainer = bench.deepspeed(zero_stage=3, lora=_options())
     module = _engine(trainer)._engine.module
-    for batch in _batches()[:2]:
+    for batch in three_batches()[:2]:
         trainer.train(batch, HARD)
         assert {one.ds_status.name for one in module.parameters()} == {"NOT_AVAILABLE"}
         assert all(one.numel() == 0 for one in module.parameters())
@@ -97,7 +97,7 @@ def test_under_zero_3_nothing_is_held_whole_between_steps(bench: Bench) -> None:
 def test_reference_is_version_0_and_no_second_copy_of_it(bench: Bench, stage: int) -> None:
     settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
     trainer = bench.deepspeed(zero_stage=stage, lora=_options())
-    first, second = (trainer.train(batch, settings) for batch in _batches()[:2])
+    first, second = (trainer.train(batch, settings) for batch in three_batches()[:2])
     assert first.figures["kl"] == 0.0
     assert second.figures["kl"] > 0.0
     assert trainer.trainer._rank._reference is None
@@ -109,15 +109,7 @@ def test_reference_may_be_another_adapter_on_the_base(
 ) -> None:
     ours = bench.deepspeed(zero_stage=stage, lora=_options())
     theirs = bench.torch(lora=_options())
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
-    first, second, third = _batches()
-    for one in (ours, theirs):
-        one.train(first, SETTINGS)
-    digest = theirs.save_weights(tmp_path / "first").digest
-    named = Reference(version=1, digest=digest, weights=tmp_path / "first")
-    batches = [replace(batch, reference=named) for batch in (second, third)]
-    found = [ours.train(batch, settings) for batch in batches]
-    assert_same_steps(found, [theirs.train(batch, settings) for batch in batches])
+    found = steps_to_reference(ours, theirs, tmp_path / "first")
     assert found[1].figures["kl"] > 0
 
 
@@ -127,12 +119,12 @@ def test_before_its_first_update_it_publishes_the_base_itself(bench: Bench, tmp_
         trainer.train(make_batch(seed=1, groups=2, valid=0.0), SETTINGS)
         assert trainer.manifest() == bench.policy
         assert trainer.save_weights(tmp_path / "weights") == bench.policy
-        trainer.train(_batches()[0], SETTINGS)
+        trainer.train(three_batches()[0], SETTINGS)
         assert stands_on(trainer.manifest(), bench.policy.digest)
 
 
 def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:
-    first, second = _batches()[:2]
+    first, second = three_batches()[:2]
     theirs = bench.torch(lora=_options())
     theirs.train(first, SETTINGS)
     manifest = theirs.save_weights(tmp_path / "weights")
@@ -150,13 +142,13 @@ def test_after_a_step_that_is_not_finite_the_adapter_is_loaded_on_the_base_that_
     bench: Bench, stage: int
 ) -> None:
     trainer = bench.deepspeed(zero_stage=stage, lora=_options())
-    trainer.train(_batches()[0], HARD)
+    trainer.train(three_batches()[0], HARD)
     with pytest.raises(NonFinite):
-        trainer.train(poisoned(_batches()[1]), SETTINGS)
+        trainer.train(poisoned(three_batches()[1]), SETTINGS)
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     fresh = bench.deepspeed(zero_stage=stage, lora=_options())
     for one in (trainer, fresh):
-        one.train(_batches()[0], HARD)
+        one.train(three_batches()[0], HARD)
     assert trainer.manifest() == fresh.manifest()
 
 
@@ -188,7 +180,7 @@ def test_policy_that_does_not_fit_is_refused_and_the_ranks_stay_in_step(bench: B
     assert trainer.manifest() == bench.policy
     fresh = bench.deepspeed(lora=_options())
     for one in (trainer, fresh):
-        one.train(_batches()[0], SETTINGS)
+        one.train(three_batches()[0], SETTINGS)
     assert trainer.manifest() == fresh.manifest()
 
 

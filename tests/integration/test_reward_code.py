@@ -23,7 +23,7 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards import programs
-from dora_pipe.producers.rewards.arguments import Surroundings
+from dora_pipe.producers.rewards.arguments import RewardContext
 from dora_pipe.producers.rewards.programs import Expected, read_tests
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.rewards.sandbox import Order
@@ -150,7 +150,7 @@ def test_nobody_waits_any_more_and_the_program_ends(
 
 @pytest.fixture(scope="module")
 def alone() -> None:
-    if not programs.Programs(programs.Code(), "", Surroundings())._isolate:
+    if not programs.Programs(programs.Code(), "", RewardContext())._isolate:
         pytest.skip("the kernel gives no namespaces here")
 
 

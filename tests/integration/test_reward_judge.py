@@ -17,8 +17,8 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards import bounded, judge
-from dora_pipe.producers.rewards.arguments import Surroundings
-from dora_pipe.producers.rewards.judge import Judge, JudgeClient, Verdict
+from dora_pipe.producers.rewards.arguments import RewardContext
+from dora_pipe.producers.rewards.judge import Judge, JudgeAnswer, JudgeClient
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -47,7 +47,7 @@ def client_of(tmp_path: Path) -> Iterator[Callable[..., JudgeClient]]:
             **{"range": (0.0, 10.0)},
             **options,
         }
-        opened.append(JudgeClient(Judge(**given), "here", Surroundings(directory=str(tmp_path))))
+        opened.append(JudgeClient(Judge(**given), "here", RewardContext(directory=str(tmp_path))))
         return opened[-1]
 
     yield made
@@ -169,7 +169,7 @@ def test_siblings_that_say_the_same_at_the_same_time_are_asked_about_once(
 
 def test_the_first_answer_counts_where_two_processes_asked_the_same(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
-    first, second = Verdict(said="Score: 1"), Verdict(said="Score: 2")
+    first, second = JudgeAnswer(said="Score: 1"), JudgeAnswer(said="Score: 2")
     assert judge._keep(path, first) == first
     assert judge._keep(path, second) == first
     assert [one.name for one in path.parent.iterdir()] == ["b.json"]

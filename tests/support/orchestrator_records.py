@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config.model import Config, Evaluation, Task
-from dora_pipe.config.several import served
+from dora_pipe.config.several import pool_specs
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
@@ -101,7 +101,7 @@ def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunSta
         package="0",
         datasets={
             source: DataSet(digest=data_of(source), rows=rows)
-            for one in served(config)
+            for one in pool_specs(config)
             for source in one.sources
             if "/" in source
         },

@@ -10,11 +10,11 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
-from dora_pipe.producers.chat.dialect import Dialect
 from dora_pipe.producers.chat.proof import conversations, flaw_of
 from dora_pipe.producers.chat.safe_text import SafeText
+from dora_pipe.producers.chat.template_features import TemplateFeatures
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.chat.typed import Typed, known
+from dora_pipe.producers.chat.typed_renderer import TypedRenderer, known
 from tests.support.chat_models import bpe, names, tokens_of, write_chat_model
 from tests.support.tidy import ROOT
 
@@ -43,7 +43,7 @@ whose sources do not name their special tokens."""
 
 ONE_CALL = ("llama-3",)
 EVERYTHING = [
-    Dialect(
+    TemplateFeatures(
         system=True,
         tools=True,
         calls=True,
@@ -75,8 +75,8 @@ def test_a_bridge_gives_the_ids_of_the_whole_or_the_template_is_reported(
 
 def proved(chat: Chat, *, count: int) -> None:
     """Bridges are those of the whole, and the mask is on exactly what was sampled."""
-    renders = chat.derived
-    for messages, tools in conversations(renders.dialect, seed=7, count=count):
+    renders = chat.template_renderer
+    for messages, tools in conversations(renders.features, seed=7, count=count):
         assert flaw_of(renders, messages, tools) == ""
         ids, mask = chat.training_ids(messages, tools)
         turns = [
@@ -87,7 +87,7 @@ def proved(chat: Chat, *, count: int) -> None:
         spoken = [one for one, said in zip(ids, mask, strict=True) if said]
         assert spoken == [token for turn in turns for token in turn]
         # A thought that the prompt begins may join its first token: the text is the same then.
-        strict = not renders.dialect.reasoning
+        strict = not renders.features.reasoning
         assert ids == renders.whole(messages, tools)[: len(ids)] or not strict
 
 
@@ -108,7 +108,7 @@ def test_a_typed_renderer_keeps_what_was_sampled_and_gives_data_no_control_token
     family: str,
 ) -> None:
     backend = bpe(tokens_of(family))
-    typed = Typed(family, SafeText(backend, parse=False), backend, kwargs={})
+    typed = TypedRenderer(family, SafeText(backend, parse=False), backend, kwargs={})
     added = backend.get_added_tokens_decoder()
     hostile = " ".join(one.content for one in added.values())
     bridged = 0

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.chat.dialect import PROBE_TOOL
 from dora_pipe.producers.chat.parsers import PARSERS, none
+from dora_pipe.producers.chat.template_features import PROBE_TOOL
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "x y"}}
 

@@ -10,7 +10,7 @@ import pytest
 
 from dora_pipe.config.load import changed_keys, dump_toml, from_plain, leaves, load_config
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.several import served, with_tasks_of
+from dora_pipe.config.several import pool_specs, with_tasks_of
 from dora_pipe.core.errors import ConfigError
 
 ONE = """
@@ -127,7 +127,7 @@ def test_frozen_keys_of_each_stay(file: Path) -> None:
 
 def test_task_processes_are_shared_where_the_data_are(file: Path) -> None:
     config = load_config(file, ("evaluation.easy.task=tools",))
-    found = [(one.task.name, one.task.eval_data[-10:], one.sources) for one in served(config)]
+    found = [(one.task.name, one.task.eval_data[-10:], one.sources) for one in pool_specs(config)]
     assert found == [
         ("add", "", ("train/add",)),
         ("tools", "", ("train/tools", "eval/easy")),

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from dora_pipe.config.model import Task
-from dora_pipe.config.several import Served, served
+from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.chat.chat import Chat
-from dora_pipe.producers.chat.dialect import PROBE_TOOL
+from dora_pipe.producers.chat.template_features import PROBE_TOOL
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
@@ -60,7 +60,7 @@ class Pool(InlineTasks):
 
 
 def chats(folder: Path, pool: Pool, **task: Any) -> dict[str, Chat]:
-    one = Served(task=Task(kind="arithmetic", **task), sources=("train", "eval"))
+    one = PoolSpec(task=Task(kind="arithmetic", **task), sources=("train", "eval"))
     pools: Any = [(one, pool)]
     return chats_of(pools, 0, folder, Tokenizer(folder), stop=lambda: False)
 
@@ -104,7 +104,7 @@ def test_the_chats_of_a_run_are_known_again_by_their_digest(tmp_path: Path) -> N
     config = make_config()
     tasks = [Task(kind="arithmetic", name=name, chat_template_kwargs={"x": name}) for name in "ab"]
     several = msgspec.structs.replace(config, task=tasks[0], more_tasks=tuple(tasks[1:]))
-    sources = {source for one in served(several) for source in one.sources}
+    sources = {source for one in pool_specs(several) for source in one.sources}
     every = recorded_chats(several, 0, tmp_path, tokenizer, {"another"})
     assert every.keys() == sources
     (some,) = [one for one in every if one.startswith("train") and one.endswith("a")]

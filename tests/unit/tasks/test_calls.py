@@ -17,6 +17,7 @@ from dora_pipe.producers.tasks.calls import (
     EndEpisode,
     EnvObserved,
     EnvStep,
+    Exhausted,
     Hello,
     PipeFrame,
     PromptCall,
@@ -28,7 +29,6 @@ from dora_pipe.producers.tasks.calls import (
     StillOpening,
     TaskFacts,
     TaskFailed,
-    Worn,
     one_line,
     pack,
     unpack,
@@ -52,7 +52,7 @@ UP: list[PipeFrame] = [
     CallAnswer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
     CallAnswer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
     Deferred(5, 0.5),
-    Worn("its threads hang"),
+    Exhausted("its threads hang"),
     CallAnswer(4, TaskFailed(request="a", error="ValueError", message="why")),
 ]
 

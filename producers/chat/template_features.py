@@ -4,6 +4,7 @@ form in which it wants them. Decides that form, and what is refused for it."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -11,9 +12,7 @@ from typing import Any, Final, Literal
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.producers.chat.template import Template
 from dora_pipe.producers.tasks.messages import ROLES
-
-Message = Mapping[str, Any]
-
+from dora_pipe.producers.tasks.port import Message
 
 _USER: Final = {"role": "user", "content": "quorl"}
 _ANSWER: Final = {"role": "assistant", "content": "blint"}
@@ -34,10 +33,10 @@ PROBE_TOOL: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class TemplateFeatures:
     """What a template takes, and how.
 
-    Example: Qwen2.5's is ``Dialect(system=True, tools=True, calls=True, results=True)``.
+    Example: Qwen2.5's is ``TemplateFeatures(system=True, tools=True, calls=True, results=True)``.
     """
 
     content: Literal["text", "parts"] = "text"
@@ -119,48 +118,48 @@ def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def learn(template: Template, tool_template: Template) -> Dialect:
+def learn(template: Template, tool_template: Template) -> TemplateFeatures:
     """What a template (and the one for tools) takes. Raises PolicyError where it shows no user."""
-    dialect = next(
+    features = next(
         (
             one
-            for one in (Dialect(), Dialect(content="parts"))
+            for one in (TemplateFeatures(), TemplateFeatures(content="parts"))
             if _shows(template, one, [_USER], "quorl") and _shows(template, one, _pair(), "blint")
         ),
         None,
     )
-    if dialect is None:
+    if features is None:
         raise PolicyError("the chat template shows no message of a user and no answer to it")
-    both = replace(dialect, system=True, developer=True)
+    both = replace(features, system=True, developer=True)
     system, developer = (
         _shows(template, both, [{"role": role, "content": "molpy"}, _USER], "molpy")
         for role in ("system", "developer")
     )
-    dialect = replace(dialect, system=system, developer=developer)
-    return _with_tools(tool_template, _with_reasoning(template, dialect))
+    features = replace(features, system=system, developer=developer)
+    return _with_tools(tool_template, _with_reasoning(template, features))
 
 
 def _pair() -> list[Message]:
     return [_USER, _ANSWER, _LAST]
 
 
-def _with_reasoning(template: Template, dialect: Dialect) -> Dialect:
+def _with_reasoning(template: Template, features: TemplateFeatures) -> TemplateFeatures:
     for key in ("reasoning_content", "reasoning", "thinking"):
-        found = replace(dialect, reasoning=key)
+        found = replace(features, reasoning=key)
         if _shows(template, found, [_USER, _thoughtful(_ANSWER)], "druff"):
             return replace(found, thinking=_thinking(template, found))
-    return dialect
+    return features
 
 
 def _thoughtful(message: Message) -> Message:
     return {**message, "reasoning_content": "druff"}
 
 
-def _thinking(template: Template, dialect: Dialect) -> Literal["free", "always", "never"]:
-    asked = template.render(dialect.messages([_USER]), (), generate=True)
+def _thinking(template: Template, features: TemplateFeatures) -> Literal["free", "always", "never"]:
+    asked = template.render(features.messages([_USER]), (), generate=True)
     turns = (_ANSWER, _thoughtful(_ANSWER))
     without, with_ = (
-        template.render(dialect.messages([_USER, one]), (), generate=False).startswith(asked)
+        template.render(features.messages([_USER, one]), (), generate=False).startswith(asked)
         for one in turns
     )
     if with_ == without:
@@ -168,16 +167,16 @@ def _thinking(template: Template, dialect: Dialect) -> Literal["free", "always",
     return "always" if with_ else "never"
 
 
-def _with_tools(template: Template, dialect: Dialect) -> Dialect:
-    shown = _shows(template, dialect, [_USER], "zamble", tools=[PROBE_TOOL])
-    dialect = replace(dialect, tools=shown)
+def _with_tools(template: Template, features: TemplateFeatures) -> TemplateFeatures:
+    shown = _shows(template, features, [_USER], "zamble", tools=[PROBE_TOOL])
+    features = replace(features, tools=shown)
     turn = {"role": "assistant", "content": "", "tool_calls": [call("zamble", "froom")]}
     calling: list[Message] = [_USER, turn]
     result = {"role": "tool", "content": "twisp", "name": "zamble", "tool_call_id": "call00000"}
     tools = [PROBE_TOOL] if shown else []
     for as_object, as_text in itertools.product((True, False), (True, False)):
         found = replace(
-            dialect,
+            features,
             arguments="object" if as_object else "text",
             empty="text" if as_text else "none",
             calls=True,
@@ -192,7 +191,7 @@ def _with_tools(template: Template, dialect: Dialect) -> Dialect:
             results=_shows(template, found, [*calling, result], "twisp", tools=tools),
             parallel=_shows(template, found, both, "froom", "grent", tools=tools),
         )
-    return dialect
+    return features
 
 
 def call(name: str, wug: Any, number: int = 0) -> dict[str, Any]:
@@ -203,14 +202,14 @@ def call(name: str, wug: Any, number: int = 0) -> dict[str, Any]:
 
 def _shows(
     template: Template,
-    dialect: Dialect,
+    features: TemplateFeatures,
     messages: Sequence[Message],
     *words: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> bool:
     """Whether the template takes these messages and writes the words of them."""
     try:
-        text = template.render(dialect.messages(messages), tools, generate=False)
+        text = template.render(features.messages(messages), tools, generate=False)
     except TaskError:
         return False
     return all(word in text for word in words)
@@ -221,6 +220,4 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 
 def _json(arguments: Any) -> str:
-    import json
-
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.producers.chat.derived import Derived, Tools
-from dora_pipe.producers.chat.dialect import Message, schemas
 from dora_pipe.producers.chat.proof import conversations
 from dora_pipe.producers.chat.safe_text import MARKS, SafeText
-from dora_pipe.producers.tasks.port import ToolCall, Turn
+from dora_pipe.producers.chat.template_features import schemas
+from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
+from dora_pipe.producers.tasks.port import Message, ToolCall, Turn
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,10 +28,10 @@ does not take."""
 _HARMONY: Final = "gpt-oss"
 
 
-class Typed:
+class TypedRenderer:
     """A typed renderer, over a tokenizer to which no data gives control tokens.
 
-    Example: ``Typed("qwen3", safe, backend, kwargs={"enable_thinking": False})``. Raises
+    Example: ``TypedRenderer("qwen3", safe, backend, kwargs={"enable_thinking": False})``. Raises
     ConfigError where the family is unknown, or is not one of this tokenizer.
     """
 
@@ -189,26 +189,26 @@ def known() -> list[str]:
 
 
 def family_of(
-    derived: Derived, backend: tokenizers.Tokenizer, kwargs: Mapping[str, Any]
-) -> Typed | None:
+    template_renderer: TemplateRenderer, backend: tokenizers.Tokenizer, kwargs: Mapping[str, Any]
+) -> TypedRenderer | None:
     """The typed renderer that gives the ids of this template; None where there is none."""
     for name in known():
         if name == _HARMONY and backend.token_to_id("<|channel|>") is None:
             continue  # It would look for its vocabulary in the network.
         try:
-            typed = Typed(name, derived.safe, backend, kwargs=kwargs)
+            typed = TypedRenderer(name, template_renderer.safe, backend, kwargs=kwargs)
         except ConfigError:
             continue
-        if disagreement(typed, derived) == "":
+        if disagreement(typed, template_renderer) == "":
             return typed
     return None
 
 
-def disagreement(typed: Typed, derived: Derived) -> str:
+def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> str:
     """In what a typed renderer differs from a template, or from itself; empty: in nothing."""
-    for messages, tools in _first_turns(derived):
+    for messages, tools in _first_turns(template_renderer):
         try:
-            same = typed.prompt(messages, tools) == derived.prompt(messages, tools)
+            same = typed.prompt(messages, tools) == template_renderer.prompt(messages, tools)
         except TaskError as error:
             return str(error)
         if not same:
@@ -217,9 +217,11 @@ def disagreement(typed: Typed, derived: Derived) -> str:
     return ""
 
 
-def _first_turns(derived: Derived) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
+def _first_turns(
+    template_renderer: TemplateRenderer,
+) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
     """Conversations up to the first answer of the model, calls and results before it included."""
-    for messages, tools in conversations(derived.dialect):
+    for messages, tools in conversations(template_renderer.features):
         spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
         answered = next(at for at in spoken if "tool_calls" not in messages[at])
         yield messages[: spoken[0]], tools

@@ -14,24 +14,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_pipe.core.errors import TaskError
-from dora_pipe.producers.chat.dialect import Dialect, Message, call, schemas
 from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template import Template
+from dora_pipe.producers.chat.template_features import TemplateFeatures, call, schemas
+from dora_pipe.producers.tasks.port import Message
 
 Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
+class TemplateRenderer:
     """A template with what is known of it.
 
-    Example: ``derived.prompt([{"role": "user", "content": "2+2?"}], ())``.
+    Example: ``template_renderer.prompt([{"role": "user", "content": "2+2?"}], ())``.
     """
 
     plain: Template
     tooled: Template
     """For conversations with tools: nearly always the same."""
-    dialect: Dialect
+    features: TemplateFeatures
     safe: SafeText
     stop_ids: frozenset[int]
     """That end a turn: the tokenizer's and the template's own."""
@@ -44,7 +45,7 @@ class Derived:
     ) -> str:
         """The text of a conversation, its data marked. Raises TaskError."""
         template = self.tooled if tools else self.plain
-        said = self.safe.marked(self.dialect.messages(messages), mark)
+        said = self.safe.marked(self.features.messages(messages), mark)
         return template.render(
             said, self.safe.marked(schemas(tools), mark, whole=True), generate=generate
         )
@@ -125,15 +126,15 @@ class Derived:
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
-def closers(template: Template, dialect: Dialect, safe: SafeText) -> frozenset[int]:
+def closers(template: Template, features: TemplateFeatures, safe: SafeText) -> frozenset[int]:
     """The added tokens that a template writes behind a turn."""
     user = {"role": "user", "content": "quorl"}
     turns: list[Message] = [{"role": "assistant", "content": "blint"}]
-    if dialect.calls:
+    if features.calls:
         turns.append({"role": "assistant", "content": "", "tool_calls": [call("zamble", "blint")]})
     behind: list[list[int]] = []
     for turn in turns:
-        text = template.render(dialect.messages([user, turn]), (), generate=False)
+        text = template.render(features.messages([user, turn]), (), generate=False)
         behind.append(safe.tokens(text[text.rindex("blint") :]))
     if not behind[0]:
         return frozenset()

@@ -11,7 +11,6 @@ from dora_pipe.config.model import Config, Task
 from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
-from dora_pipe.producers.chat.template import find_templates
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -105,7 +104,7 @@ def _chat_of(
     stop: Callable[[], bool],
 ) -> Chat | None:
     split: Split = "train" if one.sources[0].startswith("train") else "eval"
-    ready = _first_prompt(pool, split, assets, stop)
+    ready = _first_prompt(pool, split, stop)
     if ready is None or not ready.messages:
         return None
     chat = Chat.open(assets, tokenizer, chat_options(one.task, started_ns))
@@ -117,13 +116,8 @@ def _chat_of(
     return chat
 
 
-def _first_prompt(
-    pool: TaskPool, split: Split, assets: Path, stop: Callable[[], bool]
-) -> PromptReady | None:
-    """The prompt of the first row; None where it has none, or where it is not worth an episode."""
-    assert pool.facts is not None
-    if not pool.facts.single_turn and find_templates(assets) is None:
-        return None
+def _first_prompt(pool: TaskPool, split: Split, stop: Callable[[], bool]) -> PromptReady | None:
+    """The prompt of the first row; None where it has none."""
     pool.start(PromptCall(request=_FIRST, split=split, index=0))
     while not stop():
         for event in pool.poll(POLL_S):

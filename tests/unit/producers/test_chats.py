@@ -75,13 +75,15 @@ def test_a_task_whose_prompts_are_text_has_no_chat(
     assert digest_of({}) == ""
 
 
-def test_no_episode_is_begun_for_a_model_without_a_template(tmp_path: Path) -> None:
+@pytest.mark.parametrize("episode", [False, True])
+def test_messages_for_a_model_without_a_template_are_refused_at_the_start(
+    episode: bool, tmp_path: Path
+) -> None:
     write_chat_model(tmp_path, text=CHATML)
     (tmp_path / "chat_template.jinja").unlink()
-    pool = Pool({"messages": ASKED, "episode": True}, single_turn=False)
-    assert chats(tmp_path, pool) == {} and pool.seen == []
     with pytest.raises(PolicyError, match="no chat template"):
-        chats(tmp_path, Pool({"messages": ASKED}))
+        chats(tmp_path, Pool({"messages": ASKED, "episode": episode}, single_turn=not episode))
+    assert chats(tmp_path, Pool({"text": "1+2=", "episode": episode}, single_turn=False)) == {}
 
 
 @pytest.mark.parametrize(

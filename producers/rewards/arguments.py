@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.rewards.batches import Batches
 from dora_pipe.producers.tasks.port import Completion, Row
@@ -79,7 +79,7 @@ class Bound:
     batches: Batches | None = None
 
     def __call__(self, row: Row, completion: Completion, answer_column: str) -> Any:
-        """What the function gives. Raises what it raises, KeyError for a row without an answer."""
+        """What the function gives. Raises what it raises, TaskError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completion.text)
         given = {
@@ -99,7 +99,7 @@ def _given(name: str, row: Row, completion: Completion, answer_column: str) -> A
             return completion
         case "answer":
             if answer_column not in row:
-                raise KeyError(f"the row has no column `{answer_column}` for its answer")
+                raise TaskError(f"the row has no column `{answer_column}` for its answer")
             return row[answer_column]
         case _:
             return getattr(completion, name)

@@ -113,6 +113,11 @@ class Rewards:
             return self._together(found)
         return self._sum(found)
 
+    @property
+    def wants_answer(self) -> bool:
+        """Whether one of them is given the row's answer."""
+        return any("answer" in (part.ask.takes or ()) for part in self._parts)
+
     def sources(self) -> tuple[Any, ...]:
         """What decides the scores, for `Task.reward_sources`."""
         return tuple(one for part in self._parts for one in part.sources)

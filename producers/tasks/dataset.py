@@ -24,6 +24,7 @@ from dora_pipe.producers.data.conversations import (
 from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec, said_of
 from dora_pipe.producers.rewards.registry import Rewards, single
+from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import Completion, Prompt, Reward, Row, Split, Task, Tool
 from dora_pipe.schemas.identity import derive_seed
 
@@ -90,6 +91,25 @@ class DatasetTask(Task):
             spec = self._specs.get(split)
             self._open[split] = [] if spec is None else open_rows(spec)
         return self._open[split]
+
+    def check(self) -> None:
+        """The first row makes a prompt and has what the rewards ask for; the tools can be told.
+        Raises TaskError."""
+        first = self.rows("train")[0]
+        try:
+            if not isinstance(prompt := self.prompt(first), str):
+                normal(prompt, "messages")
+            for tool in self.tools(first):
+                tool_schema(tool)
+        except NoAnswer as error:
+            raise TaskError(f"{self._where}: the first row's prompt: {error}") from None
+        if self._rewards.wants_answer and self._answer not in self._answered(first):
+            columns = ", ".join(f"`{name}`" for name in first)
+            raise TaskError(
+                f"{self._where}: the first row has no `{self._answer}`, which {self._rewards.key}"
+                " compares with",
+                hint=f"task.answer_column; it has {columns}",
+            )
 
     def prompt(self, row: Row) -> Prompt:
         """See Task."""

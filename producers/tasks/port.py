@@ -165,6 +165,10 @@ class Task:
         """All rows of a split; the same ones in every process (their digest is checked)."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Asked once in every process, before any call: whatever is raised here stops the start
+        of a run with one line, where it would fail every trajectory later. By default nothing."""
+
     def prompt(self, row: Row) -> Prompt:
         """The prompt of a row: text for the tokenizer, or messages for the chat template."""
         raise NotImplementedError

@@ -134,7 +134,8 @@ class TaskServer:
         self._shown = 0
 
     def facts(self) -> TaskFacts:
-        """Digests of data and reward; imports the reward's module."""
+        """Digests of data and reward; imports the reward's module. Raises as `Task.check` does."""
+        self._task.check()
         train, train_rows = rows_digest(self._rows["train"], "train")
         evaluation, eval_rows = rows_digest(self._rows["eval"], "eval")
         return TaskFacts(

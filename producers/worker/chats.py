@@ -12,7 +12,8 @@ from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady
+from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskFailed
+from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Split
 from dora_pipe.schemas.wire import sha256_hex
@@ -117,11 +118,14 @@ def _chat_of(
 
 
 def _first_prompt(pool: TaskPool, split: Split, stop: Callable[[], bool]) -> PromptReady | None:
-    """The prompt of the first row; None where it has none."""
+    """The prompt of the first row; None where the task's code fails on it. Raises ConfigError where
+    what it gives is no prompt."""
     pool.start(PromptCall(request=_FIRST, split=split, index=0))
     while not stop():
         for event in pool.poll(POLL_S):
             if event.request == _FIRST:
                 pool.start(Forget(request=_FIRST))
+                if isinstance(event, TaskFailed) and event.error == NoAnswer.__name__:
+                    raise ConfigError(f"the first row's prompt: {event.message}")
                 return event if isinstance(event, PromptReady) else None
     return None

@@ -36,11 +36,13 @@ SYSTEM = ({"role": "system", "content": "Be brief."}, *ASKED)
 class Pool(InlineTasks):
     """A pool whose task has this first prompt."""
 
-    def __init__(self, ready: dict[str, Any] | None, *, single_turn: bool = True) -> None:
+    def __init__(
+        self, ready: dict[str, Any] | None, *, error: str = "KeyError", single_turn: bool = True
+    ) -> None:
         made = None if ready is None else {"text": "", "episode": False, **ready}
         super().__init__(
             prompt=lambda call: (
-                TaskFailed(request=call.request, error="KeyError", message="'x'")
+                TaskFailed(request=call.request, error=error, message="'x'")
                 if made is None
                 else PromptReady(request=call.request, **made)
             )
@@ -99,6 +101,13 @@ def test_a_template_that_does_not_do_for_a_task_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         chats(write_chat_model(tmp_path, name), Pool(ready))
+
+
+def test_a_first_row_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
+    pool = Pool(None, error="NoAnswer")
+    with pytest.raises(ConfigError, match="the first row's prompt: 'x'"):
+        chats(write_chat_model(tmp_path, text=CHATML), pool)
+    assert pool.forgotten == ["first-prompt"]
 
 
 def test_the_chats_of_a_run_are_known_again_by_their_digest(tmp_path: Path) -> None:

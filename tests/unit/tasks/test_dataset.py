@@ -267,3 +267,31 @@ def test_demonstrations_are_of_one_kind_and_have_answers(
     )
     with pytest.raises(TaskError, match=message):
         task.demonstrations(seed=1, count=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "1+1="}, "the first row has no `answer`, which task.reward compares with"),
+        ({"prompt": [{"role": "wizard", "content": "x"}], "answer": "1"}, "role is 'wizard'"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"},
+            "only text can be rendered",
+        ),
+    ],
+)
+def test_what_no_row_could_do_with_is_said_before_anything_starts(
+    row: dict[str, Any], why: str, write: Write
+) -> None:
+    with pytest.raises(TaskError, match=why):
+        DatasetTask(data=str(write(json.dumps(row))), reward="exact").check()
+
+
+def test_a_tool_that_cannot_be_told_is_said_before_anything_starts(
+    write: Write, module: str
+) -> None:
+    path = write(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    task = DatasetTask(data=str(path), chat=True, reward="exact", tools=[f"{module}:score"])
+    with pytest.raises(TaskError, match="parameter `row` of tool `score` has no annotation"):
+        task.check()
+    DatasetTask(data=str(path), chat=True, reward="exact", tools=[f"{module}:add"]).check()

@@ -163,7 +163,7 @@ def test_the_answer_may_stand_in_another_column() -> None:
     found = Rewards([use("exact")]).score({"gold": "42"}, SAID, answer_column="gold")
     assert isinstance(found, Reward)
     assert found.value == 1.0
-    with pytest.raises(KeyError, match="no column `gold` for its answer"):
+    with pytest.raises(TaskError, match="no column `gold` for its answer"):
         Rewards([use("exact")]).score({}, SAID, answer_column="gold")
 
 

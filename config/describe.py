@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, objectives
+from dora_pipe.config import model, objectives, outside
 from dora_pipe.config.changes import kind_of
-from dora_pipe.config.model import Config, Section
+from dora_pipe.config.model import Config
 from dora_pipe.config.paradigms import paradigm_of
+from dora_pipe.config.section import Section
 from dora_pipe.config.several import sections_of
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -159,8 +160,8 @@ class _SectionDoc:
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
     """What stands in the source of the sections: docstrings do not outlive it."""
-    tree = ast.parse(inspect.getsource(model))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (model, outside)]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: _section_doc(node) for node in classes}
 
 

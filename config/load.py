@@ -23,7 +23,8 @@ from dora_pipe.config.changes import FROZEN, LOGGED
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import with_older
-from dora_pipe.config.model import Config, Section
+from dora_pipe.config.model import Config
+from dora_pipe.config.section import Section
 from dora_pipe.config.several import (
     SEVERAL,
     addressed,

@@ -15,23 +15,21 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
+from dora_pipe.config.outside import Telemetry, Transfers
 from dora_pipe.config.schedule import Schedule
+from dora_pipe.config.section import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    RecordBytes,
+    RunName,
+    Section,
+    Share,
+    Siblings,
+    WeightDecayExclude,
+)
 from dora_pipe.schemas.topics import PATTERN
-
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Siblings = Annotated[int, Meta(ge=1, le=1000)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-RunName = Annotated[str, Meta(pattern=PATTERN)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-WeightDecayExclude = Literal["vectors", "none"]
-RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections: an unknown key is an error."""
 
 
 class Run(Section, frozen=True, kw_only=True):
@@ -100,7 +98,7 @@ class Task(Section, frozen=True, kw_only=True):
     """Share of `data` that is held out for evaluation, chosen by a hash of each row's content."""
     filter: str = ""
     """Which rows are taken: a Python expression over the columns, such as `level >= 3`."""
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = msgspec.field(default_factory=dict)
     """New names of columns, `{prompt = "question"}`; a name of nothing leaves a column out."""
     prompt_column: str = ""
     """Text, or messages; empty: `prompt`."""
@@ -370,41 +368,6 @@ class Store(Section, frozen=True, kw_only=True):
     replay makes them again. 0 keeps everything."""
 
 
-class Transfers(Section, frozen=True, kw_only=True):
-    """How KV caches and weights go from process to process beside the log (docs/storage.md)."""
-
-    kind: Literal["files", "flight", "none"] = "files"
-    """`files` between processes of one machine, `flight` between machines too, `none`: every
-    request that moves is prefilled."""
-    host: str = ""
-    """What others reach this machine by, and where it listens; empty: 127.0.0.1, which only its own
-    processes reach."""
-    port: Port = 0
-    """Where it listens; 0: any port that is free. Processes of one machine cannot share one."""
-    token_file: str = ""
-    """A file that holds the token of the run, the same for all its processes. The environment
-    (DORA_PIPE_TRANSFERS_TOKEN) goes before it; the token itself stands nowhere."""
-    cert_file: str = ""
-    """PEM certificate of this machine, for TLS; it must name `host`."""
-    key_file: str = ""
-    """PEM key of `cert_file`, not encrypted; empty: it stands in there too."""
-    ca_file: str = ""
-    """PEM certificates that peers are checked against, with TLS; empty: those of gRPC."""
-
-
-class Telemetry(Section, frozen=True, kw_only=True):
-    """What a run tells the outside of itself, beside its log (docs/reference/traces.md)."""
-
-    traces: str = "off"
-    """`off`, or the address of an endpoint that takes OTLP over HTTP, such as
-    http://127.0.0.1:4318: `run` then starts a process that follows the log and sends traces."""
-    traces_ratio: Share = 0.1
-    """Share of groups whose traces are sent. Slow groups, and those of which something failed or
-    changed its worker, are sent whatever it is."""
-    traces_slow: PositiveFloat = 2.0
-    """A group is slow when it took so many times as long as the median of the 64 before it."""
-
-
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Those that an adapter may stand beside: of attention and of the gated block."""
 
@@ -465,7 +428,7 @@ class Objective(Section, frozen=True, kw_only=True):
     """Lower bound of `mask`. 0.5."""
     mask_high: PositiveFloat | None = None
     """Upper bound of `mask`. 5."""
-    options: dict[str, float | int | str | bool] = {}
+    options: dict[str, float | int | str | bool] = msgspec.field(default_factory=dict)
     """What an objective of your own declares."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.changes import FROZEN
-from dora_pipe.config.model import Config, Evaluation, Section, Task
+from dora_pipe.config.model import Config, Evaluation, Task
+from dora_pipe.config.section import Section
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.identity import source_of
 

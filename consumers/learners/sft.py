@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 
 import torch
 
-from dora_pipe.config.model import WeightDecayExclude
 from dora_pipe.config.schedule import Schedule, rate_of
+from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.step import MicroBatch, RowSize, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions

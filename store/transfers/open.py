@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.config.model import Transfers as Section
+from dora_pipe.config.outside import Transfers as Section
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import Topics

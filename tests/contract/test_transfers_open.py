@@ -14,7 +14,7 @@ import pytest
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicSpec
-from dora_pipe.config.model import Transfers as Section
+from dora_pipe.config.outside import Transfers as Section
 from dora_pipe.core.errors import BusError, ConfigError, PolicyError
 from dora_pipe.schemas.metrics import Cost, TrainerStatus, WorkerStatus
 from dora_pipe.schemas.wire import encode

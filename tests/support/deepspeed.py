@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.config.model import WeightDecayExclude
+from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.port import LoggedAt, Settings, StepResult, TrainBatch
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.config.model import WeightDecayExclude
+from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score, untied

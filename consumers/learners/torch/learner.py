@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.config.model import WeightDecayExclude
+from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import (

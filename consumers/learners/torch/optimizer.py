@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dora_pipe.config.model import WeightDecayExclude
+from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors

@@ -1,0 +1,25 @@
+"""What the sections of a configuration are made of: their base, and numbers that keys may be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from dora_pipe.schemas.topics import PATTERN
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Siblings = Annotated[int, Meta(ge=1, le=1000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+RunName = Annotated[str, Meta(pattern=PATTERN)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+WeightDecayExclude = Literal["vectors", "none"]
+RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: an unknown key is an error."""

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tomllib
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +68,7 @@ _NOT_TOML: Final = (ValueError, RecursionError)
 """How tomllib says so: its own error, UTF-8's, a number of 5000 digits, 400 brackets."""
 
 _AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_NO_CHOICE = re.compile(r"^Invalid enum value '(?P<value>.*)'$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<key>[^`]*)`$")
 
 Table = dict[str, Any]
@@ -358,7 +360,21 @@ def _refusal(message: str) -> ConfigError:
         return ConfigError(f"`{path}.{missing['key']}` is missing".replace("`.", "`"))
     if what.endswith(repr(PATTERN)):
         return ConfigError(f"{path}: not a name", hint=RULE)
+    if unknown := _NO_CHOICE.match(what):
+        hint = f"one of {', '.join(_choices(path))}"
+        return ConfigError(f"{path}: unknown value `{unknown['value']}`", hint=hint)
     return ConfigError(f"{path}: {what[0].lower()}{what[1:]}" if path else what)
+
+
+def _choices(path: str) -> list[str]:
+    """The values that a key may have, of one that has some: `task[1].special_tokens`."""
+    kind: Any = Config
+    for name in re.sub(r"\[\d+\]", "", path).split("."):
+        sections = (
+            one for one in (kind, *typing.get_args(kind)) if hasattr(one, "__annotations__")
+        )
+        kind = typing.get_type_hints(next(sections))[name]
+    return [one for one in typing.get_args(kind) if isinstance(one, str)]
 
 
 def _is_plain(value: Any) -> bool:

@@ -250,6 +250,28 @@ def test_wrong_value_is_refused_with_its_key(file: Path, text: str, message: str
     assert refusal(file)[0].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("added", "message", "hint"),
+    [
+        (
+            '[trainer]\nschedule = "cosin"',
+            "trainer.schedule: unknown value `cosin`",
+            "one of constant, linear, cosine",
+        ),
+        (
+            '[evaluation.sampling]\nlogprobs = "all"',
+            "evaluation.sampling.logprobs: unknown value `all`",
+            "one of tempered, raw",
+        ),
+    ],
+)
+def test_a_value_of_none_of_the_choices_is_refused_with_them(
+    file: Path, added: str, message: str, hint: str
+) -> None:
+    file.write_text(f"{SMALL}\n{added}\n")
+    assert refusal(file) == (message, hint)
+
+
 @pytest.mark.parametrize("name", ["", "sm all", "-small", "sm\u00e4ll", "s" * 101])
 def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
     file: Path, name: str

@@ -227,10 +227,21 @@ def plan(
         list[int] | None,
         typer.Option(help="Workers of 200 slots in the busy run; may be repeated."),
     ] = None,
+    slots: Annotated[
+        bool,
+        typer.Option("--slots", help="Only: how busy slots are while judges and tools take long."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Cost of one round of the planner by the number of workers, how it grows, and the longest turn
-    of the orchestrator in a busy run of 102 400 open requests, part by part."""
+    of the orchestrator in a busy run of 102 400 open requests, part by part.
+
+    With --slots, in virtual time: the share of a worker's slots that is busy."""
+    if slots:
+        from dora_pipe.bench.slots import bench_slots
+
+        _emit_figures(bench_slots(), as_json=as_json)
+        return
     from dora_pipe.bench.plan import bench_plan, growth_of
     from dora_pipe.bench.turns import bench_turns
 

@@ -114,7 +114,7 @@ def measure_run(
     counted = steps[WARM_STEPS:]
     begin, end = steps[WARM_STEPS - 1]["committed_ns"], counted[-1]["committed_ns"]
     seconds = (end - begin) / 1e9
-    spans = _spans(bus, topics, begin, end)
+    spans = spans_of(bus, topics, begin, end)
     slots = sum(slots_of[epoch] for epoch in spans)
     # Version v is there from the commit of step v - 1; what was before counts as the beginning.
     course = [
@@ -198,7 +198,7 @@ def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def _spans(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
+def spans_of(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
     """By role epoch: when requests were in a slot, every stay by itself, within the given time."""
     found: dict[int, list[Span]] = defaultdict(list)
     for record in records_of(bus, horizon_of(bus, topics).trajectories):

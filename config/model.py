@@ -285,8 +285,8 @@ class Workers(Section, frozen=True, kw_only=True):
     slots: Positive = 64
     """Requests that one worker generates at the same time."""
     prefetch: NonNegative = 16
-    """Placed requests a worker holds beside those in its slots: what waits for a prompt, a step of
-    an environment or a reward is one. Slow ones (a judge) need as many as are under way."""
+    """Placed requests a worker holds beside those in its slots, to fill them from. What has waited
+    for an environment, a tool or a reward for a moment is not among them."""
     context_tokens: Positive = 1024
     """Longest sequence a slot holds."""
     checkpoint_tokens: Positive = 128

@@ -79,6 +79,8 @@ class StatusSchedule:
         self._said_ns = 0
         self._paid_ns: int | None = None
         """When what was said is paid for."""
+        self._hurries = False
+        """The next one does not wait for that."""
 
     def publish(
         self,
@@ -103,11 +105,11 @@ class StatusSchedule:
             self.due_ns = min(self.due_ns, quiet_ends_ns)
             if content == self._last:
                 return False
-            if self._paid_ns is not None and now_ns < self._paid_ns:
+            if self._paid_ns is not None and now_ns < self._paid_ns and not self._hurries:
                 self.due_ns = min(self.due_ns, self._paid_ns)
                 return False
         self.due_ns = now_ns + self._heartbeat_ns
-        self._last, self._said_ns = content, now_ns
+        self._last, self._said_ns, self._hurries = content, now_ns, False
         return True
 
     def note_sent(self, size_bytes: int, now_ns: int) -> None:
@@ -119,11 +121,12 @@ class StatusSchedule:
         before_ns = saved_from_ns if self._paid_ns is None else max(self._paid_ns, saved_from_ns)
         self._paid_ns = min(before_ns + price_ns, now_ns + self._quiet_ns)
 
-    def bring_forward(self, after_ns: int) -> None:
+    def bring_forward(self, after_ns: int, *, unpaid: bool = False) -> None:
         """News that should not wait for the heartbeat: `after_ns` behind the last status, or when
-        that one is paid for."""
+        that one is paid for. `unpaid` ones do not wait for that either: they come with work."""
         if self._last is not None:
-            soonest_ns = max(self._said_ns + after_ns, self._paid_ns or 0)
+            self._hurries |= unpaid
+            soonest_ns = max(self._said_ns + after_ns, 0 if unpaid else self._paid_ns or 0)
             self.due_ns = min(self.due_ns, soonest_ns)
 
 

@@ -189,10 +189,12 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
     silent_s = _silent_s(stats, status, at_ns)
     if silent_s is not None:
         return Line(f"{name} {version:<3} silent since {duration(silent_s)}", "alarm")
+    away = f" env {status.in_environment}" if status.in_environment else ""
+    away += f" scored {status.being_scored}" if status.being_scored else ""
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     return Line(
-        f"{text} {status.active}/{history.joined.slots}+{status.waiting}"
+        f"{text} {status.active}/{history.joined.slots}+{status.waiting}{away}"
         f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}",
         _style_of(worker.state),
     )

@@ -135,7 +135,8 @@ def _place(state: State, decision: Place) -> None:
         raise InvariantBroken(f"a sibling of {spec.group} is placed twice")
     both = zip(names, decision.siblings, strict=True)
     expected = sum(_check_placed(state, name, one, worker) for name, one in both)
-    if worker.room + expected < len(names):
+    more = len(names) - expected  # Those whose place was kept have it, whoever has come back since.
+    if more and worker.room < more:
         raise InvariantBroken(f"{worker.name} is full")
     for name, one in zip(names, decision.siblings, strict=True):
         place(state, name, one.attempt, worker)

@@ -247,5 +247,9 @@ def _share(count: int, rounds: int) -> int:
 
 
 def _alone(worker: Worker) -> dict[str, Any]:
-    """A worker without its requests, which say themselves where they are: there may be many."""
-    return {name: getattr(worker, name) for name in worker.__struct_fields__ if name != "requests"}
+    """A worker without its requests, which say themselves where they are: there may be many.
+
+    `off_engine` is younger than the form, and left out while it is 0.
+    """
+    out = ("requests",) if worker.off_engine else ("requests", "off_engine")
+    return {name: getattr(worker, name) for name in worker.__struct_fields__ if name not in out}

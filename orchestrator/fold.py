@@ -19,12 +19,13 @@ from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import is_cut
 from dora_pipe.orchestrator.state import State, is_comparable
-from dora_pipe.orchestrator.state_ops import note_progress, press
+from dora_pipe.orchestrator.state_ops import note_off_engine, note_progress, press
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
     KvPressure,
+    OffEngine,
     PlanPeriod,
     Progressed,
     Round,
@@ -62,6 +63,8 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
             return
         if isinstance(observation, KvPressure):
             press(state, worker, observation.used_tokens)
+        elif isinstance(observation, OffEngine):
+            note_off_engine(state, worker, observation.requests)
         else:
             worker.silent = True
             state.mark(worker)

@@ -111,7 +111,7 @@ def newest_assignments(state: State, admissible: int) -> list[Assignment]:
     if state.interruptible:
         return _interrupted(state)
     found = _beside(state)
-    coming = sum(max(0, worker.slots - worker.load) for worker, _, _ in found)
+    coming = sum(worker.free for worker, _, _ in found)
     return found + _idle_for_newest(state, admissible, coming)
 
 
@@ -227,7 +227,7 @@ def newest_and_emptiest(state: State) -> list[Worker]:
     hosts = state.index.hosts.items()
     busy = [one for version, found in hosts if version >= 0 for one in found.workers.values()]
     busy = [one for one in busy if one.name not in state.residents]
-    return sorted(busy, key=lambda one: (-one.target, one.load, one.name))
+    return sorted(busy, key=lambda one: (-one.target, one.present, one.name))
 
 
 def spread(workers: Iterable[Worker], *, all_open: bool = False) -> Iterator[Worker]:

@@ -40,9 +40,9 @@ class Hosts:
     workers: dict[str, Worker] = field(default_factory=dict)
     slots: int = 0
     load: int = 0
-    """Requests that run there or shall: without those that move away, with those that arrive."""
+    """Requests that need a slot there: without those that move away, with those that arrive."""
     free: int = 0
-    """Slots that no request has or shall have."""
+    """Slots that no request needs."""
     _heap: list[tuple[int, str]] = field(default_factory=list)
     """(load - slots, name) of workers with room, many of them out of date."""
 
@@ -105,8 +105,8 @@ class Index:
         load = worker.load
         if seen is None or seen.target != target:
             self._rehost(worker, seen, target, load)
-        elif target is not None and seen.load != load:
-            hosts, free = self.hosts[target], max(0, seen.slots - load)
+        elif target is not None:
+            hosts, free = self.hosts[target], worker.free
             hosts.load += load - seen.load
             hosts.free += free - seen.free
             seen.load, seen.free = load, free
@@ -115,12 +115,12 @@ class Index:
         if worker.open:
             self.hosts[target].offer(worker, load)
         # Whoever has requests that stay, as nearly everybody has, is in neither.
-        if load > worker.arriving:
+        if worker.present > worker.arriving:
             self.idle.pop(worker.name, None)
             self.emptying.pop(worker.name, None)
         else:
             _keep(self.idle, worker, not worker.requests and worker.settled)
-            _keep(self.emptying, worker, bool(worker.leaving) and not load)
+            _keep(self.emptying, worker, bool(worker.leaving) and not worker.present)
 
     def mark(self, worker: Worker) -> None:
         """As `touch`, and look at what changes rarely: silence, drain, pressure."""
@@ -160,7 +160,7 @@ class Index:
         """A worker counts for another version, or for none."""
         if seen is not None:
             self._leave(worker, seen)
-        free = max(0, worker.slots - load)
+        free = worker.free
         self._seen[worker.name] = _Seen(target, load, free, worker.slots)
         if target is None:
             self.idle.pop(worker.name, None)

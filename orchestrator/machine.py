@@ -55,6 +55,7 @@ from dora_pipe.schemas.rounds import (
     AnyObservation,
     KvPressure,
     LeaseExpired,
+    OffEngine,
     PlanPeriod,
     Progressed,
     Round,
@@ -73,6 +74,11 @@ GAP_HEARTBEATS: Final = 2
 
 PRESSURE_NS: Final = 5_000_000_000
 """A KV cache that stays too full is observed so often: what was decided must first take effect."""
+
+
+OFF_ENGINE_SHARE: Final = 16
+"""It is observed how many of a worker's requests need no slot when a status says one more or less,
+or where that is more, a share of its slots as small as this: one status, one observation."""
 
 
 class OrchestratorMachine:
@@ -107,6 +113,8 @@ class OrchestratorMachine:
         self._statuses: dict[Incarnation, WorkerStatus] = {}
         self._pressures: dict[Incarnation, int] = {}
         """Tokens in KV caches, to be observed."""
+        self._off_engine: dict[Incarnation, int] = {}
+        """Requests that need no slot, to be observed."""
         self._press_due_ns: dict[Incarnation, int] = {}
         """A cache that is still full then is observed once more."""
         limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
@@ -236,6 +244,7 @@ class OrchestratorMachine:
             self._statuses[at] = merged(self._statuses.get(at), found)
             if self._caught_up:
                 self._note_pressure(self._statuses[at], now)
+                self._note_off_engine(found)
             self._leases.renew((found.worker, found.epoch), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
@@ -253,6 +262,17 @@ class OrchestratorMachine:
             self._press_due_ns.pop(at, None)
             self._pressures[at] = status.kv_used_tokens
 
+    def _note_off_engine(self, status: WorkerStatus) -> None:
+        """Some more or fewer of its requests need no slot than is known."""
+        at, worker = (status.worker, status.epoch), self.state.workers.get(status.worker)
+        if worker is None or worker.epoch != status.epoch:
+            return
+        found = min(status.off_engine, len(worker.requests))
+        least = max(1, worker.slots // OFF_ENGINE_SHARE) if found else 1
+        self._off_engine.pop(at, None)
+        if abs(found - worker.off_engine) >= least:
+            self._off_engine[at] = found
+
     def _note_lost(self, worker: Worker | None) -> None:
         """Copy the newest known progress of a lost worker's requests into the observations."""
         if worker is None:
@@ -264,7 +284,8 @@ class OrchestratorMachine:
             self._observed.append(Progressed(trajectory=trajectory, resume=resume))
 
     def _observe(self, now: Now) -> None:
-        """What time and metrics say: leases that ended, full KV caches, the planning period."""
+        """What time and metrics say: leases that ended, full KV caches, requests that need no slot,
+        the planning period."""
         ended = self._leases.expired(Living(self.state), now.mono_ns)
         # Nothing that such a worker logs could be read: it has no lease. The fold, which old logs
         # must pass as they did, knows nothing of it.
@@ -279,7 +300,10 @@ class OrchestratorMachine:
             if (name, epoch) in living:
                 found = KvPressure(worker=name, epoch=epoch, used_tokens=used_tokens)
                 self._observed.append(found)
-        self._pressures = {}
+        for (name, epoch), requests in self._off_engine.items():
+            if (name, epoch) in living:
+                self._observed.append(OffEngine(worker=name, epoch=epoch, requests=requests))
+        self._pressures, self._off_engine = {}, {}
         if now.mono_ns >= self._period_due_ns:
             self._period_due_ns = now.mono_ns + self._period_ns
             self._observed.append(PlanPeriod())

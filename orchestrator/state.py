@@ -19,7 +19,7 @@ differs between processes. Sort, or use a dict.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -126,6 +126,11 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
         )
 
 
+OPEN_TIMES: Final = 6
+"""A worker has at most so many times its slots and prefetch of requests, however many of them need
+no slot: each costs memory, and a worker refuses more than eight times as many."""
+
+
 class Worker(msgspec.Struct, kw_only=True, gc=False):
     """One incarnation of a worker: what it shall be (`target`) and what it reported (`hosted`)."""
 
@@ -158,6 +163,8 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     """Tokens in its KV cache when that was last seen fuller than the threshold; 0: it is not."""
     load_ns: int = 0
     """How long it took to load its version, as it reported."""
+    off_engine: int = 0
+    """Of `requests`, those that need no slot, as was last observed, less those that have left."""
 
     @property
     def loading(self) -> bool:
@@ -170,24 +177,37 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
         return not self.silent and self.drain == "no"
 
     @property
-    def load(self) -> int:
+    def present(self) -> int:
         """Requests that it has or shall have, without those that move away."""
         return len(self.requests) - self.leaving + self.arriving
 
     @property
+    def load(self) -> int:
+        """Of `present`, those that need a slot."""
+        return max(0, len(self.requests) - self.leaving - self.off_engine) + self.arriving
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody needs, as far as requests may still be placed on it."""
+        left = OPEN_TIMES * (self.slots + self.prefetch) - len(self.requests) - self.arriving
+        return max(0, min(self.slots - self.load, left))
+
+    @property
     def room(self) -> int:
         """Requests that may still be placed on it, prefetch included."""
-        return self.slots + self.prefetch - len(self.requests) - self.arriving
+        size = self.slots + self.prefetch
+        places = min(size + self.off_engine, OPEN_TIMES * size)
+        return places - len(self.requests) - self.arriving
 
     @property
     def open(self) -> bool:
         """Whether a request may be placed on it."""
-        return (  # `usable` and `room`, in one: a plan asks thousands of times.
+        return (  # `usable` in one: a plan asks thousands of times.
             self.target == self.hosted
             and not self.pressed
             and not self.silent
             and self.drain == "no"
-            and self.slots + self.prefetch > len(self.requests) + self.arriving
+            and self.room > 0
         )
 
     @property

@@ -204,6 +204,12 @@ def press(state: State, worker: Worker, used_tokens: int) -> None:
     state.trigger = f"the KV cache of {worker.name} holds {used_tokens} tokens"
 
 
+def note_off_engine(state: State, worker: Worker, requests: int) -> None:
+    """So many of a worker's requests need no slot; of those that it has here."""
+    worker.off_engine = min(max(0, requests), len(worker.requests))
+    state.touch(worker)
+
+
 def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
     """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
     state.remove(worker)
@@ -333,6 +339,8 @@ def _take_off(state: State, trajectory: str, request: Request) -> None:
     worker = state.workers.get(request.worker)
     if worker is not None and worker.epoch == request.epoch:
         worker.requests.discard(trajectory)
+        # Who ends did not need a slot any more. Where it did, the next observation says so.
+        worker.off_engine = max(0, worker.off_engine - 1)
         if request.moving is not None:
             worker.leaving -= 1
         state.touch(worker)

@@ -53,11 +53,21 @@ class KvPressure(Observation, frozen=True, kw_only=True):
     used_tokens: int
 
 
+class OffEngine(Observation, frozen=True, kw_only=True):
+    """Some of a worker's requests need no slot now: a prompt, an environment, a reward, the codec
+    or the log is waited for."""
+
+    worker: str
+    epoch: int
+    requests: int
+    """How many; the others may need one."""
+
+
 class PlanPeriod(Observation, frozen=True, kw_only=True):
     """The planning period has passed."""
 
 
-AnyObservation = LeaseExpired | Progressed | KvPressure | PlanPeriod
+AnyObservation = LeaseExpired | Progressed | KvPressure | OffEngine | PlanPeriod
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -22,6 +22,7 @@ from dora_pipe.audit.entries import GroupEntry, Moment, RequestEntry, WorkerEntr
 from dora_pipe.audit.findings import Check, Findings
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import Fact, FoldedRound
+from dora_pipe.orchestrator.state import OPEN_TIMES
 from dora_pipe.schemas.control import (
     BatchRefused,
     Command,
@@ -44,6 +45,7 @@ from dora_pipe.schemas.rounds import (
     Halt,
     LeaseExpired,
     Move,
+    OffEngine,
     Place,
     PlacedRequest,
     Progressed,
@@ -98,6 +100,10 @@ class WorkerNotes:
     """Version that it has reported last, as it was assigned."""
     draining: bool = False
     silent: bool = False
+    off_engine: int = 0
+    """Requests that needed no slot when that was observed last; one less for each that has left."""
+    came: int = 0
+    """Requests that were here then, and those that were placed since."""
 
 
 @dataclass(slots=True)
@@ -232,6 +238,9 @@ class LiveLedger(Ledger):
                 self._workers[one.epoch].silent = True
             elif isinstance(one, Progressed):
                 self._note_progress(one.trajectory, one.resume)
+            elif isinstance(one, OffEngine):
+                notes, here = self._workers[one.epoch], len(self.placed_on(one.epoch))
+                notes.off_engine, notes.came = min(one.requests, here), here
         super().round(round_, at)
 
     def _note_progress(self, trajectory: str, resume: Resume) -> None:
@@ -383,11 +392,21 @@ class LiveLedger(Ledger):
         self._require("placement", not self._workers[epoch].draining, f"{who}, which drains")
         what = f"{who}, which has loaded {self._workers[epoch].loaded}, target {worker.target}"
         self._require("placement", self._has(epoch, worker, spec.version), what)
-        many = len(self.placed_on(epoch)) + len(decision.siblings)
-        room = worker.joined.slots + worker.joined.prefetch
-        self._require("placement", many <= room, f"{who}, which has {many} then: too many")
+        self._fits(decision, worker, who)
         for one in decision.requests():
             self._place_one(one)
+
+    def _fits(self, decision: Place, worker: WorkerEntry, who: str) -> None:
+        """Who needs a slot has one, or one ahead; and there is an end to those that need none."""
+        notes, here = self._workers[decision.epoch], len(self.placed_on(decision.epoch))
+        many, size = here + len(decision.siblings), worker.joined.slots + worker.joined.prefetch
+        off_engine = max(0, notes.off_engine - (notes.came - here))
+        entries = (self.accounts.request(one.trajectory) for one in decision.requests())
+        # A place that was kept for a request stays its own, whoever needs a slot again since.
+        kept = notes.came > 0 and all(one is not None and one.moving for one in entries)
+        fits = many <= min(size + off_engine, OPEN_TIMES * size)
+        self._require("placement", fits or kept, f"{who}, which has {many} then: too many")
+        notes.came += len(decision.siblings)
 
     def _place_one(self, one: PlacedRequest) -> None:
         who, notes = one.trajectory, self._requests[one.trajectory]

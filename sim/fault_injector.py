@@ -35,6 +35,7 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.parts import (
     MS,
+    Delays,
     PlainParts,
     SimTasks,
     Site,
@@ -296,7 +297,7 @@ class FaultyParts(PlainParts):
 
     def tasks(self, site: Site) -> SimTasks:
         """A pool whose calls may raise, hang, or lose their episode."""
-        faulty = _FaultyTasks(self.injector, site, self.delays.task_ns)
+        faulty = _FaultyTasks(self.injector, site, self.delays)
         return SimTasks(site.clock, answer=faulty.answer, delay_ns=faulty.delay_ns)
 
     def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
@@ -312,10 +313,10 @@ class FaultyParts(PlainParts):
 
 
 class _FaultyTasks:
-    def __init__(self, injector: FaultInjector, site: Site, task_ns: int) -> None:
+    def __init__(self, injector: FaultInjector, site: Site, delays: Delays) -> None:
         self._injector = injector
         self._chance = site.chance
-        self._task_ns = task_ns
+        self._delays = delays
         self._failing: dict[str, str] = {}
 
     def delay_ns(self, call: TaskCall) -> int:
@@ -325,7 +326,7 @@ class _FaultyTasks:
             self._failing[call.request] = kind
             if kind == "reward-hangs":
                 return HANG_NS
-        return int(self._task_ns * (0.5 + self._chance.random()))
+        return int(self._delays.of_task(call) * (0.5 + self._chance.random()))
 
     def answer(self, call: TaskCall) -> TaskEvent:
         """What comes of it."""

@@ -31,7 +31,7 @@ from dora_pipe.orchestrator.apply_decision import pinned, train_spec
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, State, Worker
+from dora_pipe.orchestrator.state import Group, Request, State, Worker
 from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.identity import trajectory_seed
@@ -271,6 +271,20 @@ def _too_many(patches: Patches) -> None:
     patches.put(Worker, "room", property(lambda self: more(self) + 1))
 
 
+def _off_engine_stays(patches: Patches) -> None:
+    right = transitions._take_off
+
+    def take_off(state: State, trajectory: str, request: Request) -> None:
+        worker = state.workers.get(request.worker)
+        before = 0 if worker is None else worker.off_engine
+        right(state, trajectory, request)
+        if worker is not None:
+            worker.off_engine = min(before, len(worker.requests))
+            state.touch(worker)
+
+    patches.put(transitions, "_take_off", take_off)
+
+
 def _orphan_forgotten(patches: Patches) -> None:
     patches.everywhere(hosting.orphans, lambda *args: [])
 
@@ -361,6 +375,11 @@ _ALL: Final = (
     ("lease-in-outage", "leases run down while nobody listens", _lease_in_outage),
     ("lease-from-birth", "a lease is not renewed by what is heard", _lease_from_birth),
     ("too-many", "a worker gets a request more than it has room for", _too_many),
+    (
+        "off-engine-stays",
+        "who leaves a worker is still counted among those that need no slot",
+        _off_engine_stays,
+    ),
     ("orphan-forgotten", "a version without a host is not seen", _orphan_forgotten),
     ("attempt-in-seed", "the attempt enters the seed of a request", _attempt_in_seed),
     ("commit-again", "a restarted trainer has forgotten its last commit", _commit_again),

@@ -346,6 +346,9 @@ class Delays:
     """How long things take that are not the engine's; ns."""
 
     task_ns: int = 5 * MS
+    """A prompt, or a turn or reward of a task that is quick."""
+    slow_ns: int = 0
+    """What a tool's turn and a judge's reward take beyond that."""
     codec_ns: int = 1 * MS
     progress_ns: int = 2 * MS
     handover_ns: int = 4 * MS
@@ -355,6 +358,10 @@ class Delays:
     publish_ns: int = 30 * MS
     again_ns: int = 5 * MS
     """From one step of the trainer's work to its next."""
+
+    def of_task(self, call: TaskCall) -> int:
+        """How long a call takes."""
+        return self.task_ns + (0 if isinstance(call, PromptCall) else self.slow_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,7 +431,7 @@ class PlainParts:
 
     def tasks(self, site: Site) -> SimTasks:
         """The task pool of a worker."""
-        return SimTasks(site.clock, answer=self.answer, delay_ns=lambda call: self.delays.task_ns)
+        return SimTasks(site.clock, answer=self.answer, delay_ns=self.delays.of_task)
 
     def _codec(self, site: Site) -> SimPort:
         return PacedPort(

@@ -89,6 +89,9 @@ KEEP_EVERY: Final = (0, 1, 2, 3)
 """Most seeds delete versions; drawn apart, so that a seed's faults stay what they were."""
 
 
+PATIENT_SHARE: Final = 0.3
+"""Of seeds whose tools and judges take long beside sampling; drawn apart, too."""
+
 SEVERAL_SHARE: Final = 0.25
 """Of seeds whose runs have several tasks and evaluations."""
 
@@ -149,7 +152,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
         config=config,
         workers=plans,
         first=first,
-        delays=_delays(chance),
+        delays=replace(_delays(chance), slow_ns=_slow_ns(seed)),
         steps_max=chance.choice((1, 2)),
         faults=faults,
         strike_ns=chance.choice((150, 400, 1000)) * MS * slow,
@@ -248,6 +251,12 @@ def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...
     chance = Random(f"dora-pipe sim resident {seed}")
     rooms = chance.choice(((2, 3, 5), (1, 2, 4)))
     return tuple(replace(plan, versions=chance.choice(rooms)) for plan in plans)
+
+
+def _slow_ns(seed: int) -> int:
+    """How long tools and judges take in this seed; most are quick."""
+    chance = Random(f"dora-pipe sim patient {seed}")
+    return chance.choice((400, 1500)) * MS if chance.random() < PATIENT_SHARE else 0
 
 
 def _delays(chance: Random) -> Delays:

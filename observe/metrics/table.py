@@ -52,8 +52,16 @@ def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
 
 
 def _requests(stats: RunStats) -> Samples:
-    active = {(name, "active"): status.active for name, status in _heard(stats)}
-    return active | {(name, "waiting"): status.waiting for name, status in _heard(stats)}
+    return {
+        (name, what): count
+        for name, status in _heard(stats)
+        for what, count in (
+            ("active", status.active),
+            ("waiting", status.waiting),
+            ("environment", status.in_environment),
+            ("reward", status.being_scored),
+        )
+    }
 
 
 def _roles(read: Callable[[AnyMetrics], Value]) -> Read:
@@ -242,7 +250,8 @@ WORKERS: Final = (
     ),
     gauge(
         "worker_requests{worker,state}",
-        "Its requests: `active` ones have a slot, `waiting` ones do not.",
+        "Its requests: `active` ones have a slot, `waiting` ones do not yet; the others need none: "
+        "their `environment` or their `reward` is waited for.",
         "statuses",
         _requests,
     ),

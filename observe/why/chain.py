@@ -149,6 +149,8 @@ class Chain:
             rate = _rate(heard)
             text = f"samples {counted(status.active, 'request')} of version {status.version}"
             text += f", {status.waiting} ahead of its slots" if status.waiting else ""
+            text += f", {status.in_environment} at environments" if status.in_environment else ""
+            text += f", {status.being_scored} being scored" if status.being_scored else ""
             return text + ("" if rate is None else f", {rate:,.0f} tok/s")
         return "works"
 
@@ -354,10 +356,13 @@ class Chain:
 def _room(worker: Worker) -> str:
     if worker.loading:
         return f"{worker.name} is to load it"
-    held, room = len(worker.requests), worker.slots + worker.prefetch
+    held = len(worker.requests) - worker.off_engine
+    size = f"{worker.slots + worker.prefetch}"
+    if worker.off_engine:
+        size += f", and {worker.off_engine} that need no slot"
     if not worker.usable:
-        return f"{worker.name} takes nothing more ({held} requests)"
-    return f"{worker.name} holds {held} of {room}"
+        return f"{worker.name} takes nothing more ({len(worker.requests)} requests)"
+    return f"{worker.name} holds {held} of {size}"
 
 
 def _loading(workers: dict[str, Worker]) -> list[Worker]:

@@ -48,6 +48,7 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     pin_of,
 )
+from dora_pipe.producers.worker.request_table import NEVER_NS
 from dora_pipe.producers.worker.requests import PROGRESS_TAG, Requests
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
@@ -73,6 +74,11 @@ Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
 PROGRESS_STATUS_NS: Final = BUS_TURN_NS
 """A status follows an acknowledged progress record at once, but so long after the last one, and
 when that one is paid for (`StatusSchedule`): what it names is what a lost request goes on from."""
+
+
+OFF_ENGINE_NEWS_SHARE: Final = 8
+"""So does one when so small a share of the slots more, or less, is needed than the orchestrator
+knows. It does not wait to be paid for: there are no more of them than requests allow."""
 
 
 class LoadedVersions:
@@ -137,6 +143,8 @@ class WorkerMachine:
         self._waits = WaitTracker(setup.worker, setup.limits)
         self._loading_ns = 0
         self._tokens = (0, 0)  # how many, and when there were fewer, or nothing to sample
+        self._off_engine = (0, 0)  # requests that need no slot, and those that had ended, as said
+        self._off_engine_due_ns = NEVER_NS
         self._guard = EpochGuard()
 
     @property
@@ -150,10 +158,10 @@ class WorkerMachine:
         return {decisions: self.setup.decisions_from}
 
     def wake_at(self) -> int:
-        """When the next status is due, or the end of patience while leaving."""
-        if self._leaving:
-            return min(self._schedule.due_ns, self._leave_by_ns)
-        return self._schedule.due_ns
+        """When the next status is due, or one more request has needed no slot for a while; or the
+        end of patience while leaving."""
+        due_ns = min(self._schedule.due_ns, self._off_engine_due_ns)
+        return min(due_ns, self._leave_by_ns) if self._leaving else due_ns
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """Take the inputs in order, then start whatever has become possible."""
@@ -334,8 +342,22 @@ class WorkerMachine:
                     requests.fill(self.hosted.version)
             if not busy:
                 self._load(now)
+        self._hurry_status()
         if now.mono_ns >= self._schedule.due_ns:
             self._status(now)
+
+    def _hurry_status(self) -> None:
+        """How many requests need no slot is news when it is another number than is known."""
+        said, ended = self._off_engine
+        known = max(0, said - (self.requests.ended - ended))  # as the fold counts them down
+        least = max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
+        now, self._off_engine_due_ns = self._off_engine_now()
+        if abs(now - known) >= least:
+            self._schedule.bring_forward(BUS_TURN_NS, unpaid=True)
+
+    def _off_engine_now(self) -> tuple[int, int]:
+        """Before its first token, a worker's task processes are still starting: nothing counts."""
+        return self.requests.off_engine() if self.requests.tokens_total else (0, NEVER_NS)
 
     def _versions(self) -> list[int]:
         """Those that requests may wait for here."""
@@ -403,9 +425,15 @@ class WorkerMachine:
             tokens_total=requests.tokens_total,
             progress=requests.progress(),
             weights_at=weights_url(setup.transfers, self.hosted.digest),
+            off_engine=self._off_engine_now()[0],
+            in_environment=requests.in_phase(Phase.ENVIRONMENT),
+            being_scored=requests.in_phase(Phase.REWARDING),
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
-        requests.out.publish += self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)
+        goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)
+        if goes_out:
+            self._off_engine = (status.off_engine, requests.ended)
+        requests.out.publish += goes_out
 
     def _publish(self, topic: str, record: msgspec.Struct) -> None:
         append = Append(topic=topic, key=self.setup.worker.encode(), value=encode(record))

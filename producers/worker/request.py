@@ -137,8 +137,11 @@ class WorkerSetup:
 
     @property
     def requests_max(self) -> int:
-        """Requests held at once, whatever they wait for; a placement beyond is refused."""
-        return 4 * (self.slots + self.prefetch)
+        """Requests held at once, whatever they wait for; a placement beyond is refused.
+
+        More than the orchestrator places (`OPEN_TIMES`): who was cancelled too late is here still.
+        """
+        return 8 * (self.slots + self.prefetch)
 
 
 class TokenSequence:

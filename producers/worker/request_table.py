@@ -4,9 +4,10 @@ has no future here is dropped with all it holds."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from dora_pipe.bus.port import Append
-from dora_pipe.core.runtime import Now, Outputs, Publish
+from dora_pipe.core.runtime import BUS_TURN_NS, Now, Outputs, Publish
 from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.effects import DropKv, Effect, EngineCancel
 from dora_pipe.producers.worker.request import (
@@ -21,6 +22,19 @@ from dora_pipe.producers.worker.request import (
 from dora_pipe.schemas.control import Control, RequestFailed, Resume
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.wire import encode
+
+OFF_ENGINE: Final = frozenset(
+    {Phase.PROMPTING, Phase.ENVIRONMENT, Phase.REWARDING, Phase.ENCODING, Phase.LOGGING}
+)
+"""Phases of a request that needs no slot: a task's process, the codec or the log has it."""
+
+OFF_ENGINE_MIN_NS: Final = 2 * BUS_TURN_NS
+"""A request that has needed no slot for so long holds no place of another one. To be logged takes
+one turn of the bus; for what takes no longer than that, requests are placed ahead."""
+
+
+NEVER_NS: Final = 2**63 - 1
+"""Later than anything."""
 
 
 class RequestTable:
@@ -39,11 +53,14 @@ class RequestTable:
         self.by_key: dict[str, RequestState] = {}
         self.now_ns = 0
         """Monotonic; of this turn."""
+        self.ended = 0
+        """Requests that were here and are not any more."""
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()  # by pin
         self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
         self._returning: dict[str, None] = {}
         self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
+        self._off_engine: dict[str, int] = {}  # by key: since when, the oldest first
 
     def in_phase(self, *phases: Phase) -> int:
         """How many requests are in one of these phases."""
@@ -52,6 +69,16 @@ class RequestTable:
     def generating(self, version: int) -> int:
         """Requests that need this version and no other, and still need it in the engine."""
         return self._generating[version]
+
+    def off_engine(self) -> tuple[int, int]:
+        """Requests that have needed no slot for `OFF_ENGINE_MIN_NS`, and when one more has;
+        `NEVER_NS` without others."""
+        young, due_ns = 0, NEVER_NS
+        for since_ns in reversed(self._off_engine.values()):
+            if self.now_ns - since_ns >= OFF_ENGINE_MIN_NS:
+                break
+            young, due_ns = young + 1, since_ns + OFF_ENGINE_MIN_NS
+        return len(self._off_engine) - young, due_ns
 
     def progress(self) -> dict[str, Resume]:
         """Newest progress record of every open request that has one."""
@@ -82,6 +109,7 @@ class RequestTable:
         self.by_key[request.key] = request
         self._phases[request.phase] += 1
         self._generating[request.pin] += 1
+        self._note_phase(request)
 
     def enter(self, request: RequestState, phase: Phase) -> None:
         """Take a request to a phase."""
@@ -91,6 +119,7 @@ class RequestTable:
         self._phases[request.phase] -= 1
         self._phases[phase] += 1
         request.phase, request.since_ns = phase, self.now_ns
+        self._note_phase(request)
 
     def enqueue(self, request: RequestState) -> None:
         """A request is ready for a slot."""
@@ -196,6 +225,8 @@ class RequestTable:
         if request.phase in GENERATING:
             self._count_generating(request, -1)
         self._phases[request.phase] -= 1
+        self._off_engine.pop(request.key, None)
+        self.ended += 1
         del self.by_key[request.key]
 
     def drop_all(self) -> None:
@@ -206,6 +237,13 @@ class RequestTable:
         self._waiting.clear()
         self._returning.clear()
         self._handed.clear()
+        self._off_engine.clear()
+
+    def _note_phase(self, request: RequestState) -> None:
+        if request.phase in OFF_ENGINE:
+            self._off_engine.setdefault(request.key, self.now_ns)
+        else:
+            self._off_engine.pop(request.key, None)
 
     def _dequeue(self, request: RequestState) -> None:
         self._returning.pop(request.key, None)

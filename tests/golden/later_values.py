@@ -80,6 +80,32 @@ STATUS_SINCE = metrics.WorkerStatus(
 )
 """A status that says of the progress what has changed."""
 
+STATUS_OFF_ENGINE = metrics.WorkerStatus(
+    at_ns=AT_NS,
+    cost=COST,
+    worker="w0",
+    epoch=7,
+    version=3,
+    active=64,
+    waiting=3,
+    kv_used_tokens=2048,
+    tokens_total=99_999,
+    progress={},
+    off_engine=61,
+    in_environment=40,
+    being_scored=25,
+)
+"""A worker most of whose requests wait for tools and judges."""
+
+ROUND_OFF_ENGINE = rounds.Round(
+    ordinal=3,
+    role_epoch=0,
+    now_ns=3,
+    control_next=2,
+    observations=(rounds.OffEngine(worker="w0", epoch=7, requests=61),),
+)
+"""That it is so is observed."""
+
 STARTED_SEVERAL = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.RunStarted)),
     datasets={

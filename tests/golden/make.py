@@ -87,6 +87,8 @@ def files() -> dict[str, bytes]:
         "decisions/round-pins.json": encode(values.ROUND_PINS),
         "decisions/round-drops.json": encode(values.ROUND_DROPS),
         "metrics/worker-status-since.json": encode(later_values.STATUS_SINCE),
+        "metrics/worker-status-off-engine.json": encode(later_values.STATUS_OFF_ENGINE),
+        "decisions/round-off-engine.json": encode(later_values.ROUND_OFF_ENGINE),
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),

@@ -6,7 +6,9 @@ import pytest
 
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, RewardCall
 from dora_pipe.producers.worker.request import Phase
+from dora_pipe.producers.worker.request_table import OFF_ENGINE_MIN_NS
 from tests.support.inline_tasks import InlineTasks, episode_tasks
 from tests.support.worker import HEARTBEAT_NS, TICK_NS, TOPICS, World
 
@@ -91,3 +93,77 @@ def test_alarm_is_said_at_the_heartbeat_at_which_a_wait_becomes_one() -> None:
     world.ticks(worker, 4 * HEARTBEAT_NS // TICK_NS)
     found = [(status.at_ns - 10**18, status.waits[0].overdue) for status in world.statuses()]
     assert found == [(0, False), (3 * HEARTBEAT_NS, True)]
+
+
+def test_status_says_how_many_requests_have_needed_no_slot_for_a_moment() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    tasks = InlineTasks(held={RewardCall})
+    worker = world.start(tasks=tasks, quiet_ns=4 * HEARTBEAT_NS)
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(3)))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 3)
+    assert worker.machine.requests.off_engine()[0] == 0, "they may be back at once"
+    world.ticks(worker, OFF_ENGINE_MIN_NS // TICK_NS + 1)
+    assert worker.machine.requests.off_engine()[0] == 3
+    world.ticks(worker, HEARTBEAT_NS // TICK_NS)
+    status = world.statuses()[-1]
+    assert (status.off_engine, status.being_scored, status.active) == (3, 3, 0)
+    tasks.held.clear()
+    world.until_idle(worker)
+    world.ticks(worker, HEARTBEAT_NS // TICK_NS)
+    assert (world.statuses()[-1].off_engine, worker.machine.requests.off_engine()[0]) == (0, 0)
+
+
+def test_that_slots_are_not_needed_is_said_before_the_heartbeat() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    tasks = InlineTasks(held={RewardCall})
+    slow = 20 * HEARTBEAT_NS
+    worker = world.start(tasks=tasks, heartbeat_ns=slow, quiet_ns=slow)
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(4)))
+    world.ticks(worker, 2 * HEARTBEAT_NS // TICK_NS)
+    assert world.statuses()[-1].off_engine == 4
+
+
+def test_what_takes_a_moment_is_no_news() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    worker = world.start()
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(6)))
+    world.until_idle(worker)
+    world.ticks(worker, 2 * HEARTBEAT_NS // TICK_NS)
+    assert {status.off_engine for status in world.statuses()} == {0}
+
+
+def test_prompts_do_not_count_while_the_task_processes_are_starting() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    tasks = InlineTasks(held={PromptCall})
+    worker = world.start(tasks=tasks)
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(4)))
+    world.ticks(worker, 2 * HEARTBEAT_NS // TICK_NS)
+    assert world.statuses()[-1].off_engine == 0
+    tasks.held.clear()
+    world.until_idle(worker)
+    tasks.held.add(PromptCall)
+    world.decide(*(world.place(worker, 10 + ordinal) for ordinal in range(4)))
+    world.ticks(worker, 2 * HEARTBEAT_NS // TICK_NS)
+    assert world.statuses()[-1].off_engine == 4
+
+
+def test_request_whose_tool_has_answered_goes_before_those_that_have_not_begun() -> None:
+    world = World(lengths=lambda seed, turn: 60, steps_max=1)
+    tasks = episode_tasks(last=2)
+    tasks.held.add(EnvStep)
+    worker = world.start(tasks=tasks, slots=1, prefetch=0, max_tokens=200)
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(5)))
+    requests = worker.machine.requests
+    world.until(worker, lambda: requests.in_phase(Phase.ENVIRONMENT) == 1)
+    (first,) = [one for one in requests.by_key.values() if one.phase is Phase.ENVIRONMENT]
+    tasks.held.clear()
+    world.until(worker, lambda: first.sequence.turns_taken == 1 and first.phase is Phase.RUNNING)
+    begun = [one for one in requests.by_key.values() if one.sequence.sampled_tokens]
+    assert len(begun) == 2, "itself, and the one that had its slot meanwhile"
+
+
+def test_worker_takes_more_requests_than_an_orchestrator_places() -> None:
+    from dora_pipe.orchestrator.state import OPEN_TIMES
+
+    setup = World().start().setup
+    assert setup.requests_max > OPEN_TIMES * (setup.slots + setup.prefetch)

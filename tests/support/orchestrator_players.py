@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dora_pipe.orchestrator.state import OPEN_TIMES
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus
 from dora_pipe.schemas.policy import Blob
@@ -50,6 +51,8 @@ class PlayWorker:
         self.draining = False
         self.waiting: deque[PlacedRequest] = deque()
         self.running: dict[str, PlacedRequest] = {}
+        self.scored: dict[str, PlacedRequest] = {}
+        """What has left its slot and is being scored."""
         self.late: list[tuple[int, PlacedRequest]] = []
         """What ended while it was frozen: (life, place)."""
 
@@ -61,6 +64,7 @@ class PlayWorker:
         self.held.clear()
         self.waiting.clear()
         self.running.clear()
+        self.scored.clear()
         self.late.clear()
         self.epoch = self.world.tell(
             records.joined(
@@ -95,7 +99,9 @@ class PlayWorker:
         if (decision.worker, decision.epoch) != (self.name, self.epoch):
             return
         if isinstance(decision, Assign):
-            requests = [*self.running.values(), *self.waiting]
+            requests = [*self.running.values(), *self.waiting, *self.scored.values()]
+            state = self.world.machine.state
+            requests = [one for one in requests if one.trajectory in state.requests]
             assert not requests or self.versions > 1, "assigned while it has requests"
             dropped = {one.spec.version for one in requests}.intersection(decision.drop)
             assert not dropped, "drops what it has requests of"
@@ -144,8 +150,12 @@ class PlayWorker:
 
     def _place(self, place: PlacedRequest) -> None:
         assert place.spec.version in self.held, "placed on a worker of another version"
-        assert len(self.running) + len(self.waiting) < self.slots + self.prefetch, "overfull"
         chance, chances = self.world.chance, self.world.chances
+        here = len(self.running) + len(self.waiting) + len(self.scored)
+        times = OPEN_TIMES if chances.score_s else 1
+        # A few may have been cancelled while they were scored.
+        late = len(self.scored.keys() - self.world.machine.state.requests.keys())
+        assert here - late < times * (self.slots + self.prefetch), "overfull"
         self.waiting.append(place)
         if chance.random() < chances.crash:
             life = self.life
@@ -173,8 +183,27 @@ class PlayWorker:
             self.late.append((life, place))
             return
         del self.running[place.trajectory]
-        self._report(place)
+        if self.world.chances.score_s:
+            self.scored[place.trajectory] = place
+            self._score(life, place)
+        else:
+            self._report(place)
         self._fill()
+        self._maybe_leave()
+
+    def _score(self, life: int, place: PlacedRequest) -> None:
+        """Its reward comes later, without a slot."""
+        score_s = self.world.chances.score_s * self.world.chance.random()
+        self.world.after(score_s, lambda: self._scored(life, place))
+
+    def _scored(self, life: int, place: PlacedRequest) -> None:
+        if life != self.life or self.scored.get(place.trajectory) is not place:
+            return
+        if self.frozen:
+            self._score(life, place)
+            return
+        del self.scored[place.trajectory]
+        self._report(place)
         self._maybe_leave()
 
     def _report(self, place: PlacedRequest) -> None:
@@ -216,7 +245,7 @@ class PlayWorker:
             self.die(self.world.chance.random())
 
     def _maybe_leave(self) -> None:
-        if self.draining and not self.running and not self.waiting:
+        if self.draining and not (self.running or self.waiting or self.scored):
             self.world.tell(records.left(self.name, self.epoch))
             self.die(1.0)
 
@@ -239,6 +268,7 @@ class PlayWorker:
             kv_used_tokens=self.world.chances.kv_tokens * len(self.running),
             tokens_total=0,
             progress={name: Resume(tokens=5, partition=0, offset=7) for name in self.running},
+            off_engine=len(self.scored),
         )
 
 

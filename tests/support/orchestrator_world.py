@@ -195,6 +195,8 @@ class Chances:
     """At most so long after they were asked."""
     kv_tokens: int = 0
     """In the KV cache of 1024 tokens, for each running request."""
+    score_s: float = 0.0
+    """At most so long after its last token a trajectory is scored, without a slot."""
     equal_rewards: float = 0.0
     """A group whose rewards are all equal."""
 
@@ -208,6 +210,7 @@ class Chances:
             moves=self.moves,
             release_s=self.release_s,
             kv_tokens=self.kv_tokens,
+            score_s=self.score_s,
         )
 
 

@@ -102,3 +102,15 @@ def test_between_two_statuses_lies_at_most_a_quiet_period(
             last_ns = now_ns
             schedule.note_sent(size_bytes, now_ns)
         schedule.bring_forward(forward_ns)
+
+
+def test_what_is_unpaid_goes_out_before_the_last_status_is_paid_for() -> None:
+    schedule = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=QUIET)
+    assert schedule.goes_out(status(), 0)
+    schedule.note_sent(100 * HEARTBEAT_BYTES, 0)
+    schedule.bring_forward(S // 10)
+    assert not schedule.goes_out(status(1), S // 10), "not before it is paid for"
+    schedule.bring_forward(S // 5, unpaid=True)
+    assert schedule.due_ns == S // 5
+    assert schedule.goes_out(status(1), S // 5)
+    assert not schedule.goes_out(status(2), 2 * S // 5), "that was for one status"

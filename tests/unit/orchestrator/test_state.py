@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "f972af62163055d8d537e391b3e58b9403d3cc2c261fd630b3dacc90e83326f2"
+        == "da5ad8f598ee235b5381270813aff0524bdb250932b43535655656af99dbefd7"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

@@ -25,7 +25,7 @@ from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import decide, plan
 from dora_pipe.orchestrator.recovery import read_rounds, recover
 from dora_pipe.orchestrator.staleness import feasible
-from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.state import OPEN_TIMES, State
 from dora_pipe.schemas.rounds import LeaseExpired
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World
@@ -75,6 +75,7 @@ def swarm(seed: int) -> World:
         moves=chance.random() < 0.7,
         release_s=chance.choice([0.05, 0.3, 3.0]),
         kv_tokens=chance.choice([0, 0, 300]),
+        score_s=chance.choice([0, 0, 4.0]),
     )
     return World(seed=seed, config=config, workers=workers, chances=chances)
 
@@ -107,7 +108,9 @@ def check_state(state: State) -> None:
         assert worker.leaving == sum(state.requests[name].moving is not None for name in mine)
         assert worker.arriving == sum(r.moving == here for r in state.requests.values())
         assert worker.requests == mine
-        assert worker.room >= 0
+        assert 0 <= worker.off_engine <= len(mine)
+        held = len(mine) + worker.arriving
+        assert held <= OPEN_TIMES * (worker.slots + worker.prefetch)
         versions = {state.groups[state.requests[name].group].spec.version for name in mine}
         assert versions <= {worker.hosted}, "C1"
     waiting = {n for n, r in state.requests.items() if r.moving is not None and not r.worker}
@@ -128,12 +131,12 @@ def check_index(state: State) -> None:
         assert hosts.workers == here
         assert hosts.slots == sum(one.slots for one in here.values())
         assert hosts.load == sum(one.load for one in here.values())
-        assert hosts.free == sum(max(0, one.slots - one.load) for one in here.values())
+        assert hosts.free == sum(one.free for one in here.values())
         open_ = [one for one in here.values() if one.open]
         best = min(open_, key=lambda one: (one.load - one.slots, one.name), default=None)
         assert hosts.roomiest() is best
     idle = [one for one in usable if not (one.requests or one.arriving or one.loading)]
-    emptying = [one for one in usable if one.requests and not one.load]
+    emptying = [one for one in usable if one.requests and not one.present]
     for found, expected in (
         (index.idle, idle),
         (index.emptying, emptying),

@@ -101,7 +101,10 @@ def test_every_topic_has_golden_bytes() -> None:
 def test_golden_round_has_every_observation_and_decision() -> None:
     later = (*later_values.ROUND_HALT.decisions, *later_values.ROUND_EARLY_STOP.decisions)
     for union, found in (
-        (rounds.AnyObservation, values.ROUND.observations),
+        (
+            rounds.AnyObservation,
+            (*values.ROUND.observations, *later_values.ROUND_OFF_ENGINE.observations),
+        ),
         (rounds.AnyDecision, (*values.ROUND.decisions, *later)),
     ):
         assert {type(one) for one in found} == set(typing.get_args(union))
@@ -122,6 +125,8 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.STARTED_SEVERAL,
         later_values.ROUND_NAMED,
         later_values.JOINED_CHAT,
+        later_values.STATUS_OFF_ENGINE,
+        later_values.ROUND_OFF_ENGINE,
     )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)

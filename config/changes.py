@@ -32,7 +32,7 @@ task.kind task.data task.eval_data task.reward task.rewards
 task.split task.eval_split task.eval_share task.filter task.columns task.prompt_column
 task.answer_column task.chat task.system_prompt task.tools
 task.options task.turns_max task.special_tokens task.chat_template_kwargs task.renderer
-task.tool_parser task.rewritten_history sampling groups.size groups.per_step
+task.chat_date task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps

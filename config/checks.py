@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Final
 
 import msgspec
@@ -258,6 +259,14 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_dates(config: Config) -> Iterator[str]:
+    for task in config.tasks:
+        try:
+            date.fromisoformat(task.chat_date or "1970-01-01")
+        except ValueError as error:
+            yield f"task.chat_date: {task.chat_date} is no date: {error}"
+
+
 def _check_rewards(config: Config) -> Iterator[str]:
     for task in config.tasks:
         if task.reward and task.rewards:
@@ -401,6 +410,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_lengths,
     _check_numbers,
     _check_schedule,
+    _check_dates,
     _check_rewards,
     _check_timing,
     _check_advantages,

@@ -137,6 +137,9 @@ class Task(Section, frozen=True, kw_only=True):
     turn or begin another's. See docs/tasks.md."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Handed to the chat template by name, such as `enable_thinking`."""
+    chat_date: str = ""
+    """`2026-11-25`: what a chat template takes for today, in runs and in `sft`; empty: the moment
+    of `run started`, of `sft` the day on which it runs."""
     renderer: str = "auto"
     """What renders messages: `template`, the model's own; a family of the package `renderers`, such
     as `qwen3`; `auto`: the template unless it rewrites its history, then the family that fits."""

@@ -6,8 +6,10 @@ It decides which forms a row may have; `consumers.learners.sft` trains on what c
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 TALK_EVERY: Final = 40
 """Steps between two lines of talk."""
+
+DAY_NS: Final = 24 * 60 * 60 * 1_000_000_000
 
 FORMS: Final = (
     "a row has `messages` (and `tools`), or `prompt` and `answer`; a prompt is text or messages"
@@ -154,13 +158,29 @@ class RowEncoder:
         from dora_pipe.producers.worker.chats import chat_options
 
         if self._chat is None:
-            # The same whenever it is trained: templates that name a day name the first one.
-            options = chat_options(self._config.task, started_ns=0)
-            self._chat = Chat.open(Path(self._config.model.path), self._tokenizer, options)
+            model = Path(self._config.model.path)
+            options = chat_options(self._config.task, started_ns=_today_ns())
+            self._chat = Chat.open(model, self._tokenizer, options)
+            _say_day(model, options.now_ns)
         try:
             return self._chat.training_ids(normal(messages), _schemas(tools))
         except NoAnswer as error:
             raise TaskError(str(error)) from None
+
+
+def _today_ns() -> int:
+    """Midnight in UTC: whatever is trained on one day has the same tokens."""
+    return time.time_ns() // DAY_NS * DAY_NS
+
+
+def _say_day(model: Path, now_ns: int) -> None:
+    """Where a template names the day, say which: its tokens are learnt with all others."""
+    from dora_pipe.producers.chat.template import find_templates
+
+    found = find_templates(model)
+    if found is not None and any("strftime_now" in text for text in found.texts.values()):
+        day = datetime.fromtimestamp(now_ns // 1_000_000_000, UTC).date()
+        say(f"today is {day} for the chat template; task.chat_date makes it another day")
 
 
 def _schemas(tools: Any) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dora_pipe.config.load import from_plain
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Task
 from dora_pipe.consumers.learners import sft
 from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, rows_of, train_sft
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.core.errors import PolicyError, TaskError
+from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
 from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows
 from dora_pipe.launch.warm_start import warm_up as launch_warm_up
+from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.worker.chats import chat_options
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_llama_gqa, make_qwen2
@@ -302,6 +306,28 @@ def test_every_form_of_a_conversation_is_the_same_example(
     whole = Tokenizer(chat_dir).full_text(example.token_ids)
     assert whole.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4")
     assert said_by(chat_dir, example) == ["4<|im_end|>"]
+
+
+def test_templates_that_name_the_day_have_that_of_a_run(
+    chat_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(chat_dir, tmp_path / "dated")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
+
+    def text(**task: Any) -> str:
+        ids = RowEncoder.open(config_of(folder, **task))({"messages": [USER, SAID]}).token_ids
+        return Tokenizer(folder).full_text(list(ids))
+
+    today = datetime.now(UTC)
+    assert text().startswith(f"{today:%d %b %Y}<|im_start|>user")
+    assert f"today is {today:%Y-%m-%d} for the chat template" in capsys.readouterr().err
+    assert text(chat_date="2026-02-01").startswith("01 Feb 2026<|im_start|>user")
+    given = chat_options(Task(kind="dataset", chat_date="2026-02-01"), started_ns=1)
+    chat = Chat.open(folder, Tokenizer(folder), given)
+    prompt = chat.start([USER]).prompt_ids
+    assert Tokenizer(folder).full_text(list(prompt)).startswith("01 Feb 2026<|im_start|>user")
+    with pytest.raises(ConfigError, match=r"task\.chat_date: 2026-02-30 is no date"):
+        config_of(folder, chat_date="2026-02-30")
 
 
 def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> None:

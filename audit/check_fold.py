@@ -19,7 +19,9 @@ import msgspec
 
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.round_reader import FoldedRound
-from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import ConfigError, InvariantBroken
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import (
     check_digest,
     close_round,
@@ -31,7 +33,7 @@ from dora_pipe.orchestrator.fold import (
 from dora_pipe.orchestrator.planner import PLANNER, PLANNERS, decide
 from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.rounds import AnyDecision, Round
+from dora_pipe.schemas.rounds import AnyDecision, Dispatch, Round
 
 REMADE_WRONG_MAX: Final = 100
 """After so many plans that differ no more are made: each costs a copy of the state."""
@@ -62,6 +64,8 @@ class FoldCheck:
         """Plans are made again."""
         self.wrong = 0
         """Plans that differed."""
+        self._samplers: Samplers | None = None
+        """Of the users' functions; None until they were looked for."""
         if not plans:
             findings.notes.append("plans were not made again: --quick")
         self.go_on(State())
@@ -128,7 +132,8 @@ class FoldCheck:
         self._since.append((round_, control))
         size_bytes = sum(len(value) for _, value in control)
         self._since_bytes += size_bytes + DECISION_BYTES * (1 + len(round_.decisions))
-        again = decide(state) if round_.planned else []
+        samplers = self._draws(state, round_)
+        again = decide(state, samplers=samplers) if round_.planned else []
         if tuple(again) == round_.decisions:
             self.plans += round_.planned
             self._findings.looked["decisions"] += 1
@@ -146,6 +151,25 @@ class FoldCheck:
             self._stop_planning()
             self._findings.notes.append("after so many plans that differ no more were made again")
 
+    def _draws(self, state: State, round_: Round) -> Samplers | None:
+        """What rows are drawn with: the user's functions, if they are those that chose then; else
+        the rows of this round are taken from it, and a note says so."""
+        if state.config is None or not any(one.sampler for one in state.config.tasks):
+            return None
+        if self._samplers is None:
+            self._samplers = _loaded(state.config)
+        for name, source in state.samplers.items():
+            if self._samplers.sources.get(name) != source:
+                there = "is another one" if name in self._samplers.sources else "is not there"
+                note = f"sampler {name} (sha256 {source[:12]}) {there}: no rows were drawn again"
+                if note not in self._findings.notes:
+                    self._findings.notes.append(note)
+        if self._samplers.sources == state.samplers:
+            return self._samplers
+        specs = [one.spec for one in round_.decisions if isinstance(one, Dispatch)]
+        rows = {one.ordinal: one.index for one in specs if one.purpose == "train"}
+        return Samplers(recorded=rows)
+
     def _fold_again(self) -> None:
         """The state by the recorded decisions alone. Raises InvariantBroken."""
         state = self._anchor
@@ -155,6 +179,13 @@ class FoldCheck:
             fold_decisions(state, round_)
             state.chain = round_.chain
         self.go_on(state)
+
+
+def _loaded(config: Config) -> Samplers:
+    try:
+        return Samplers.load(config)
+    except ConfigError:
+        return Samplers()
 
 
 def _copied(state: State) -> State:

@@ -60,7 +60,7 @@ class Legality:
         self.in_force: EffectiveConfig | None = None
         """The configuration as it stands after the last record; None before `run started`."""
         self.ordinals: Counter[str] = Counter()
-        """Dispatches by purpose, and of tasks with a name by source."""
+        """Dispatches by purpose, and of tasks with a name by source; rows skipped, by source."""
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
         """A round is written under the newest role epoch that an orchestrator announced.
@@ -186,8 +186,10 @@ class Legality:
         if in_force is None:
             self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
             return
-        check_spec(spec, self.ordinals, self._ledger, in_force.config)
+        check_spec(decision, self.ordinals, self._ledger, in_force.config)
         self.ordinals.update({spec.purpose, spec.source})
+        if decision.skipped:
+            self.ordinals[_skipped(spec)] += len(decision.skipped)
         if spec.purpose == "eval":
             return
         if why := self.bound.why_not_admit(spec.deadline, in_force):
@@ -338,13 +340,18 @@ NO_DEADLINE = -1
 """Of evaluation groups."""
 
 
-def check_spec(spec: GroupSpec, before: Counter[str], ledger: Ledger, config: Config) -> None:
+def _skipped(spec: GroupSpec) -> str:
+    return f"{spec.source} skipped"
+
+
+def check_spec(decision: Dispatch, before: Counter[str], ledger: Ledger, config: Config) -> None:
     """Everything a dispatch stamps must follow from the log before it, and from how many were
-    dispatched `before`, by purpose and by source."""
-    started = ledger.started
+    dispatched `before`, by purpose and by source. Which rows are solved, and what a sampler draws,
+    is asked of the fold and of the plans that are made again."""
+    started, spec = ledger.started, decision.spec
     assert started is not None
     findings, who = ledger.findings, spec.group
-    wanted = _expected(spec, started, config, before)
+    wanted = _expected(decision, started, config, before)
     findings.looked["decisions"] += len(wanted)
     for name, expected in wanted.items():
         if (found := getattr(spec, name)) != expected:
@@ -362,8 +369,9 @@ def check_spec(spec: GroupSpec, before: Counter[str], ledger: Ledger, config: Co
 
 
 def _expected(
-    spec: GroupSpec, started: RunStarted, config: Config, before: Counter[str]
+    decision: Dispatch, started: RunStarted, config: Config, before: Counter[str]
 ) -> dict[str, int | str]:
+    spec = decision.spec
     seed, ordinal = started.seed, before[spec.purpose]
     evaluated = {one.name: one for one in config.evaluations}.get(spec.evaluation)
     train = spec.purpose == "train"
@@ -384,7 +392,12 @@ def _expected(
             "seed": identity.group_seed(seed, "eval", spec.index),
             "size": (evaluated or config.evaluation).siblings,
         }
-    data_epoch, index = identity.prompt_index(seed, before[source], data.rows)
+    place = before[source] + before[_skipped(spec)]
+    if task.sampler:
+        data_epoch, index = place // data.rows, max(0, min(spec.index, data.rows - 1))
+    else:
+        place += _in_turn(decision.skipped, seed, place, data.rows)
+        data_epoch, index = identity.prompt_index(seed, place, data.rows)
     return common | {
         "deadline": deadline_of(spec.version, config.staleness.max_staleness),
         "data_epoch": data_epoch,
@@ -393,6 +406,12 @@ def _expected(
         "seed": identity.group_seed(seed, "train", ordinal),
         "size": config.groups.size,
     }
+
+
+def _in_turn(skipped: Sequence[int], seed: int, place: int, rows: int) -> int:
+    """How many of these rows come in turn from a place on: all, unless it was not their turn."""
+    turns = (identity.prompt_index(seed, place + one, rows)[1] for one in range(len(skipped)))
+    return sum(one == other for one, other in zip(skipped, turns, strict=True))
 
 
 def _task(config: Config, before: Counter[str]) -> Task:

@@ -141,7 +141,9 @@ class CatalogueBuilder:
             if who:
                 self._event(round_.now_ns, round_.ordinal, kebab(type(seen).__name__), who, "")
         for decision in round_.decisions:
-            if not isinstance(decision, Dispatch | Place):
+            if isinstance(decision, Dispatch):
+                self._skipped(decision, round_)
+            elif not isinstance(decision, Place):
                 self._decided(decision, round_)
         self._happened(self.account.round(round_, offset))
 
@@ -171,6 +173,13 @@ class CatalogueBuilder:
 
     def _said(self, at_ns: int, kind: str, subject: str, reason: str) -> None:
         self._event(at_ns, None, kind, subject, reason)
+
+    def _skipped(self, decision: Dispatch, round_: Round) -> None:
+        """Rows that were not dispatched have no group: they are events."""
+        spec = decision.spec
+        for row in decision.skipped:
+            who, why = f"{spec.source}#{row}", f"it is solved; {spec.group} is dispatched"
+            self._event(round_.now_ns, round_.ordinal, "row-skipped", who, why)
 
     def _decided(self, decision: AnyDecision, round_: Round) -> None:
         match decision:

@@ -278,7 +278,7 @@ class RoundRow(Row, frozen=True, kw_only=True, gc=False):
 
 class EventRow(Row, frozen=True, kw_only=True, gc=False):
     """What was decided, observed or told, except dispatches, placements and logged trajectories,
-    which have tables of their own."""
+    which have tables of their own; and rows that dispatches skipped (`row-skipped`)."""
 
     at_ns: Annotated[int, "when"]
     round: Annotated[int | None, "of decisions and observations; null for facts"]

@@ -119,6 +119,13 @@ class Task(Section, frozen=True, kw_only=True):
     """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Given to the task as keyword arguments."""
+    sampler: str = ""
+    """`module:weights`, a function that says how often each row comes; empty: in turn, shuffled.
+    See docs/tasks.md."""
+    drop_solved: float | None = None
+    """Rows whose last `drop_solved_of` groups each had at least this mean reward are skipped."""
+    drop_solved_of: Annotated[int, Meta(ge=1, le=16)] = 4
+    """See `drop_solved`."""
     processes: Positive = 1
     """Processes per worker that run rewards and environments."""
     reward_timeout_s: PositiveFloat = 10.0

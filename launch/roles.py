@@ -132,8 +132,10 @@ def orchestrator(
     directory: RunDir, config: Config, first: RunStarted, *, resumed_by: str = ""
 ) -> None:
     """Be the orchestrator until the run ends. `first` starts a run that has no record yet."""
+    from dora_pipe.orchestrator.curriculum import Samplers
     from dora_pipe.orchestrator.role import Instance, Trimmed, run_orchestrator, settle_memory
 
+    samplers = Samplers.load(config)
     settle_memory()
     stop = settle(ORCHESTRATOR, config.run.name)
     bus = directory.open_bus(config)
@@ -150,6 +152,7 @@ def orchestrator(
             run_started=first,
             snapshots=directory.snapshots,
             resumed_by=resumed_by,
+            samplers=samplers,
             trimmed=Trimmed(
                 keep_ns=config.bus.metrics_keep_hours * NS_PER_HOUR,
                 open_bus=partial(directory.open_bus, config),

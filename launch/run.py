@@ -35,6 +35,7 @@ from dora_pipe.launch.run_dir import RunDir, locked, run_dir
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.producers.engines.registry import check_engines, engine_kind, need_engines
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.open import need_transfers
@@ -157,6 +158,7 @@ def need_parts(config: Config) -> None:
     need_engines(["torch", *engines], config.task.directory)
     check_engines(config, engines)
     need_learner(config)
+    Samplers.load(config)
     need_gpus(config)
     need_transfers(config.transfers)
 

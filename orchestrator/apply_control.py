@@ -138,6 +138,7 @@ def _role_started(state: State, offset: int, record: RoleStarted) -> str:
         if record.role_epoch <= state.orchestrator_epoch:
             return f"role epoch {record.role_epoch} is not newer than {state.orchestrator_epoch}"
         state.orchestrator_epoch = record.role_epoch
+        state.samplers = record.samplers
         return ""
     if record.role_epoch <= state.trainer_epoch:
         return f"role epoch {record.role_epoch} is not newer than {state.trainer_epoch}"

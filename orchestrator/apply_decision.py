@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import Evaluation
+from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import hosting, watched
+from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
 from dora_pipe.orchestrator.hosting import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Training, Worker
@@ -33,12 +34,12 @@ from dora_pipe.orchestrator.state_ops import (
     take_group,
 )
 from dora_pipe.schemas.batch import lines_digest
+from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.identity import (
     group_id,
     group_seed,
     next_task,
     partition_of,
-    prompt_index,
     source_of,
     trajectory_id,
     whole_shares,
@@ -73,17 +74,23 @@ def _dispatch(state: State, decision: Dispatch) -> None:
     spec = decision.spec
     _require(not state.paused, f"{spec.group}: the run is paused")
     if spec.purpose == "train":
-        _require(spec == train_spec(state), f"{spec.group} is not the group that comes next")
+        row = next_training_row(state, chosen=spec.index)
+        data = train_data(state, spec.task)
+        _require(0 <= row.index < data.rows, f"{spec.group} is of a row that is not there")
+        _require(spec == train_spec(state, row), f"{spec.group} is not the group that comes next")
+        _require(decision.skipped == row.skipped, f"{spec.group} skips other rows")
         _require(may_admit(state.deadlines, state.standing()), f"{spec.group} breaks the bound")
     else:
         _require(evaluation_due(state), f"{spec.group}: no evaluation is due")
         _require(spec == eval_spec(state), f"{spec.group} is not the group that comes next")
-    dispatch(state, spec)
+    dispatch(state, spec, decision.skipped)
 
 
-def dispatch(state: State, spec: GroupSpec) -> None:
-    """Admit the group that comes next; the caller has made sure that it is that, and may come."""
+def dispatch(state: State, spec: GroupSpec, skipped: tuple[int, ...] = ()) -> None:
+    """Admit the group that comes next, in favour of which these rows are skipped; the caller has
+    made sure that it is that, and may come."""
     if spec.purpose == "train":
+        skip(state, spec.source, skipped)
         state.ordinal += 1
         state.counters.dispatched += 1
         if spec.task:
@@ -366,15 +373,27 @@ def pinned(state: State) -> tuple[int, ...]:
     return tuple(sorted(version for version in held | state.pins.keys() if version >= 0))
 
 
-def train_spec(state: State) -> GroupSpec:
-    """The next training group: newest version, next prompt of its task in the order of the run's
-    seed."""
+def next_training_row(
+    state: State, *, samplers: Samplers | None = None, chosen: int | None = None
+) -> NextRow:
+    """The row of the next training group; see `curriculum.next_row`."""
+    task = _next_task(state)
+    rows = train_data(state, task.name).rows
+    return next_row(state, task, rows, samplers=samplers, chosen=chosen)
+
+
+def train_data(state: State, task: str) -> DataSet:
+    """What a task is trained on."""
+    facts = state.facts
+    assert facts is not None
+    plain = DataSet(digest=facts.dataset_digest, rows=facts.dataset_rows)
+    return facts.datasets.get(source_of("train", task), plain)
+
+
+def train_spec(state: State, row: NextRow) -> GroupSpec:
+    """The next training group: newest version, this row of its task."""
     assert state.facts is not None and state.config is not None
-    ordinal, facts, task = state.ordinal, state.facts, _next_task(state)
-    place = state.drawn.get(task, 0) if task else ordinal
-    data = facts.datasets.get(source_of("train", task))
-    digest, rows = (data.digest, data.rows) if data else (facts.dataset_digest, facts.dataset_rows)
-    data_epoch, index = prompt_index(facts.seed, place, rows)
+    ordinal, facts, task = state.ordinal, state.facts, _next_task(state).name
     return GroupSpec(
         group=group_id("train", ordinal),
         ordinal=ordinal,
@@ -383,23 +402,23 @@ def train_spec(state: State) -> GroupSpec:
         digest=state.policies[state.version],
         deadline=state.standing().deadline,
         partition=partition_of(ordinal, state.config.bus.partitions),
-        dataset_digest=digest,
-        index=index,
-        data_epoch=data_epoch,
+        dataset_digest=train_data(state, task).digest,
+        index=row.index,
+        data_epoch=row.data_epoch,
         seed=group_seed(facts.seed, "train", ordinal),
         size=state.config.groups.size,
         task=task,
     )
 
 
-def _next_task(state: State) -> str:
-    """Name of the task that the next training group is of."""
+def _next_task(state: State) -> Task:
+    """What the next training group is of."""
     assert state.config is not None
     tasks = state.config.tasks
     if len(tasks) == 1:
-        return tasks[0].name
+        return tasks[0]
     shares = whole_shares(tuple([one.ratio for one in tasks]))
-    return tasks[next_task(shares, [state.drawn.get(one.name, 0) for one in tasks])].name
+    return tasks[next_task(shares, [state.drawn.get(one.name, 0) for one in tasks])]
 
 
 def eval_spec(state: State) -> GroupSpec:

@@ -6,13 +6,14 @@ The formula, for whoever has a state (docs/reference/records.md says it with an 
     bucket(k)             = sha256(the leaves with crc32(id) mod BUCKETS == k, sorted, joined)
     digest                = sha256(sha256(canonical JSON of the rest), bucket(0), ..., bucket(4095))
 
-A leaf is there for every open group, open request and worker, and for what a worker holds that
-hosts several versions at once. The rest is one object of the other fields: numbers, counters, short
-maps and lists. Every hash enters the next one as its 32 bytes.
+A leaf is there for every open group, open request and worker, for what a worker holds that hosts
+several versions at once, and for every row whose rewards are counted. The rest is one object of the
+other fields: numbers, counters, short maps and lists. Every hash enters the next one as its 32
+bytes.
 
-Not covered is what follows from the covered (`index`, `queues`, `finished`, the requests of a
-worker), what no run changes (the frozen configuration and the planner's name, which `run started`
-has), and the chain, which the log has anyway.
+Not covered is what follows from the covered (`index`, `queues`, `finished`, `weights`, the requests
+of a worker), what no run changes (the frozen configuration and the planner's name, which `run
+started` has), and the chain, which the log has anyway.
 
 Rule: whoever changes one of those entities says so by `Leaves.touch`. A test and the simulator hold
 the digest against one that was made from nothing.
@@ -54,13 +55,14 @@ round of a busy run, and only what it holds in the end counts. Each of these rou
 that came with it, and its share of the others, so that the last one finds no more than any other.
 """
 
-Kind = Literal["group", "request", "worker", "resident"]
+Kind = Literal["group", "request", "worker", "resident", "row"]
 
 TABLES: Final[dict[Kind, str]] = {
     "group": "groups",
     "request": "requests",
     "worker": "workers",
     "resident": "residents",
+    "row": "rows",
 }
 """The fields of State whose entries have a leaf each, by the kind that the leaf says."""
 
@@ -69,11 +71,11 @@ _EMPTY: Final = sha256().digest()
 _TABLE_OF: Final = {str(kind): table for kind, table in TABLES.items()}
 
 LEFT_OUT: Final = frozenset(
-    {"chain", "planner", "index", "leaves", "queues", "finished", *TABLES.values()}
+    {"chain", "planner", "index", "leaves", "queues", "finished", "weights", *TABLES.values()}
 )
 """The fields of State that are not in the rest."""
 
-YOUNGER: Final = ("drawn", "evaluations", "watched")
+YOUNGER: Final = ("drawn", "evaluations", "watched", "curricula", "samplers")
 """Left out while they are empty: the digests of runs without them are what they were."""
 
 PAIRS: Final = ("policies", "pins", "deadlines")

@@ -26,6 +26,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.core.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
 from dora_pipe.core.wait_tracker import Limits, WaitTracker
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import (
     apply_control,
     apply_observation,
@@ -86,7 +87,7 @@ class OrchestratorMachine:
 
     `state` is where the log's rounds lead to; `metrics` are the positions to read status from.
     `snapshot_every`, a multiple of `STATE_DIGEST_EVERY`: rounds from one snapshot to the next; 0
-    takes none. `metrics_keep_ns`: how long statuses are kept; 0 is for ever.
+    takes none. `metrics_keep_ns`: how long statuses are kept; 0 is for ever. `samplers` draw rows.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class OrchestratorMachine:
         cost: Callable[[], Cost],
         snapshot_every: int = 0,
         metrics_keep_ns: int = 0,
+        samplers: Samplers | None = None,
     ) -> None:
         self.state = state
+        self._samplers = samplers
         self._topics = topics
         self._role_epoch = role_epoch
         self._metrics = dict(metrics)
@@ -320,7 +323,7 @@ class OrchestratorMachine:
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
         due = bool(state.trigger) and self._caught_up
         plans = self._caught_up and not self._pace.puts_off(state, self._folded)
-        decisions = decide(state) if plans else []
+        decisions = decide(state, samplers=self._samplers) if plans else []
         self._more = is_cut(decisions, state.planner) or (self._caught_up and not plans)
         if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns

@@ -30,10 +30,12 @@ from dora_pipe.orchestrator.apply_decision import (
     eval_spec,
     evaluation_due,
     may_cancel,
+    next_training_row,
     pinned,
     take_batch,
     train_spec,
 )
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.staleness import admissible, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
@@ -97,9 +99,10 @@ class _Placing:
 class Draft:
     """The plan so far, applied to the state as it grows."""
 
-    def __init__(self, state: State, limit: int) -> None:
+    def __init__(self, state: State, limit: int, samplers: Samplers | None) -> None:
         self.state = state
         self.limit = limit
+        self.samplers = samplers
         self._size = 0
         self._decisions: list[AnyDecision | _Placing] = []
         self._places: dict[tuple[str, str], _Placing] = {}
@@ -116,10 +119,10 @@ class Draft:
         self._decisions.append(decision)
         self._size += size_of([decision], self.state.planner)
 
-    def dispatch(self, spec: GroupSpec, reason: str) -> None:
+    def dispatch(self, spec: GroupSpec, reason: str, skipped: tuple[int, ...] = ()) -> None:
         """A group that was just made for this state is admitted."""
-        dispatch(self.state, spec)
-        self._decisions.append(Dispatch(spec=spec, reason=reason))
+        dispatch(self.state, spec, skipped)
+        self._decisions.append(Dispatch(spec=spec, reason=reason, skipped=skipped))
         self._size += 1
 
     def place(self, trajectory: str, worker: Worker, reason: str) -> None:
@@ -159,12 +162,15 @@ def plan(state: State, *, limit: int | None = None) -> tuple[AnyDecision, ...]:
     return tuple(decide(copy.deepcopy(state), limit=limit))
 
 
-def decide(state: State, *, limit: int | None = None) -> list[AnyDecision]:
+def decide(
+    state: State, *, limit: int | None = None, samplers: Samplers | None = None
+) -> list[AnyDecision]:
     """What to decide now, already applied to `state`; unless it is cut, its trigger is answered.
 
-    `limit`: where it is cut; by default where the run's planner does.
+    `limit`: where it is cut; by default where the run's planner does. Raises ConfigError where a
+    task's rows are drawn and `samplers` cannot.
     """
-    draft = Draft(state, size_max(state.planner) if limit is None else limit)
+    draft = Draft(state, size_max(state.planner) if limit is None else limit, samplers)
     if state.facts is not None and not state.done:
         for stage in _STAGES:
             if not state.failures.halted:
@@ -397,7 +403,10 @@ def _admit(draft: Draft) -> None:
                 return
             room -= 1
             reason = f"{worker.load} of {worker.slots} slots of {worker.name} are taken"
-            draft.dispatch(train_spec(state), f"{reason}, {room} more may follow")
+            row = next_training_row(state, samplers=draft.samplers)
+            spec = train_spec(state, row)
+            reason += f", {room} more may follow{row.why}"
+            draft.dispatch(spec, reason, row.skipped)
         draft.place(state.queues[state.version][0].trajectory, worker, "its group is admitted")
 
 

@@ -20,6 +20,7 @@ from dora_pipe.core.errors import RunHalted, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Meter, Port, Runtime
 from dora_pipe.core.status_schedule import BackgroundWriter
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, SnapshotPort
@@ -74,17 +75,16 @@ def run_orchestrator(
     snapshots: Path | None = None,
     resumed_by: str = "",
     trimmed: Trimmed | None = None,
+    samplers: Samplers | None = None,
 ) -> State:
     """Be the orchestrator of a run until it is over or `stop` says so; the state at the end.
 
-    The topics exist. `run_started` starts a log that has none yet, and is ignored by another.
-    `timing` is this process's own (leases, heartbeats). In the folder `snapshots` the state is
-    kept now and then, so that the next start folds only what came after. The order of starting
-    matters: only what is read after the predecessor was fenced, and once nothing is held back any
-    more (`core.run_lifecycle`), is the whole log. A halted run goes on for `resumed_by`, a user.
-
-    Raises RunHalted, Fenced when a successor took over, UsageError when there is no run to
-    orchestrate, InvariantBroken and LogTruncated when the log was changed, BusError.
+    The topics exist. `run_started` starts a log that has none, and is ignored by another; `timing`
+    is this process's own. In `snapshots` the state is kept now and then: the next start folds what
+    came after. The order of starting matters: only what is read once the predecessor is fenced and
+    nothing is held back (`core.run_lifecycle`) is all. A halted run goes on for `resumed_by`.
+    Raises RunHalted, Fenced when a successor took over, UsageError when there is no run,
+    InvariantBroken and LogTruncated when the log was changed, BusError, ConfigError of `samplers`.
     """
     meter = Meter()
     writer = bus.writer(exclusive=f"{topics.run}.orchestrator")
@@ -102,6 +102,7 @@ def run_orchestrator(
             snapshots=snapshots,
             resumed_by=resumed_by,
             metrics_keep_ns=0 if trimmed is None else trimmed.keep_ns,
+            samplers=samplers,
         )
         runtime = Runtime(
             machine,
@@ -151,6 +152,7 @@ def start_machine(
     snapshots: Path | None = None,
     resumed_by: str = "",
     metrics_keep_ns: int = 0,
+    samplers: Samplers | None = None,
 ) -> OrchestratorMachine:
     """A machine at the end of the log; its role epoch is announced unless the run is over."""
     folded = (topics.control, topics.decisions)
@@ -159,7 +161,8 @@ def start_machine(
     if not found.run_started and run_started is None:
         raise UsageError(f"{topics.run} has not been started", hint="start it with `dora-pipe run`")
     role_epoch = found.role_epoch + 1
-    records = [_role_started(clock, instance, role_epoch)]
+    sources = {} if samplers is None else dict(samplers.sources)
+    records = [_role_started(clock, instance, role_epoch, sources)]
     if not found.run_started and run_started is not None:
         records.insert(0, run_started)
     if resumed_by and found.state.failures.halted:
@@ -177,10 +180,13 @@ def start_machine(
         cost=meter.cost,
         snapshot_every=0 if snapshots is None else SNAPSHOT_EVERY,
         metrics_keep_ns=metrics_keep_ns,
+        samplers=samplers,
     )
 
 
-def _role_started(clock: Clock, instance: Instance, role_epoch: int) -> Control:
+def _role_started(
+    clock: Clock, instance: Instance, role_epoch: int, samplers: dict[str, str]
+) -> Control:
     return RoleStarted(
         at_ns=clock.wall_ns(),
         role="orchestrator",
@@ -189,6 +195,7 @@ def _role_started(clock: Clock, instance: Instance, role_epoch: int) -> Control:
         host=instance.host,
         pid=instance.pid,
         package=instance.package,
+        samplers=samplers,
     )
 
 

@@ -124,7 +124,7 @@ class WriteSnapshot:
     body: Body
 
 
-_FOLLOWS: Final = frozenset({"index", "leaves", "queues", "finished"})
+_FOLLOWS: Final = frozenset({"index", "leaves", "queues", "finished", "weights"})
 """Fields of a state that follow from the others."""
 
 _SAVED: Final = tuple(

@@ -28,6 +28,7 @@ from dora_pipe.orchestrator.digest import STATE_FORM, Leaves
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
 from dora_pipe.orchestrator.index import Index, QueueKey
+from dora_pipe.orchestrator.rows import Curriculum, RowStats, Weights
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.watched import Watched
 from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
@@ -323,6 +324,15 @@ class State:
     """The same of those that have names."""
     eval_row: int = 0
     """Rows of the evaluation data dispatched for version t, while that is not finished."""
+
+    rows: dict[str, RowStats] = field(default_factory=dict)
+    """Reward counters of the rows of tasks that have a curriculum, as `train/math#17`."""
+    curricula: dict[str, Curriculum] = field(default_factory=dict)
+    """What else is known of those tasks, by source."""
+    samplers: dict[str, str] = field(default_factory=dict)
+    """sha256 of the sources that rows are drawn with, as the newest orchestrator has them."""
+    weights: dict[str, Weights] = field(default_factory=dict)
+    """By source, what the next rows are drawn by, once that was asked for; follows from `rows`."""
 
     watched: Watched | None = None
     """The evaluation that decides which version is the best, if one does and has begun."""

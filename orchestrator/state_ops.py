@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from typing import Final
 
 from dora_pipe.config.model import Groups
+from dora_pipe.orchestrator import curriculum
 from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
 from dora_pipe.orchestrator.index import pull, push, queue_key
 from dora_pipe.orchestrator.state import (
@@ -143,6 +144,8 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
     if group.phase != "generating":
         return
     found = outcome_of(group, state.config.groups)
+    if found is not None and found.fate in ("trained", "filtered"):
+        curriculum.note_ended(state, group)
     if found is COMPLETE:
         group.phase = "finished"
         state.leaves.complete(group.taken())
@@ -315,6 +318,7 @@ def new_version(state: State, digest: str) -> None:
     if state.interruptible:
         _follow(state)
     state.policies[state.version] = digest
+    curriculum.new_version(state)
     state.trigger = f"version {state.version} is there"
 
 

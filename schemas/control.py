@@ -115,6 +115,9 @@ class RoleStarted(Control, frozen=True, kw_only=True):
     host: str
     pid: int
     package: str
+    samplers: dict[str, str] = {}
+    """Of an orchestrator that draws rows (`task.sampler`): each function as it is configured, with
+    the sha256 of the file it is in."""
 
 
 class WorkerJoined(Control, frozen=True, kw_only=True):

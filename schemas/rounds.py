@@ -113,6 +113,8 @@ class Dispatch(Decision, frozen=True, kw_only=True):
     """A group is admitted and stamped."""
 
     spec: GroupSpec
+    skipped: tuple[int, ...] = ()
+    """Rows whose turn it was and that are skipped in its favour, in order: `task.drop_solved`."""
 
 
 class PlacedSibling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):

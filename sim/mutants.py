@@ -28,6 +28,7 @@ from dora_pipe.orchestrator import apply_decision as rules_decision
 from dora_pipe.orchestrator import fold, hosting, machine, staleness
 from dora_pipe.orchestrator import state_ops as transitions
 from dora_pipe.orchestrator.apply_decision import pinned, train_spec
+from dora_pipe.orchestrator.curriculum import NextRow
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
@@ -160,8 +161,8 @@ def _overdue_then_oldest(patches: Patches) -> None:
 
 
 def _old_stamp(patches: Patches) -> None:
-    def stamped(state: State) -> GroupSpec:
-        spec, fates = train_spec(state), state.counters.fates
+    def stamped(state: State, row: NextRow) -> GroupSpec:
+        spec, fates = train_spec(state, row), state.counters.fates
         oldest = min(state.policies)
         if not (fates.get("failed", 0) or fates.get("filtered", 0)) or oldest == state.version:
             return spec

@@ -12,13 +12,19 @@ and batches, and changes which worker hosts what:
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.orchestrator import hosting
-from dora_pipe.orchestrator.apply_decision import apply_decision, pinned, train_spec
+from dora_pipe.orchestrator.apply_decision import (
+    apply_decision,
+    next_training_row,
+    pinned,
+    train_spec,
+)
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, next_batch
 from dora_pipe.orchestrator.state import State, Worker
@@ -31,6 +37,9 @@ from dora_pipe.schemas.rounds import (
     PlacedSibling,
     TakeBatch,
 )
+
+ANY_ROW: Final = Samplers(recorded={})
+"""Which row a group gets makes no difference to a modelled cluster."""
 
 
 class Planner(Protocol):
@@ -50,7 +59,7 @@ class Production:
 
     def decide(self, state: State) -> list[AnyDecision]:
         """See `Planner`."""
-        return decide(state)
+        return decide(state, samplers=ANY_ROW)
 
     def park(self, state: State) -> list[str]:
         """See `Planner`."""
@@ -63,7 +72,7 @@ class LegacyFill(Production):
     def decide(self, state: State) -> list[AnyDecision]:
         """Groups of older versions first, then production's plan."""
         _fill_older(state)
-        return decide(state)
+        return decide(state, samplers=ANY_ROW)
 
 
 class Proportional:
@@ -199,7 +208,10 @@ def _admit_newest(state: State, found: list[AnyDecision]) -> None:
         if state.version not in state.queues:
             if not admissible(state.deadlines, state.standing()):
                 return
-            _add(state, found, Dispatch(spec=train_spec(state), reason="a slot is free"))
+            row = next_training_row(state, samplers=ANY_ROW)
+            spec = train_spec(state, row)
+            dispatch = Dispatch(spec=spec, reason="a slot is free", skipped=row.skipped)
+            _add(state, found, dispatch)
         _place_first(state, found, state.version, worker)
 
 
@@ -231,7 +243,7 @@ def _fill_older(state: State) -> None:
         free = sum(max(0, one.slots - len(one.requests)) for one in workers if not one.loading)
         free -= len(state.queues.get(version, ()))
         while free > 0 and _may_admit_older(state, version):
-            spec = train_spec(state)
+            spec = train_spec(state, next_training_row(state, samplers=ANY_ROW))
             deadline = version + state.config.staleness.max_staleness
             digest = state.policies[version]
             spec = msgspec.structs.replace(spec, version=version, digest=digest, deadline=deadline)

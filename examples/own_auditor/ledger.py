@@ -81,6 +81,7 @@ class Ledger:
         self.groups: dict[str, Group] = {}
         self.ordinals = {"train": 0, "eval": 0}
         self.of_task: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()  # rows, by task
         self.running: dict[str, Request] = {}  # open requests that have a placement
         self.logged: dict[Place, Logged] = {}
         self.bound = Bound()
@@ -212,7 +213,7 @@ class Ledger:
         if name in self.groups:
             self.findings.add("C2", name, "is dispatched a second time")
             return
-        for what, wanted in self._stamp(spec).items():
+        for what, wanted in self._stamp(spec, decision.get("skipped", ())).items():
             found = spec.get(what, "" if what == "task" else None)
             self.findings.same("decisions", name, what, wanted, found)
         self.ordinals[spec["purpose"]] += 1
@@ -222,7 +223,7 @@ class Ledger:
             for why in self.bound.dispatch(spec, self.newest):
                 self.findings.add("decisions", name, why)
 
-    def _stamp(self, spec: Json) -> Json:
+    def _stamp(self, spec: Json, skipped: Sequence[int]) -> Json:
         """What counter, configuration and newest version make of the next group."""
         train, version = spec["purpose"] == "train", self.newest
         ordinal = self.ordinals[spec["purpose"]]
@@ -251,7 +252,11 @@ class Ledger:
         task = self._task()
         own = {"digest": started["dataset_digest"], "rows": started["dataset_rows"]}
         data = more.get(f"train/{task}", own)
-        data_epoch, index = prompt_of(started["seed"], self.of_task[task], data["rows"])
+        self.skipped[task] += len(skipped)
+        place = self.of_task[task] + self.skipped[task]
+        data_epoch, index = prompt_of(started["seed"], place, data["rows"])
+        if self._tasks()[task].get("sampler"):  # Of a user's function, which we do not have.
+            data_epoch, index = place // data["rows"], spec["index"] % data["rows"]
         self.of_task[task] += 1
         return wanted | {
             "data_epoch": data_epoch,
@@ -264,8 +269,7 @@ class Ledger:
 
     def _task(self) -> str:
         """Whose turn it is: of the tasks below their share, the one that is due first."""
-        config = self.started["config"]
-        tasks = [config["task"], *config.get("more_tasks", ())]
+        tasks = list(self._tasks().values())
         ratios = [Fraction(str(one.get("ratio", 1))) for one in tasks]
         number, due = sum(self.of_task.values()) + 1, []
         for place, (one, ratio) in enumerate(zip(tasks, ratios, strict=True)):
@@ -273,6 +277,11 @@ class Ledger:
             if had < number * ratio / sum(ratios):
                 due.append(((had + 1) / ratio, place))
         return str(tasks[min(due)[1]].get("name", ""))
+
+    def _tasks(self) -> dict[str, Json]:
+        config = self.started["config"]
+        tasks = [config["task"], *config.get("more_tasks", ())]
+        return {one.get("name", ""): one for one in tasks}
 
     def _end(self, decision: Json) -> None:
         name = decision["group"]

@@ -142,3 +142,19 @@ JOINED_CHAT = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), template_digest=SHA256
 )
 """A worker of a run whose prompts are messages."""
+
+ROUND_SKIPPED = msgspec.structs.replace(
+    ROUND,
+    decisions=tuple(
+        msgspec.structs.replace(one, skipped=(17, 31))
+        for one in ROUND.decisions
+        if isinstance(one, rounds.Dispatch)
+    ),
+)
+"""A dispatch that two solved rows were skipped for."""
+
+ORCHESTRATOR_DRAWS = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.RoleStarted)),
+    samplers={"curriculum:weights": SHA256},
+)
+"""An orchestrator that draws rows by a user's weights."""

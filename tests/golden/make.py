@@ -93,6 +93,8 @@ def files() -> dict[str, bytes]:
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
+        "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),
+        "control/role-started-draws.json": encode(later_values.ORCHESTRATOR_DRAWS),
         "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
         "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],

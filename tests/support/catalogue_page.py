@@ -52,6 +52,14 @@ from groups where purpose = 'train' and results > 0
 group by row having min(reward) = 1 and count(*) > 1 order by groups desc""",
     ),
     (
+        "How often did each row come, what was its reward, how often was it skipped as solved?",
+        """with skipped as (
+    select subject, count(*) as times from events where kind = 'row-skipped' group by subject)
+select task, row, count(*) as groups, avg(reward) as reward, max(coalesce(times, 0)) as skipped
+from groups left join skipped on subject = concat_ws('/', 'train', nullif(task, '')) || '#' || row
+where purpose = 'train' and results > 0 group by all order by skipped desc, reward""",
+    ),
+    (
         "What is the reward by length and staleness?",
         """select g.staleness, 2 ** ceil(log2(greatest(t.tokens, 1))) as tokens_up_to,
        count(*) as trajectories, avg(t.reward) as reward

@@ -14,6 +14,7 @@ import copy
 from typing import Any
 
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.planner import decide
@@ -30,6 +31,8 @@ class Stage:
 
     def __init__(self, **changes: Any) -> None:
         self.config = records.make_config(**changes)
+        self.samplers: Samplers | None = None
+        """What rows are drawn with."""
         self.state = State()
         self.offset = 0
         self.decided: list[AnyDecision] = []
@@ -52,7 +55,7 @@ class Stage:
 
     def plan(self, *, limit: int = 1000) -> list[AnyDecision]:
         """Decide, apply, and remember."""
-        found = decide(self.state, limit=limit)
+        found = decide(self.state, limit=limit, samplers=self.samplers)
         self.decided += found
         self.placed |= {one.trajectory: one for one in placed(found)}
         for one in found:

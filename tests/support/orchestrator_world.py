@@ -25,6 +25,7 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Reader, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.orchestrator.snapshots import WriteSnapshot, write
@@ -53,6 +54,7 @@ class Ledger:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.specs: dict[str, GroupSpec] = {}
+        self.skipped: list[int] = []
         self.fates: dict[str, str] = {}
         self.trained: dict[str, int] = {}
         """Trajectory id to the step that trained it."""
@@ -91,6 +93,7 @@ class Ledger:
             if isinstance(decision, Dispatch):
                 assert decision.spec.group not in self.specs, "dispatched twice"
                 self.specs[decision.spec.group] = decision.spec
+                self.skipped += decision.skipped
             elif isinstance(decision, Place):
                 assert decision.spec == self.specs[decision.spec.group]
                 for one in decision.requests():
@@ -265,6 +268,8 @@ class World:
     check_every_round: bool = False
     snapshots: Path | None = None
     """Where an orchestrator keeps its state, and begins."""
+    samplers: Samplers | None = None
+    """What it draws rows with."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -304,6 +309,7 @@ class World:
             meter=self.meter,
             run_started=records.run_started(self.config, rows=self.rows, eval_rows=self.eval_rows),
             snapshots=self.snapshots,
+            samplers=self.samplers,
         )
         self.runtime = Runtime(
             self.machine,

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.orchestrator.digest import BUCKETS, PAIRS, STATE_FORM, TABLES, rest_of
+from dora_pipe.orchestrator.digest import BUCKETS, PAIRS, STATE_FORM, TABLES, YOUNGER, rest_of
+from dora_pipe.orchestrator.rows import RowStats
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
@@ -38,6 +39,7 @@ IDS: Final = {
     "request": "of the trajectory",
     "worker": "name of the worker",
     "resident": "name of the worker, if it hosts several versions at once",
+    "row": "source of its task, `#`, index: `train/math#17`, where rewards of rows are counted",
 }
 
 
@@ -45,6 +47,7 @@ def state_figures() -> dict[str, Any]:
     """Every name that the text uses in braces."""
     leaves = (STATE / "leaves.jsonl").read_bytes().splitlines()
     values = {kind: value for kind, _, value in map(json.loads, leaves)}
+    values["row"] = RowStats.__struct_fields__
     kinds = [f"| `{kind}` | {IDS[kind]} | {_named(values[kind])} |" for kind in TABLES]
     return {
         "state_digest_every": STATE_DIGEST_EVERY,
@@ -53,6 +56,7 @@ def state_figures() -> dict[str, Any]:
         "kinds": "\n".join(kinds),
         "rest": _named(sorted(rest_of(State()))),
         "pairs": _named(PAIRS),
+        "younger": _named(YOUNGER),
         "first": [json.loads(one)[:2] for one in leaves[:2]],
         "count": len(leaves),
         "hex": (STATE / "digest.txt").read_text("utf-8").strip().partition(":")[2],

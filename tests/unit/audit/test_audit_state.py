@@ -13,7 +13,7 @@ FOLLOWS = {
     *("findings.violations", "findings.count", "findings.total"),  # only what holds is kept
     *("ledger.accounts.groups", "ledger.accounts.open", "ledger.accounts.logged"),
     *("ledger.accounts.unread", "ledger.accounts.sibling_ended", "ledger.accounts._storage"),
-    *("fold.state", "fold._anchor", "fold._since", "fold._since_bytes"),
+    *("fold.state", "fold._anchor", "fold._since", "fold._since_bytes", "fold._samplers"),
     *("records.buried", "gathering._ends", "gathering._reads"),  # read anew by every look
     *("gathering.spilled", "gathering._source"),
 }

@@ -39,6 +39,8 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("control/trajectories-logged-invalid", control.decode_control, later_values.LOGGED_INVALID),
     ("control/run-started-several", control.decode_control, later_values.STARTED_SEVERAL),
     ("decisions/round-named", rounds.decode_round, later_values.ROUND_NAMED),
+    ("decisions/round-skipped", rounds.decode_round, later_values.ROUND_SKIPPED),
+    ("control/role-started-draws", control.decode_control, later_values.ORCHESTRATOR_DRAWS),
 ]
 
 
@@ -124,6 +126,8 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.STATUS_SINCE,
         later_values.STARTED_SEVERAL,
         later_values.ROUND_NAMED,
+        later_values.ROUND_SKIPPED,
+        later_values.ORCHESTRATOR_DRAWS,
         later_values.JOINED_CHAT,
         later_values.STATUS_OFF_ENGINE,
         later_values.ROUND_OFF_ENGINE,

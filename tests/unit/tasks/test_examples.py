@@ -10,6 +10,7 @@ import pytest
 
 from dora_pipe.config.load import load_config
 from dora_pipe.launch.examples import EOS, write_word_tokenizer
+from dora_pipe.orchestrator.rows import RowStats
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec
@@ -113,7 +114,7 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
     """Every block of docs/tasks.md is run; the classes in them are used as the text says."""
     guide = (ROOT / "docs" / "tasks.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {}
     scores = []
     for block in blocks:
@@ -122,6 +123,8 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
     row = {"prompt": "a", "answer": "b"}
     assert scores[0](row, " b\n") == 1.0
     assert scores[1](row, "bb").parts == {"exact": 0.0}
+    seen = [RowStats(), *(RowStats(groups=2, recent=(one, one)) for one in (0.0, 0.5, 1.0))]
+    assert names["weights"](seen, 3) == pytest.approx([0.27, 0.02, 0.27, 0.02])
     squares = names["Squares"](largest=9)
     assert [row["n"] for row in squares.rows("eval")] == [1, 3, 5, 7]
     assert squares.prompt({"n": 3}) == "3 squared is"

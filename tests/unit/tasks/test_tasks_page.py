@@ -12,6 +12,7 @@ import pytest
 
 from dora_pipe.config.load import load_config
 from dora_pipe.config.several import sections_of
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.producers.tasks.registry import dataset_digest, open_task
 from tests.support.data_files import TEXT, write_jsonl
 from tests.support.tidy import ROOT
@@ -25,6 +26,10 @@ HEAD = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
 MINE = '''
 def score(row, text):
     return float(text.strip() == row["answer"])
+
+
+def weights(rows, version):
+    return [1.0 for _ in rows]
 
 
 def brevity(text):
@@ -86,7 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_has_a_configuration_for_each_thing_that_a_user_brings() -> None:
-    assert len(BLOCKS) == PAGE.count("\n## I have ") == 6
+    assert len(BLOCKS) == PAGE.count("\n## I have ") == 7
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
@@ -97,6 +102,7 @@ def test_every_configuration_of_the_page_opens(folder: Path, block: str) -> None
     config = load_config(path, ())
     tasks: list[Any] = [one for section, _, one in sections_of(config) if section == "task"]
     assert len(tasks) == max(1, len(tomllib.loads(block)["task"]) if "[[task]]" in block else 1)
+    assert set(Samplers.load(config).functions) == {one.sampler for one in tasks} - {""}
     for section in tasks:
         task = open_task(section)
         assert dataset_digest(task, "train")[1] > 0

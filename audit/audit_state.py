@@ -77,6 +77,7 @@ _SAVED: Final[dict[str, Any]] = {
     "ledger.accounts.ended": dict[str, None],
     "ledger.accounts.sums": Sums,
     "ledger.accounts.attempts_max": int,
+    "ledger.accounts.scored_together": frozenset[str],
     "ledger.started": RunStarted | None,
     "ledger.config": Config | None,
     "ledger.steps": dict[int, StepEntry],

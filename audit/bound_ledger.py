@@ -130,11 +130,15 @@ def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
                 valid.append(reward)
         elif entry.failed:
             ended += 1
+    scoring, unscored = group.scoring, False
+    if scoring is not None:
+        unscored = bool(valid) and not (scoring.answer or scoring.failed)
+        valid = [] if scoring.failed else list(scoring.rewards.values()) or valid
     if group.spec.purpose == "eval":
-        return "running" if ended < size else "evaluated"
+        return "running" if ended < size or unscored else "evaluated"
     if size - (ended - len(valid)) < min(rules.min_valid_siblings, size):
         return "failed"
-    if ended < size:
+    if ended < size or unscored:
         return "running"
     if rules.filter_zero_advantage and len(set(valid)) <= 1:
         return "filtered"

@@ -146,7 +146,7 @@ class PolicyCheck:
         known = self._ledger.accounts.groups
         groups = [known[taken.group] for taken in entry.fact.groups if taken.group in known]
         rewards = [
-            (group.spec.version, [logged.fact.reward for logged in group.results])
+            (group.spec.version, [group.reward_of(logged.fact) for logged in group.results])
             for group in groups
         ]
         rule, by_std = advantage_rule(entry.fact.settings)
@@ -161,7 +161,7 @@ class PolicyCheck:
                     "group": group.spec.group,
                     "version": group.spec.version,
                     "staleness": staleness_of(entry.step, group.spec.version),
-                    "reward": fact.reward,
+                    "reward": group.reward_of(fact),
                     "tokens": fact.tokens,
                 }
                 for name, value in expected.items():

@@ -221,4 +221,5 @@ def _in_words(group: TakenGroup | None) -> str:
     if group is None:
         return "nothing"
     records = "; ".join(f"{one.trajectory} {_place(one)}" for one in group.trajectories)
-    return f"version {group.version}, deadline {group.deadline}: {records}"
+    scored = f", rewards {group.rewards}" if group.rewards else ""
+    return f"version {group.version}, deadline {group.deadline}{scored}: {records}"

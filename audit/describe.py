@@ -141,7 +141,7 @@ class _Describer:
         group = self._ledger.accounts.groups.get(name)
         if group is None:
             return {"group": name}
-        rewards = [one.fact.reward for one in group.results]
+        rewards = [group.reward_of(one.fact) for one in group.results]
         return {
             "group": name,
             "version": group.spec.version,
@@ -158,7 +158,8 @@ class _Describer:
         damage = self._traces.damage.lines
         return {
             "group": self._dispatch(group),
-            "siblings": [_sibling_row(entry) for _, entry in sorted(group.requests.items())],
+            "siblings": [_sibling_row(group, entry) for _, entry in sorted(group.requests.items())],
+            **_scoring(group),
             **({DAMAGE: [{"what": line} for line in damage]} if damage else {}),
             "fate": self._fate(group),
             "lineage": self._lineage(group),
@@ -180,6 +181,11 @@ class _Describer:
         if entry.bound is not None:
             try:
                 description |= self._made(self._read(entry.bound))
+                if group.scoring and (scored := group.scoring.siblings.get(name)):
+                    description["scored together"] = {
+                        "reward": scored.reward,
+                        "parts": msgspec.json.encode(scored.parts).decode(),
+                    }
             except (InvariantBroken, SchemaError) as error:
                 description[DAMAGE] = [{"what": error.message}]
         description["fate"] = self._fate(group)
@@ -342,14 +348,30 @@ def _placement_row(entry: RequestEntry, place: int) -> dict[str, Any]:
     }
 
 
-def _sibling_row(entry: RequestEntry) -> dict[str, Any]:
+def _scoring(group: GroupEntry) -> dict[str, Any]:
+    """Who scored its siblings together, where that was to be done."""
+    scoring = group.scoring
+    if scoring is None:
+        return {}
+    answer = scoring.answer
+    by = scoring.asked[-1] if scoring.asked else None
+    return {
+        "scored together": {
+            "attempts": len(scoring.asked),
+            "worker": "-" if by is None else _worker(by.worker, by.epoch),
+            "scored": "failed" if scoring.failed else "not yet" if answer is None else "yes",
+        }
+    }
+
+
+def _sibling_row(group: GroupEntry, entry: RequestEntry) -> dict[str, Any]:
     fact = None if entry.bound is None else entry.bound.fact
     return {
         "trajectory": entry.trajectory,
         "standing": _standing(entry),
         "attempts": len(entry.placements),
         "worker": None if fact is None else fact.worker,
-        "reward": None if fact is None else fact.reward,
+        "reward": None if fact is None else group.reward_of(fact),
         "tokens": None if fact is None else fact.tokens,
         "finish": None if fact is None else fact.finish,
     }

@@ -11,14 +11,16 @@ from typing import Literal
 import msgspec
 
 from dora_pipe.schemas.control import (
+    GroupScored,
     Resume,
+    ScoredSibling,
     StepCommitted,
     TakenTrajectory,
     TrajectoryLogged,
     WorkerJoined,
 )
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import Fate, GroupSpec, TakeBatch
+from dora_pipe.schemas.rounds import Fate, GroupSpec, ScoreGroup, TakeBatch
 
 Standing = Literal["bound", "superseded", "fenced"]
 """Of a logged trajectory: part of its group's result; another one is; its worker was out."""
@@ -105,6 +107,35 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
         return any((one.attempt, one.worker, one.epoch) == wanted for one in self.placements)
 
 
+class Scoring(msgspec.Struct, kw_only=True, array_like=True):
+    """Of a group whose siblings are scored together: who was asked, and what came of it."""
+
+    asked: list[ScoreGroup] = []
+    open: bool = False
+    """Its newest attempt is neither answered nor lost."""
+    faults: int = 0
+    failed: bool = False
+    """It failed for good: none of its siblings has a reward that counts."""
+    answer: GroupScored | None = None
+    """That which counts."""
+
+    @property
+    def siblings(self) -> dict[str, ScoredSibling]:
+        """What that says, by trajectory."""
+        return {} if self.answer is None else {one.trajectory: one for one in self.answer.siblings}
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """What each counts."""
+        return {name: one.reward for name, one in self.siblings.items()}
+
+    def was_asked(self, attempt: int, worker: str, epoch: int) -> ScoreGroup | None:
+        """The decision that asked this incarnation under this attempt."""
+        wanted = (attempt, worker, epoch)
+        found = (one for one in self.asked if (one.attempt, one.worker, one.epoch) == wanted)
+        return next(found, None)
+
+
 class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     """A dispatched group with its siblings."""
 
@@ -120,12 +151,21 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     ended: Moment | None = None
     records: list[Logged] = []
     """Everything that was logged of it, whatever its standing, in the order of the fold."""
+    scoring: Scoring | None = None
+    """Where its siblings are scored together."""
 
     @property
     def results(self) -> list[Logged]:
         """The bound records, in order of the siblings."""
         entries = (self.requests[trajectory] for trajectory in sorted(self.requests))
         return [entry.bound for entry in entries if entry.bound is not None]
+
+    def reward_of(self, fact: TrajectoryLogged) -> float | None:
+        """What a bound record counts: what its siblings were scored together with, or its own."""
+        if self.scoring is None:
+            return fact.reward
+        found = self.scoring.siblings.get(fact.trajectory)
+        return fact.reward if found is None else found.reward
 
     @property
     def tokens(self) -> int:

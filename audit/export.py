@@ -167,7 +167,7 @@ _CONTRIBUTED: Final = (
 
 DECIDED: Final = """
     select records.partition, records.record_offset as "offset", standing, ordinal, sha256, fate,
-           why, records.logged_ns, dispatched_ns,
+           why, records.logged_ns, dispatched_ns, trajectories.reward as counts,
            case when standing = 'bound' and fate = 'trained' then step end as step,
            case when standing = 'bound' then staleness end as staleness, {more}
     from records join trajectories using (trajectory_id) join groups using (group_id)"""
@@ -356,6 +356,8 @@ class _Rows:
 
     def _row(self, trajectory: Trajectory, decided: dict[str, Any]) -> dict[str, Any]:
         row = _about(trajectory) | decided | self._texts.columns(trajectory, self._types)
+        if decided["standing"] == "bound":  # Scored with its siblings, it counts other than alone.
+            row["reward"] = decided["counts"]
         if decided["step"] is not None:
             of_step = self._of_step(decided["step"]).get(trajectory.trajectory, {})
             row |= {name: of_step.get(name) for name in _CONTRIBUTED}

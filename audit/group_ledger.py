@@ -27,19 +27,21 @@ from dora_pipe.audit.entries import (
     Moment,
     Placement,
     RequestEntry,
+    Scoring,
     Standing,
     WorkerEntry,
 )
 from dora_pipe.audit.findings import Findings
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
+    GroupScored,
     RequestFailed,
     RequestReleased,
     TrajectoryLogged,
     WorkerJoined,
 )
 from dora_pipe.schemas.identity import group_of, trajectory_id
-from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest
+from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest, ScoreGroup
 
 Bucket = tuple[int, int]
 """Sampled tokens, both ends included."""
@@ -201,6 +203,8 @@ class GroupLedger:
         """Groups that were put away."""
         self.attempts_max = 0
         """Faults after which a request has failed; 0 while unknown."""
+        self.scored_together: frozenset[str] = frozenset()
+        """Sources of groups whose siblings are scored together."""
         self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
 
     def request(self, trajectory: str) -> RequestEntry | None:
@@ -268,6 +272,9 @@ class GroupLedger:
             for entry in group.requests.values():
                 if entry.placements and entry.placements[-1].epoch == worker.epoch:
                     self._lost(group, entry, fault=departure != "left")
+            scoring = group.scoring
+            if scoring and scoring.open and scoring.asked[-1].epoch == worker.epoch:
+                self._not_scored(group, scoring, fault=departure != "left")
 
     def dispatched(self, decision: Dispatch, at: Moment) -> None:
         """A group is open from now on."""
@@ -278,6 +285,8 @@ class GroupLedger:
         siblings = (trajectory_id(spec.group, sibling) for sibling in range(spec.size))
         requests = {one: RequestEntry(trajectory=one) for one in siblings}
         entry = GroupEntry(spec=spec, reason=decision.reason, at=at, requests=requests)
+        if spec.source in self.scored_together:
+            entry.scoring = Scoring()
         self.groups[spec.group] = self.open[spec.group] = entry
 
     def placed(self, decision: PlacedRequest, at: Moment) -> None:
@@ -382,6 +391,47 @@ class GroupLedger:
             self._lost(group, entry, fault=True)
         elif entry.bound is None and not entry.failed and not entry.waiting:
             self._fail(group, entry)
+
+    def asked(self, decision: ScoreGroup) -> None:
+        """A worker is to score the siblings of a group together."""
+        group = self.groups.get(decision.spec.group)
+        if group is not None and group.scoring is not None:
+            group.scoring.asked.append(decision)
+            group.scoring.open = True
+
+    def scored(self, fact: GroupScored, at: Moment) -> None:
+        """What a worker answered; it counts once, and only of the newest attempt."""
+        group = self.groups.get(fact.group)
+        scoring = None if group is None else group.scoring
+        asked = scoring and scoring.was_asked(fact.attempt, fact.worker, fact.epoch)
+        if group is None or scoring is None or asked is None:
+            what = f"attempt {fact.attempt} of {fact.group} by {fact.worker}"
+            self._wrong(at, f"scores {what}, but no decision asked for it")
+            return
+        named = [one.trajectory for one in asked.trajectories]
+        if not fact.error and [one.trajectory for one in fact.siblings] != named:
+            self._wrong(at, f"scores other siblings of {fact.group} than it was asked about")
+            return
+        worker = self.workers.get(fact.epoch)
+        counts = scoring.open and scoring.asked[-1] is asked and group.fate is None
+        if not counts or worker is None or worker.departure:
+            return
+        if fact.error:
+            self._not_scored(group, scoring, fault=True, final=not fact.retryable)
+            return
+        scoring.open = False
+        scoring.answer = fact
+        self.sibling_ended(group)
+
+    def _not_scored(
+        self, group: GroupEntry, scoring: Scoring, *, fault: bool, final: bool = False
+    ) -> None:
+        """The newest attempt at the scores of a group came to nothing."""
+        scoring.open = False
+        scoring.faults += fault
+        if final or (fault and self.attempts_max and scoring.faults >= self.attempts_max):
+            scoring.failed = True
+            self.sibling_ended(group)
 
     def end(self, name: str, fate: Fate, why: str, at: Moment, *, step: int | None = None) -> None:
         """A group has its fate; a second one is a violation, and so is one of a stranger."""

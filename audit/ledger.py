@@ -34,6 +34,7 @@ from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
     Command,
+    GroupScored,
     RequestFailed,
     RequestReleased,
     RoleStarted,
@@ -57,6 +58,7 @@ from dora_pipe.schemas.rounds import (
     Move,
     Place,
     Round,
+    ScoreGroup,
     StopRun,
     TakeBatch,
 )
@@ -181,6 +183,8 @@ class Ledger:
                 self.accounts.released(record, at)
             case RequestFailed():
                 self.accounts.failed(record, at)
+            case GroupScored():
+                self.accounts.scored(record, at)
             case StepCommitted():
                 self._committed(record, at)
             case BatchRefused():
@@ -214,6 +218,7 @@ class Ledger:
             return
         self._check_start(fact, self.config, at)
         self.accounts.attempts_max = self.config.groups.attempts_max
+        self.accounts.scored_together = frozenset(fact.scored_together)
         self.legality.in_force = EffectiveConfig(self.config)
 
     def _check_start(self, fact: RunStarted, config: Config, at: Moment) -> None:
@@ -362,6 +367,8 @@ class Ledger:
                     accounts.placed(placed, at)
             case Move():
                 accounts.moved(decision)
+            case ScoreGroup():
+                accounts.asked(decision)
             case Assign():
                 if (worker := accounts.workers.get(decision.epoch)) is not None:
                     worker.target = decision.version
@@ -387,7 +394,7 @@ class Ledger:
 def key_of(record: AnyControl) -> bytes:
     """The key that a fact may have; it may also have none. Empty for one that has none."""
     match record:
-        case WorkerJoined() | WorkerReady() | WorkerLeft() | TrajectoriesLogged():
+        case WorkerJoined() | WorkerReady() | WorkerLeft() | TrajectoriesLogged() | GroupScored():
             return record.worker.encode()
         case RequestReleased() | RequestFailed():
             return record.trajectory.encode()

@@ -40,6 +40,7 @@ from dora_pipe.schemas.rounds import (
     Move,
     PlacedRequest,
     Round,
+    ScoreGroup,
     StopRun,
     TakeBatch,
 )
@@ -147,6 +148,8 @@ class Legality:
                 self._dispatch(decision, at)
             case Move():
                 self._move(decision, where)
+            case ScoreGroup():
+                self._score(decision, where)
             case Assign():
                 self._assign(decision, where)
             case Cancel() | Drain() | Fence():
@@ -240,6 +243,29 @@ class Legality:
             message = f"moves in {where} to {decision.to}, assigned to another version"
             self._wrong(who, message, group.spec.version, to.target)
 
+    def _score(self, decision: ScoreGroup, where: str) -> None:
+        """Asked about exactly the valid siblings, when all have ended, of one worker at a time."""
+        who = decision.spec.group
+        group = self._ledger.accounts.open.get(who)
+        if group is None or group.scoring is None:
+            self._wrong(who, f"is to be scored in {where}, but is not open, or not so scored")
+            return
+        self._worker(decision.worker, decision.epoch, where, "score", who)
+        scoring, results = group.scoring, group.results
+        if group.spec != decision.spec:
+            self._wrong(who, f"is to be scored in {where} otherwise than it was dispatched")
+        if scoring.open or scoring.answer or scoring.failed:
+            self._wrong(who, f"is to be scored in {where} again, without need")
+        attempt = len(scoring.asked) + 1
+        message = f"is to be scored in {where} under a wrong attempt"
+        self._findings.same("decisions", who, message, expected=attempt, found=decision.attempt)
+        ended = len(results) + sum(entry.failed for entry in group.requests.values())
+        message = f"is to be scored in {where} before all its siblings have ended"
+        self._findings.same("decisions", who, message, expected=group.spec.size, found=ended)
+        valid = tuple(one.taken for one in results if one.fact.reward is not None)
+        message = f"is to be scored in {where} by other records than its valid siblings'"
+        self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
+
     def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
         """Whether a worker may sample for a group: under its own version, or a later one where
         that is declared."""
@@ -287,6 +313,9 @@ class Legality:
         found = (taken.version, taken.deadline)
         message = f"is taken by {who} with another version or deadline than it was dispatched with"
         self._findings.same("C3", taken.group, message, expected=stamped, found=found)
+        scored = {} if group.scoring is None else group.scoring.rewards
+        message = f"is taken by {who} with other rewards than `group scored` says"
+        self._findings.same("batches", taken.group, message, expected=scored, found=taken.rewards)
 
     def _end(self, decision: End, where: str) -> None:
         group = self._ledger.accounts.groups.get(decision.group)

@@ -27,9 +27,9 @@ from dora_pipe.sim.parts import (
     SimTasks,
     Site,
     WorkerPlan,
+    answer_of,
     observed_of,
     prompt_of,
-    reward_of,
 )
 from dora_pipe.sim.world import SECOND_NS, World
 
@@ -158,7 +158,7 @@ class _Tasks:
             return prompt_of(call, episode=self._case.turns > 1)
         if not isinstance(call, EnvStep):
             self._turns.pop(call.request, None)
-            return reward_of(call)
+            return answer_of(call)
         turn = self._turns[call.request] = self._turns.get(call.request, 1) + 1
         return observed_of(call, done=turn > self._case.turns)
 

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded
+from dora_pipe.catalogue.group_scores import note_end, note_scores
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
     Command,
+    GroupScored,
     RequestFailed,
     RequestReleased,
     RoleStarted,
@@ -48,6 +50,7 @@ from dora_pipe.schemas.rounds import (
     Place,
     PlacedRequest,
     Round,
+    ScoreGroup,
     StopRun,
     TakeBatch,
 )
@@ -112,6 +115,10 @@ class GroupHistory:
     dispatched_ns: int
     requests: dict[str, RequestHistory] = field(default_factory=dict)
     """Those that were placed at least once, by trajectory."""
+    scoring: ScoreGroup | None = None
+    """Who was asked last to score its siblings together, while no answer has come."""
+    scores: GroupScored | None = None
+    """The answer that counts. The rewards of `requests` are those of it then."""
 
     @property
     def results(self) -> list[TrajectoryLogged]:
@@ -348,6 +355,9 @@ class RunAccount:
                 why = f"{fact.error}: {fact.message}"
                 at = (fact.trajectory, fact.attempt, fact.epoch)
                 self._end_attempt(*at, "failed", fact.at_ns, why)
+            case GroupScored() if (group := self.open.get(fact.group)) is not None:
+                if fact.epoch not in self._gone:
+                    note_scores(group, fact)
             case RoleStarted(role="trainer"):
                 self._trainer_epoch = fact.role_epoch
                 self.free_ns = max(self.free_ns, fact.at_ns)
@@ -394,6 +404,8 @@ class RunAccount:
                 worker.assigned[decision.version] = now_ns
             case Drain() if (worker := self.workers.get(decision.epoch)) is not None:
                 worker.draining = True
+            case ScoreGroup() if (group := self.open.get(decision.spec.group)) is not None:
+                group.scoring = decision
             case Move():
                 self._asked_to_move(decision, now_ns)
             case Cancel():
@@ -416,6 +428,8 @@ class RunAccount:
         if group is None:
             return []
         why = decision.reason
+        if decision.fate == "evaluated" and self.started is not None:
+            note_end(group, self.started)
         ended = GroupEnded(group=group, fate=decision.fate, why=why, ended_ns=now_ns)
         return [ended, *self._evaluated(ended)] if ended.fate == "evaluated" else [ended]
 

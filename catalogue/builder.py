@@ -26,6 +26,7 @@ from dora_pipe.catalogue.account import (
     rewards_of,
 )
 from dora_pipe.catalogue.evaluations import EvaluationEnded
+from dora_pipe.catalogue.group_scores import parts_of
 from dora_pipe.catalogue.tables import (
     AttemptRow,
     BatchRow,
@@ -422,6 +423,7 @@ def _trajectory_row(
         record_offset=None if logged is None else logged.offset,
         tokens=None if logged is None else logged.tokens,
         reward=None if logged is None else logged.reward,
+        group_parts=parts_of(group, name),
         finish=None if logged is None else logged.finish,
         error_class=None if logged is None else error_class(logged.error) or None,
     )

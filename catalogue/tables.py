@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 2
+FORM: Final = 3
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -222,6 +222,9 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
     record_offset: Annotated[int | None, "where in the partition"]
     tokens: Annotated[int | None, Sql("INTEGER"), "sampled ones"]
     reward: Annotated[float | None, "null where there is no record, or no valid reward"]
+    group_parts: Annotated[
+        str | None, "scores of its group by name, as JSON, where its siblings were scored together"
+    ]
     finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`"]
     error_class: Annotated[str | None, "of why its reward is not valid: `TimedOut`, `ValueError`"]
 

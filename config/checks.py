@@ -275,6 +275,8 @@ def _check_rewards(config: Config) -> Iterator[str]:
             key = f"task.rewards[{place}]"
             if use.called in [one.called for one in task.rewards[:place]]:
                 yield f"{key}: two are called `{use.called}`; give one a `name`"
+            if use.group and ":" not in use.use:
+                yield f"{key}: `{use.use}` scores one answer; of a group are functions of your own"
             if not 0 < abs(use.weight) <= WEIGHT_MAX:
                 yield f"{key}: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
 

@@ -66,6 +66,8 @@ class RewardUse(Section, frozen=True, kw_only=True):
     """Of its part in the record; empty: `use`, of a user's function its own."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """What else it takes, by name."""
+    group: bool = False
+    """It gives numbers for all answers to a prompt at once; only of `module:function`."""
 
     @property
     def called(self) -> str:
@@ -113,8 +115,7 @@ class Task(Section, frozen=True, kw_only=True):
     reward: str = ""
     """`module:function`, or `math`, `exact`; for `dataset`."""
     rewards: tuple[RewardUse, ...] = ()
-    """In place of `reward`, several with weights: `{use = "math", weight = 1.0, name = "right",
-    options = {...}}`. See docs/rewards.md."""
+    """In place of `reward`, several: `{use = "math", weight = 1.0, ...}`. See docs/rewards.md."""
     directory: str = ""
     """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)

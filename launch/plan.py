@@ -48,10 +48,10 @@ from dora_pipe.orchestrator.snapshots import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
+from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import survey
 from dora_pipe.schemas.control import (
     Command,
-    DataSet,
     Lineage,
     RoleStarted,
     RunStarted,
@@ -302,7 +302,8 @@ def run_started(
     manifest, assets = policy or import_model(store, Path(config.model.path))
     if config.model.chat_template:
         assets = _with_template(store, assets, Path(config.model.chat_template))
-    data = data_of(config)
+    facts = facts_of(config)
+    data = {source: one.data(source) for source, one in facts.items()}
     first = data[source_of("train", config.task.name)]
     evaluated = data[source_of("eval", config.evaluation.name)]
     plain: dict[str, Any] = msgspec.to_builtins(config)
@@ -323,17 +324,18 @@ def run_started(
         package=__version__,
         lineage=lineage,
         datasets={name: one for name, one in data.items() if "/" in name},
+        scored_together=tuple(source for source, one in facts.items() if one.scores_groups),
     )
 
 
-def data_of(config: Config) -> dict[str, DataSet]:
+def facts_of(config: Config) -> dict[str, TaskFacts]:
     """What every source (`GroupSpec.source`) is made of. Raises ConfigError, TaskError."""
-    found: dict[str, DataSet] = {}
+    found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
         facts = survey(pool.task)
         for source in pool.sources:
-            found[source] = facts.data(source)
-            if source.startswith("train") and not found[source].rows:
+            found[source] = facts
+            if source.startswith("train") and not facts.data(source).rows:
                 name = f" of {pool.task.name}" if pool.task.name else ""
                 raise ConfigError(f"the training data{name} has no rows", hint="see task.data")
     return found
@@ -404,7 +406,13 @@ def has_tokenizer(directory: Path) -> bool:
 
 def check_data(config: Config, first: RunStarted) -> None:
     """The data are those that the run began with. Raises ConfigError, TaskError."""
-    for source, found in data_of(config).items():
+    for source, facts in facts_of(config).items():
+        found = facts.data(source)
+        if facts.scores_groups != (source in first.scored_together):
+            raise ConfigError(
+                f"the task of {source} scores its groups together now, or did when the run began",
+                hint="bring its score_group or task.rewards back, or start a new run with --from",
+            )
         purpose, _, own = source.partition("/")
         kind, key = _DATA[purpose]
         wanted = first.data(source)

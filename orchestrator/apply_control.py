@@ -24,13 +24,16 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
 from dora_pipe.orchestrator.hosting import VERSIONS_MAX
+from dora_pipe.orchestrator.scoring import answer_error
 from dora_pipe.orchestrator.state import Facts, Outcome, Request, Result, State, Worker
 from dora_pipe.orchestrator.state_ops import (
     close_worker,
+    end_scoring,
     end_sibling,
     end_training,
     fail_sibling,
     fault,
+    fault_scoring,
     forget,
     join_worker,
     new_version,
@@ -45,6 +48,7 @@ from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
     Command,
+    GroupScored,
     LoggedEntry,
     RequestFailed,
     RequestReleased,
@@ -117,6 +121,7 @@ def _run_started(state: State, offset: int, record: RunStarted) -> str:
         eval_rows=record.eval_rows,
         assets_digest=record.assets_digest,
         datasets=record.datasets,
+        scored_together=record.scored_together,
     )
     state.config, state.planner = config, record.planner
     state.policies[0] = record.policy.digest
@@ -256,6 +261,25 @@ def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
     return ""
 
 
+def _group_scored(state: State, offset: int, record: GroupScored) -> str:
+    """Of the attempt that is asked for now; others were given up."""
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    scoring = state.scoring.get(record.group)
+    asked = (record.attempt, record.worker, record.epoch)
+    if scoring is None or (scoring.attempt, scoring.worker, scoring.epoch) != asked:
+        state.counters.superseded += 1
+        return ""
+    group = state.groups[record.group]
+    if record.error:
+        fault_scoring(state, group, record.error, retryable=record.retryable)
+        return ""
+    why = answer_error(group, record)
+    if not why:
+        end_scoring(state, group, {one.trajectory: one.reward for one in record.siblings})
+    return why
+
+
 def _present(
     state: State,
     record: TrajectoriesLogged | RequestFailed | RequestReleased,
@@ -374,6 +398,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, int, Any], str]]] = {
     TrajectoriesLogged: _trajectories_logged,
     RequestReleased: _request_released,
     RequestFailed: _request_failed,
+    GroupScored: _group_scored,
     StepCommitted: step_committed,
     BatchRefused: batch_refused,
     Command: apply_command,

@@ -15,15 +15,24 @@ import msgspec
 
 from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator import hosting, watched
+from dora_pipe.orchestrator import hosting, scoring, watched
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
 from dora_pipe.orchestrator.hosting import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_batch, surplus
-from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Training, Worker
+from dora_pipe.orchestrator.state import (
+    UNTAKEN,
+    Group,
+    Outcome,
+    Request,
+    State,
+    Training,
+    Worker,
+)
 from dora_pipe.orchestrator.state_ops import (
     admit,
     aim,
     assign,
+    begin_scoring,
     close_worker,
     drop,
     forget,
@@ -58,6 +67,7 @@ from dora_pipe.schemas.rounds import (
     Move,
     Place,
     PlacedSibling,
+    ScoreGroup,
     StopRun,
     TakeBatch,
 )
@@ -220,6 +230,20 @@ def _fence(state: State, decision: Fence) -> None:
     close_worker(state, worker, orderly=False)
 
 
+def _score_group(state: State, decision: ScoreGroup) -> None:
+    name = decision.spec.group
+    group, worker = _group(state, name), _worker(state, decision.worker, decision.epoch)
+    waits = name in state.scoring and not state.scoring[name].worker
+    _require(waits, f"{name} does not wait to be scored")
+    _require(worker.usable, f"{worker.name} takes nothing")
+    due = scoring.question(state, group, worker)
+    same = msgspec.structs.replace(due, reason=decision.reason) == decision
+    _require(same, f"{name} has other siblings, or this is not the next attempt")
+    asked = sum(one.by(worker) for one in state.scoring.values())
+    _require(asked < scoring.GROUPS_MAX, f"{worker.name} scores {asked} groups already")
+    begin_scoring(state, group, worker)
+
+
 def _take_batch(state: State, decision: TakeBatch) -> None:
     at, groups = state.standing(), [_group(state, one.group) for one in decision.groups]
     key = (decision.step, decision.attempt)
@@ -281,7 +305,7 @@ def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None
 
 def may_cancel(state: State, group: Group) -> bool:
     """Whether no step is left for this group (late stop), or the run ends at once."""
-    if group.phase not in ("generating", "finished"):
+    if group.phase not in UNTAKEN:
         return False
     if group.spec.purpose == "eval":
         return state.stop_now
@@ -350,6 +374,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     Assign: _assign,
     Drain: _drain,
     Fence: _fence,
+    ScoreGroup: _score_group,
     TakeBatch: _take_batch,
     End: _end,
     StopRun: _stop_run,

@@ -42,6 +42,7 @@ from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
 from dora_pipe.orchestrator.waits import waits
 from dora_pipe.schemas.control import (
+    GroupScored,
     RequestFailed,
     Resume,
     StepCommitted,
@@ -224,7 +225,7 @@ class OrchestratorMachine:
             self._leases.renew((found.worker, record.offset), now.mono_ns)
             self._note_lost(self.state.workers.get(found.worker))
             self._misnamed |= {found.worker} if worker_name_error(found.worker) else set()
-        elif isinstance(found, TrajectoriesLogged | RequestFailed | WorkerReady):
+        elif isinstance(found, TrajectoriesLogged | RequestFailed | GroupScored | WorkerReady):
             self._leases.renew((found.worker, found.epoch), now.mono_ns)
         elif isinstance(found, StepCommitted):
             self._pace.committing(self.state, found)

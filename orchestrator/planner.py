@@ -1,10 +1,10 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
 A plan is made in stages, each on what the ones before it left: fence, end, halt, stop early, take
-the batch, drain, dispatch a due evaluation, place what was released, assign, place, move, admit,
-stop. Every decision is applied to the state as it is made, by the functions that the fold of the
-log uses, so the planner has no idea of its own of what a decision does. `decide` changes the state
-it is given; `plan` leaves it alone.
+the batch, drain, score groups, dispatch a due evaluation, place what was released, assign, place,
+move, admit, stop. Every decision is applied to the state as it is made, by the functions that the
+fold of the log uses, so the planner has no idea of its own of what a decision does. `decide`
+changes the state it is given; `plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
@@ -37,6 +37,7 @@ from dora_pipe.orchestrator.apply_decision import (
 )
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.moving import moves
+from dora_pipe.orchestrator.scoring import next_question
 from dora_pipe.orchestrator.staleness import admissible, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.orchestrator.watched import stop_due
@@ -296,6 +297,12 @@ def _drain(draft: Draft) -> None:
             draft.add(Drain(worker=name, epoch=draining[name].epoch, reason="a user asked"))
 
 
+def _score(draft: Draft) -> None:
+    """Groups all of whose siblings have ended, where these are scored together."""
+    while not draft.full and (question := next_question(draft.state)) is not None:
+        draft.add(question)
+
+
 def _dispatch_evaluation(draft: Draft) -> None:
     """All groups of a due evaluation at once; they queue behind the training groups of t."""
     state = draft.state
@@ -425,6 +432,7 @@ _STAGES: Final = (
     _end_surplus,
     _take_batch,
     _drain,
+    _score,
     _dispatch_evaluation,
     _place_released,
     _assign,

@@ -175,7 +175,7 @@ def _follow(state: State) -> None:
     for worker in state.workers.values():
         state.index.mark(worker)
     for group in state.groups.values():
-        if group.spec.purpose == "train" and group.phase == "generating":
+        if group.spec.purpose == "train" and group.phase in ("generating", "scoring"):
             state.index.begin(group.spec)
         elif group.phase == "finished":
             state.finished.append(group.key)

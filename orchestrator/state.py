@@ -29,17 +29,21 @@ from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
 from dora_pipe.orchestrator.index import Index, QueueKey
 from dora_pipe.orchestrator.rows import Curriculum, RowStats, Weights
+from dora_pipe.orchestrator.scoring import Scoring
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.watched import Watched
 from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
 
-Phase = Literal["generating", "finished", "taken", "ending"]
-"""Of an open group: siblings run; complete and in U; in a batch; its fate is known, not yet said.
+Phase = Literal["generating", "scoring", "finished", "taken", "ending"]
+"""Of an open group: siblings run; all have ended and are scored together; complete and in U; in a
+batch; its fate is known, not yet said.
 
-U is exactly the training groups that are generating or finished.
+U is exactly the training groups in one of the first three, `UNTAKEN`.
 """
+
+UNTAKEN: Final = ("generating", "scoring", "finished")
 
 Drain = Literal["no", "asked", "told"]
 
@@ -56,6 +60,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     assets_digest: str
     datasets: dict[str, DataSet] = {}
     """Of the sources with a name."""
+    scored_together: tuple[str, ...] = ()
+    """Sources whose groups are scored together."""
 
 
 class Request(msgspec.Struct, kw_only=True, gc=False):
@@ -82,12 +88,14 @@ class Request(msgspec.Struct, kw_only=True, gc=False):
     """Round time of its first placement."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """How a sibling ended; without a trajectory when it failed."""
 
     taken: TakenTrajectory | None
     reward: float | None
     tokens: int
+    scored: bool = False
+    """Its reward is of the group's scores, not of its record alone."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -118,12 +126,17 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
     def taken(self) -> TakenGroup:
         """The group as a batch lists it, siblings in order."""
-        ended = [one.taken for one in self.results if one is not None]
+        ended = [one for one in self.results if one is not None and one.taken is not None]
         return TakenGroup(
             group=self.spec.group,
             version=self.spec.version,
             deadline=self.spec.deadline,
-            trajectories=tuple([one for one in ended if one is not None]),
+            trajectories=tuple([one.taken for one in ended if one.taken is not None]),
+            rewards={
+                one.taken.trajectory: one.reward
+                for one in ended
+                if one.scored and one.taken is not None and one.reward is not None
+            },
         )
 
 
@@ -303,6 +316,8 @@ class State:
     """Queued requests per version, sorted; no empty list stays."""
     released: dict[str, None] = field(default_factory=dict)
     """Queued requests whose place is kept on the worker that they move to, in order."""
+    scoring: dict[str, Scoring] = field(default_factory=dict)
+    """Groups whose siblings are scored together now."""
     workers: dict[str, Worker] = field(default_factory=dict)
     residents: dict[str, Residence] = field(default_factory=dict)
     """What those workers have that host several versions at once, by name."""

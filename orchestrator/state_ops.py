@@ -8,13 +8,16 @@ group has come to, from its siblings' results.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from typing import Final
 
 from dora_pipe.config.model import Groups
 from dora_pipe.orchestrator import curriculum
 from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
 from dora_pipe.orchestrator.index import pull, push, queue_key
+from dora_pipe.orchestrator.scoring import Scoring, is_due
 from dora_pipe.orchestrator.state import (
+    UNTAKEN,
     Group,
     Outcome,
     Request,
@@ -141,9 +144,21 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
     group.results[request.sibling] = result
     group.ended += 1
     group.valid += result.reward is not None
-    if group.phase != "generating":
-        return
+    if group.phase == "generating":
+        _settle(state, group, error=error, trajectory=trajectory)
+
+
+def _settle(state: State, group: Group, *, error: str = "", trajectory: str = "") -> None:
+    """What a group has come to, now that a sibling has ended or all were scored together.
+
+    `trajectory` is the sibling that decides it where it has failed, and `error` says why.
+    """
+    assert state.config is not None
     found = outcome_of(group, state.config.groups)
+    if found is not None and found.fate != "failed" and is_due(state, group):
+        group.phase = "scoring"
+        state.scoring[group.spec.group] = Scoring()
+        return
     if found is not None and found.fate in ("trained", "filtered"):
         curriculum.note_ended(state, group)
     if found is COMPLETE:
@@ -155,6 +170,47 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
         if found.fate == "failed":
             found = Outcome(fate="failed", why=found.why, error=error, trajectory=trajectory)
         set_ending(state, group, found)
+
+
+def begin_scoring(state: State, group: Group, worker: Worker) -> None:
+    """A worker is asked to score the siblings of a group together."""
+    scoring = state.scoring[group.spec.group]
+    scoring.attempt += 1
+    scoring.worker, scoring.epoch = worker.name, worker.epoch
+
+
+def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> None:
+    """The siblings have their rewards, by trajectory; only now the group has come to something."""
+    del state.scoring[group.spec.group]
+    state.leaves.touch("group", group.spec.group)
+    for place, one in enumerate(group.results):
+        if one is not None and one.taken is not None and one.reward is not None:
+            reward = rewards[one.taken.trajectory]
+            group.results[place] = Result(
+                taken=one.taken, reward=reward, tokens=one.tokens, scored=True
+            )
+    _settle(state, group)
+
+
+def fault_scoring(state: State, group: Group, error: str, *, retryable: bool) -> None:
+    """An attempt to score a group came to nothing: it waits again, or has had all of them."""
+    assert state.config is not None
+    scoring = state.scoring[group.spec.group]
+    scoring.faults += 1
+    scoring.worker, scoring.epoch = "", -1
+    if not retryable or scoring.faults >= state.config.groups.attempts_max:
+        _fail_scoring(state, group, error)
+
+
+def _fail_scoring(state: State, group: Group, error: str) -> None:
+    """No sibling has a reward that counts: a training group fails, an evaluation has no figure."""
+    del state.scoring[group.spec.group]
+    state.leaves.touch("group", group.spec.group)
+    group.results = [
+        one and Result(taken=one.taken, reward=None, tokens=one.tokens) for one in group.results
+    ]
+    group.valid = 0
+    _settle(state, group, error=error, trajectory=trajectory_id(group.spec.group, 0))
 
 
 def drop(state: State, trajectory: str) -> None:
@@ -217,6 +273,12 @@ def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
     """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
     state.remove(worker)
     state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
+    for name in sorted(name for name, one in state.scoring.items() if one.by(worker)):
+        if orderly:
+            state.scoring[name].worker, state.scoring[name].epoch = "", -1
+        else:
+            error = f"WorkerLost: {worker.name} was lost"
+            fault_scoring(state, state.groups[name], error, retryable=True)
     for trajectory in sorted(worker.requests):
         if orderly:
             requeue(state, trajectory)
@@ -228,6 +290,7 @@ def set_ending(state: State, group: Group, outcome: Outcome) -> None:
     """A group's fate is known: it leaves U at once and waits for its `end` decision."""
     leave_u(state, group)
     state.leaves.touch("group", group.spec.group)
+    state.scoring.pop(group.spec.group, None)
     group.phase = "ending"
     group.outcome = outcome
     state.ending.append(group.spec.group)
@@ -242,7 +305,7 @@ def take_group(state: State, group: Group) -> None:
 
 def leave_u(state: State, group: Group) -> None:
     """A group of U is taken, or ends; its phase is the caller's to change."""
-    if group.spec.purpose == "eval" or group.phase not in ("generating", "finished"):
+    if group.spec.purpose == "eval" or group.phase not in UNTAKEN:
         return
     _count(state, group.spec.deadline, -1)
     if group.phase == "finished":

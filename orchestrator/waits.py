@@ -156,7 +156,8 @@ def _names(found: Blocking) -> str:
 
 def _words(group: Group) -> str:
     left = group.spec.size - group.ended
-    return f"{group.spec.group} (version {group.spec.version}, {left} of {group.spec.size} open)"
+    what = "scored together" if group.phase == "scoring" else f"{left} of {group.spec.size} open"
+    return f"{group.spec.group} (version {group.spec.version}, {what})"
 
 
 def _rejection(state: State) -> str:

@@ -33,7 +33,8 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
 
     The digested text is ``dora-pipe batch 1``, then per group, sorted by id, a line of group,
     version, deadline, and per trajectory, sorted by id, a line of trajectory, attempt, epoch,
-    partition, offset, sha256; tabs between the fields, a newline after each line.
+    partition, offset, sha256; tabs between the fields, a newline after each line. Of a group that
+    was scored together a line of trajectory and reward (Python's `repr`) follows per reward.
     """
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
@@ -48,6 +49,7 @@ def batch_lines(group: TakenGroup) -> bytes:
         f"{one.partition}\t{one.offset}\t{one.sha256}\n"
         for one in sorted(group.trajectories, key=attrgetter("trajectory"))
     ]
+    lines += [f"{name}\t{reward!r}\n" for name, reward in sorted(group.rewards.items())]
     return (head + "".join(lines)).encode()
 
 

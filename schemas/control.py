@@ -81,6 +81,8 @@ class RunStarted(Control, frozen=True, kw_only=True):
     datasets: dict[str, DataSet] = {}
     """Of every task and evaluation that has a name, as `GroupSpec.source` says it; then the four
     fields above are those of the first task and of the first evaluation."""
+    scored_together: tuple[str, ...] = ()
+    """Sources (`GroupSpec.source`) of groups whose siblings are also scored together."""
 
     def data(self, source: str) -> DataSet | None:
         """The rows of a source; None where there is no such one."""
@@ -304,13 +306,42 @@ class TakenTrajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     sha256: str
 
 
-class TakenGroup(msgspec.Struct, frozen=True, kw_only=True):
+class ScoredSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sibling of a `group scored`."""
+
+    trajectory: str
+    reward: float
+    """What counts from now on: that of its record and what the group's scores add."""
+    parts: dict[str, float] = {}
+    """Scores by name, beside those of its record."""
+
+
+class GroupScored(Control, frozen=True, kw_only=True):
+    """The siblings of a group were scored together, as a `score group` asked; or were not."""
+
+    worker: str
+    epoch: int
+    group: str
+    attempt: int
+    """That of the decision."""
+    siblings: tuple[ScoredSibling, ...] = ()
+    """Those of the decision, in order; none where there is an error."""
+    error: str = ""
+    """Why there are no scores: class and first line."""
+    retryable: bool = False
+    """Asked again, the answer may be another one; boundedly often."""
+
+
+class TakenGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One group of a batch, with all its logged siblings in order."""
 
     group: str
     version: int
     deadline: int
     trajectories: tuple[TakenTrajectory, ...]
+    rewards: dict[str, float] = {}
+    """Of its valid trajectories, by id, where they were scored together: they take the place of the
+    records' own."""
 
 
 class StepCommitted(Control, frozen=True, kw_only=True):
@@ -394,6 +425,7 @@ AnyControl = (
     | TrajectoriesLogged
     | RequestReleased
     | RequestFailed
+    | GroupScored
     | StepCommitted
     | BatchRefused
     | Command

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import msgspec
 
 from dora_pipe.core.errors import InvariantBroken, SchemaError
-from dora_pipe.schemas.control import Resume, TakenGroup
+from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import Purpose, source_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode, kebab, sha256_hex
@@ -221,6 +221,17 @@ class Fence(Decision, frozen=True, kw_only=True):
     epoch: int
 
 
+class ScoreGroup(Decision, frozen=True, kw_only=True):
+    """A worker shall score the siblings of a group together; it answers with `group scored`."""
+
+    spec: GroupSpec
+    worker: str
+    epoch: int
+    attempt: int
+    trajectories: tuple[TakenTrajectory, ...]
+    """The siblings with a valid reward, in order."""
+
+
 class TakeBatch(Decision, frozen=True, kw_only=True):
     """The batch of a step, keyed (step, attempt): these groups, and no others."""
 
@@ -275,6 +286,7 @@ AnyDecision = (
     | Assign
     | Drain
     | Fence
+    | ScoreGroup
     | TakeBatch
     | End
     | StopRun

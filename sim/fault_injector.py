@@ -24,6 +24,7 @@ from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import (
     EnvStep,
     EpisodeLost,
+    GroupCall,
     PromptCall,
     TaskCall,
     TaskEvent,
@@ -40,6 +41,7 @@ from dora_pipe.sim.parts import (
     SimTasks,
     Site,
     WorkerPlan,
+    group_rewards_of,
     observed_of,
     prompt_of,
     reward_of,
@@ -341,7 +343,7 @@ class _FaultyTasks:
             return prompt_of(call, episode=self._injector.scenario.episodes)
         if isinstance(call, EnvStep):
             return observed_of(call, done=self._chance.randrange(TURNS_MEAN) == 0)
-        return reward_of(call)
+        return group_rewards_of(call) if isinstance(call, GroupCall) else reward_of(call)
 
     def _kind(self, call: TaskCall) -> str:
         """The fault that a call of its kind may have."""

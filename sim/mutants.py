@@ -35,6 +35,7 @@ from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.state import Group, Request, State, Worker
 from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
+from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
@@ -216,6 +217,29 @@ def _fenced_counts(patches: Patches) -> None:
     patches.put(rules_control, "_present", present)
 
 
+def _old_scores_count(patches: Patches) -> None:
+    """What a group was scored counts from whoever says it, asked last or not."""
+
+    def scored(state: State, offset: int, record: GroupScored) -> str:
+        group = state.groups.get(record.group)
+        if record.group in state.scoring and group is not None and not record.error:
+            rewards = {one.trajectory: one.reward for one in record.siblings}
+            transitions.end_scoring(state, group, rewards)
+        return ""
+
+    patches.put(rules_control, "_APPLY", {**rules_control._APPLY, GroupScored: scored})
+
+
+def _alone_trained(patches: Patches) -> None:
+    """Batches are trained with the rewards of the records alone."""
+
+    def taken(group: Group) -> TakenGroup:
+        return msgspec.structs.replace(right(group), rewards={})
+
+    right = Group.taken
+    patches.put(Group, "taken", taken)
+
+
 def _progress_lost(patches: Patches) -> None:
     patches.everywhere(transitions.note_progress, lambda state, trajectory, resume: None)
 
@@ -369,6 +393,8 @@ _ALL: Final = (
     ("short-batch", "a batch is taken with a group less", _short_batch),
     ("unfinished", "a group counts as finished before its last sibling", _unfinished),
     ("fenced-counts", "the record of a fenced attempt counts", _fenced_counts),
+    ("old-scores-count", "scores of a group count whoever was asked last", _old_scores_count),
+    ("alone-trained", "batches leave out what their groups were scored", _alone_trained),
     ("progress-lost", "a lost request starts again from its prompt", _progress_lost),
     ("placed-twice", "a request is placed while it is placed", _placed_twice),
     ("attempts-for-ever", "faults are not counted", _attempts_for_ever),

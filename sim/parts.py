@@ -45,6 +45,8 @@ from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
     Forget,
+    GroupCall,
+    GroupRewarded,
     PromptCall,
     PromptReady,
     RewardCall,
@@ -56,6 +58,7 @@ from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
+from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.metrics import Cost
 from dora_pipe.schemas.policy import Manifest
@@ -332,13 +335,22 @@ def reward_of(call: RewardCall) -> Rewarded:
     return Rewarded(request=call.request, reward=value, raw=value, parts={"exact": value})
 
 
+def group_rewards_of(call: GroupCall) -> GroupRewarded:
+    """Each sibling gets its share of the place that its text has among all: 0 for the first."""
+    texts = sorted(one.text for one in call.completions)
+    rewards = tuple(texts.index(one.text) / len(texts) for one in call.completions)
+    return GroupRewarded(
+        request=call.request, rewards=rewards, parts=tuple({"place": one} for one in rewards)
+    )
+
+
 def answer_of(call: TaskCall) -> TaskEvent:
     """One turn, a reward by the text."""
     if isinstance(call, PromptCall):
         return prompt_of(call)
     if isinstance(call, EnvStep):
         return observed_of(call, done=True)
-    return reward_of(call)
+    return group_rewards_of(call) if isinstance(call, GroupCall) else reward_of(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +408,7 @@ class PlainParts:
                 TimedTaskPort(TaskPort(tasks, Numbers()), tasks),
                 self._codec(site),
                 self._progress(site),
+                self._groups(site),
                 self._handover(site),
                 self._engine_port(site, engine, plan),
             ],
@@ -444,6 +457,21 @@ class PlainParts:
     def _progress(self, site: Site) -> SimPort:
         return PacedPort(
             ProgressPort(site.open_bus(), site.topics.progress, site.meter, clock=site.clock),
+            site.clock,
+            delay_ns=lambda effect: self.delays.progress_ns,
+            again_ns=lambda: self.delays.progress_ns,
+        )
+
+    def _groups(self, site: Site) -> SimPort:
+        port = GroupPort(
+            site.open_bus(),
+            site.topics.trajectories,
+            site.topics.run,
+            site.meter,
+            clock=site.clock,
+        )
+        return PacedPort(
+            port,
             site.clock,
             delay_ns=lambda effect: self.delays.progress_ns,
             again_ns=lambda: self.delays.progress_ns,

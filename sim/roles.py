@@ -16,6 +16,7 @@ import msgspec
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
+from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import Clock
@@ -109,6 +110,12 @@ def run_started(
         eval_digest=EVAL_DATASET,
         eval_rows=EVAL_ROWS,
         datasets={name: one for name, one in data_of(config).items() if "/" in name},
+        scored_together=tuple(
+            source
+            for one in pool_specs(config)
+            if any(use.group for use in one.task.rewards)
+            for source in one.sources
+        ),
         seed=config.run.seed,
         policy=policy,
         assets_digest=assets_digest,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, RewardUse
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
 
 FAULTS: Final[dict[str, str]] = {
@@ -95,6 +95,9 @@ PATIENT_SHARE: Final = 0.3
 SEVERAL_SHARE: Final = 0.25
 """Of seeds whose runs have several tasks and evaluations."""
 
+TOGETHER_SHARE: Final = 0.25
+"""Of seeds some tasks of which have a reward of groups."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -134,7 +137,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
     config = _config(chance, seed, steps, crowded=slow > 1)
     keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
     store = msgspec.structs.replace(config.store, keep_every=keep_every)
-    config = _several(seed, msgspec.structs.replace(config, store=store))
+    config = _together(seed, _several(seed, msgspec.structs.replace(config, store=store)))
     names = sorted(FAULTS)
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
@@ -233,6 +236,19 @@ def _several(seed: int, config: Config) -> Config:
         evaluation=evaluations[0],
         more_evaluations=tuple(evaluations[1:]),
     )
+
+
+def _together(seed: int, config: Config) -> Config:
+    """The same with groups that are scored together, in one of four seeds; drawn apart."""
+    chance = Random(f"dora-pipe sim together {seed}")
+    if chance.random() >= TOGETHER_SHARE:
+        return config
+    rewards = (RewardUse(use="sim:place", group=True),)
+    first, *more = [
+        msgspec.structs.replace(one, rewards=rewards) if chance.random() < 0.75 else one
+        for one in config.tasks
+    ]
+    return msgspec.structs.replace(config, task=first, more_tasks=tuple(more))
 
 
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dora_pipe.bus.checks import record_bytes
@@ -372,7 +372,9 @@ def _group(
     return TrainGroup(
         group=group.group,
         version=group.version,
-        trajectories=[trajectories[taken.trajectory] for taken in siblings],
+        trajectories=[
+            with_reward(trajectories[taken.trajectory], group.rewards) for taken in siblings
+        ],
         places=[
             LoggedAt(
                 partition=taken.partition,
@@ -382,3 +384,10 @@ def _group(
             for taken in siblings
         ],
     )
+
+
+def with_reward(one: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
+    """A record with the reward that counts: of a group that was scored together not its own."""
+    if one.trajectory not in rewards:
+        return one
+    return replace(one, reward=rewards[one.trajectory])

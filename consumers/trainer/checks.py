@@ -108,6 +108,7 @@ def _wrong_with(
         or _wrong_segments(group, trajectory, step, known)
         or _wrong_deadline(group, headers, step)
         or _wrong_value(headers, trajectory)
+        or _wrong_reward(group, trajectory)
     )
 
 
@@ -172,6 +173,14 @@ def _wrong_value(headers: Headers, trajectory: Trajectory) -> str:
         return f"its headers and its value differ in {', '.join(differing)}"
     if trajectory.meta.purpose != "train":
         return "it is not a training trajectory"
+    return ""
+
+
+def _wrong_reward(group: TakenGroup, trajectory: Trajectory) -> str:
+    """A group that was scored together has a reward for every valid sibling and no other."""
+    scored, valid = trajectory.trajectory in group.rewards, trajectory.reward is not None
+    if group.rewards and scored != valid:
+        return "the batch has a reward for it, or none, unlike its record"
     return ""
 
 

@@ -5,12 +5,15 @@ come with the package are made of.
 names `rows`, `texts`, `answers` or `completions` is asked of several at once (`batches`). What has
 another name is an option. Two parameters with other names are called by place, with the row and
 the text.
+
+A function of a group has `row`, `answer`, `completions` and `texts`, the last two as lists of all
+siblings; two parameters with other names are called with the row and the completions.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +35,9 @@ LISTS: Final = {
     "completions": "completion",
 }
 """The same of several trajectories, as lists of one length."""
+
+OF_GROUP: Final = ("row", "answer", "completions", "texts")
+"""Of a group: its row, that row's answer, and what its siblings said, in order."""
 
 Function = Callable[..., Any]
 
@@ -91,6 +97,33 @@ class Bound:
         return self.function(**given, **self.options)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundGroup:
+    """A function that scores the siblings of a group together, and what it wants of them.
+
+    Example: ``BoundGroup(function=rank, takes=("texts",), options={})``.
+    """
+
+    function: Function
+    takes: tuple[str, ...] | None
+    """Names of `OF_GROUP`; None: row and completions, by place."""
+    options: Mapping[str, Any]
+
+    def __call__(self, row: Row, completions: Sequence[Completion], answer_column: str) -> Any:
+        """What the function gives. Raises what it raises, KeyError for a row without an answer."""
+        if self.takes is None:
+            return self.function(row, completions)
+        given = {name: self._given(name, row, completions, answer_column) for name in self.takes}
+        return self.function(**given, **self.options)
+
+    def _given(
+        self, name: str, row: Row, completions: Sequence[Completion], answer_column: str
+    ) -> Any:
+        if name in ("row", "answer"):
+            return _given(name, row, Completion(text=""), answer_column)
+        return completions if name == "completions" else [one.text for one in completions]
+
+
 def _given(name: str, row: Row, completion: Completion, answer_column: str) -> Any:
     match name:
         case "row":
@@ -116,12 +149,37 @@ def bind(where: str, function: Function, options: Mapping[str, Any], *, older: b
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # Some functions in C have none.
         return Bound(function=function, takes=None, options={})
-    if not options and _is_of_two(parameters, older=older):
+    if not options and _is_of_two(parameters, KNOWN, tuple(LISTS), older=older):
         return Bound(function=function, takes=None, options={})
+    lists = any(name in LISTS for name, one in parameters.items() if one.kind in _NAMED)
+    takes = _taken(where, parameters, options, tuple(LISTS) if lists else KNOWN)
+    batches = Batches(function, options) if lists else None
+    return Bound(function=function, takes=takes, options=dict(options), batches=batches)
+
+
+def bind_group(where: str, function: Function, options: Mapping[str, Any]) -> BoundGroup:
+    """As `bind`, of a function that scores the siblings of a group together."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return BoundGroup(function=function, takes=None, options={})
+    if not options and _is_of_two(parameters, OF_GROUP, OF_GROUP[2:]):
+        return BoundGroup(function=function, takes=None, options={})
+    takes = _taken(where, parameters, options, OF_GROUP)
+    return BoundGroup(function=function, takes=takes, options=dict(options))
+
+
+def _taken(
+    where: str,
+    parameters: Mapping[str, inspect.Parameter],
+    options: Mapping[str, Any],
+    known: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Which of the `known` names a function asks for. Raises ConfigError where another one is no
+    option, or an option is none of its parameters."""
     named = {name: one for name, one in parameters.items() if one.kind in _NAMED}
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    lists = any(name in named for name in LISTS)
-    known = tuple(LISTS) if lists else KNOWN
+    what = "group" if known is OF_GROUP else "trajectory"
     takes = tuple(name for name in known if name in named and name not in options)
     for name in options:
         if name not in named and not anything:
@@ -133,14 +191,19 @@ def bind(where: str, function: Function, options: Mapping[str, Any], *, older: b
         optional = one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
         if name not in takes and name not in options and not optional:
             raise ConfigError(
-                f"{where} has a parameter `{name}`, which is neither of a trajectory nor an option",
-                hint=nearest(name, known) or f"of a trajectory are {', '.join(known)}",
+                f"{where} has a parameter `{name}`, which is neither of a {what} nor an option",
+                hint=nearest(name, known) or f"of a {what} are {', '.join(known)}",
             )
-    batches = Batches(function, options) if lists else None
-    return Bound(function=function, takes=takes, options=dict(options), batches=batches)
+    return takes
 
 
-def _is_of_two(parameters: Mapping[str, inspect.Parameter], *, older: bool) -> bool:
+def _is_of_two(
+    parameters: Mapping[str, inspect.Parameter],
+    known: tuple[str, ...],
+    lists: tuple[str, ...],
+    *,
+    older: bool = False,
+) -> bool:
     """Whether these are called by place with row and text: ``score(sample, output)``."""
     needed = [one for one in parameters.values() if one.default is one.empty]
     placed = [one.name for one in needed if one.kind in _BY_PLACE]
@@ -150,6 +213,6 @@ def _is_of_two(parameters: Mapping[str, inspect.Parameter], *, older: bool) -> b
         return False
     if older and placed[0] == "row":
         return True
-    if placed[0] in LISTS or placed[1] in LISTS:
+    if placed[0] in lists or placed[1] in lists:
         return False
-    return placed[0] not in KNOWN or (placed[0] == "row" and placed[1] not in KNOWN)
+    return placed[0] not in known or (placed[0] == "row" and placed[1] not in known)

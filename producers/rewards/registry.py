@@ -5,6 +5,8 @@ says of its own in parts stands behind that name and a dot. `raw` is the first r
 list begins with what is wanted, and what follows shapes it. A function of `task.reward` is asked,
 and its answer passed on, as it was when there was no list.
 
+Those that say `group` are asked apart, of all siblings of a group at once.
+
 What is not `async` is called in the calling thread, one after the other; the rest is waited for
 together.
 """
@@ -17,18 +19,28 @@ import importlib
 import importlib.metadata
 import inspect
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.rewards.arguments import Bound, Function, Options, RewardContext, bind
+from dora_pipe.producers.rewards.arguments import (
+    Bound,
+    BoundGroup,
+    Function,
+    Options,
+    RewardContext,
+    bind,
+    bind_group,
+)
 from dora_pipe.producers.tasks.port import Completion, Reward, Row
 from dora_pipe.schemas.wire import canonical
+
+Summed = TypeVar("Summed")
 
 _HERE: Final = "dora_pipe.producers.rewards"
 
@@ -67,7 +79,7 @@ class Part:
 
     name: str
     weight: float
-    ask: Bound
+    ask: Bound | BoundGroup
     sources: tuple[Any, ...]
     """Objects whose modules, and texts that, decide the score (`Task.reward_sources`)."""
 
@@ -99,38 +111,54 @@ class Rewards:
         Raises what the functions raise: TypeError and ValueError, naming the reward, where one gave
         no finite number; TaskError and ConfigError where one cannot be opened.
         """
+        alone, _ = self._parts
         if self._bare:
-            given: float | Reward = self._parts[0].ask(row, completion, answer_column)
+            given: float | Reward = _asked(alone, row, completion, answer_column)[0]
             return given  # Or an awaitable; or what is no answer, which its caller says.
-        found: list[Any] = []
-        try:
-            for part in self._parts:
-                found.append(part.ask(row, completion, answer_column))
-        finally:
-            if len(found) < len(self._parts):
-                _drop(found)
+        found = _asked(alone, row, completion, answer_column)
         if any(map(inspect.isawaitable, found)):
-            return self._together(found)
-        return self._sum(found)
+            return self._together(found, functools.partial(_sum, alone))
+        return _sum(alone, found)
+
+    def score_group(
+        self, row: Row, completions: Sequence[Completion], *, answer_column: str = "answer"
+    ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
+        """As `score`, of the rewards of groups: one Reward per completion, in order."""
+        _, of_groups = self._parts
+        found = _asked(of_groups, row, completions, answer_column)
+        summed = functools.partial(_sums, of_groups, len(completions))
+        if any(map(inspect.isawaitable, found)):
+            return self._together(found, summed)
+        return summed(found)
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether one of them is of groups."""
+        return any(one.group for one in self._uses)
 
     @property
     def wants_answer(self) -> bool:
         """Whether one of them is given the row's answer."""
-        return any("answer" in (part.ask.takes or ()) for part in self._parts)
+        alone, of_groups = self._parts
+        return any("answer" in (part.ask.takes or ()) for part in (*alone, *of_groups))
 
     def sources(self) -> tuple[Any, ...]:
         """What decides the scores, for `Task.reward_sources`."""
-        return tuple(one for part in self._parts for one in part.sources)
+        alone, of_groups = self._parts
+        return tuple(one for part in (*alone, *of_groups) for one in part.sources)
 
     @functools.cached_property
-    def _parts(self) -> tuple[Part, ...]:
-        named = enumerate(self._uses)
-        return tuple(
-            _open(self.key if self.key == SINGLE else f"{self.key}[{place}]", use, self._context)
-            for place, use in named
-        )
+    def _parts(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """Those of one completion, and those of groups."""
+        parts: tuple[list[Part], list[Part]] = ([], [])
+        for at, use in enumerate(self._uses):
+            key = self.key if self.key == SINGLE else f"{self.key}[{at}]"
+            parts[use.group].append(_open(key, use, self._context))
+        return tuple(parts[0]), tuple(parts[1])
 
-    async def _together(self, found: Sequence[Any]) -> Reward:
+    async def _together(
+        self, found: Sequence[Any], summed: Callable[[Sequence[Any]], Summed]
+    ) -> Summed:
         """Wait for all; where one raises, or nobody waits any more, the others are stopped."""
         waiting = [asyncio.ensure_future(one) for one in found if inspect.isawaitable(one)]
         try:
@@ -140,19 +168,41 @@ class Rewards:
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         answers = iter(waiting)
-        return self._sum(
+        return summed(
             [next(answers).result() if inspect.isawaitable(one) else one for one in found]
         )
 
-    def _sum(self, found: Sequence[Any]) -> Reward:
-        value, parts = 0.0, {}
-        for part, one in zip(self._parts, found, strict=True):
-            said = one if isinstance(one, Reward) else Reward(value=one)
-            score = _number(part.name, said.value)
-            value += part.weight * score
-            parts[part.name] = score
-            parts.update({f"{part.name}.{name}": inner for name, inner in said.parts.items()})
-        return Reward(value=value, raw=parts[self._parts[0].name], parts=parts)
+
+def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
+    """What each gives, or will give. Raises what they raise."""
+    found: list[Any] = []
+    try:
+        for part in parts:
+            found.append(part.ask(*asked))
+    finally:
+        if len(found) < len(parts):
+            _drop(found)
+    return found
+
+
+def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
+    value, parts = 0.0, {}
+    for part, one in zip(asked, found, strict=True):
+        said = one if isinstance(one, Reward) else Reward(value=one)
+        score = _number(part.name, said.value)
+        value += part.weight * score
+        parts[part.name] = score
+        parts.update({f"{part.name}.{name}": inner for name, inner in said.parts.items()})
+    return Reward(value=value, raw=parts[asked[0].name] if asked else None, parts=parts)
+
+
+def _sums(asked: Sequence[Part], count: int, found: Sequence[Any]) -> list[Reward]:
+    """A Reward per sibling, of what each function gave for all of them."""
+    lists = [list(one) if hasattr(one, "__iter__") else [] for one in found]
+    for part, given in zip(asked, lists, strict=True):
+        if len(given) != count:
+            raise ValueError(f"the reward `{part.name}` gave {len(given)} for {count} completions")
+    return [_sum(asked, [given[at] for given in lists]) for at in range(count)]
 
 
 SINGLE: Final = "task.reward"
@@ -182,6 +232,7 @@ def single(use: str, context: RewardContext | None = None) -> Rewards:
 def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
     where = f"{key}: `{use.use}`"
     sources: tuple[Any, ...]
+    ask: Bound | BoundGroup
     if use.use in BUILT_IN:
         function, sources = _built_in(where, BUILT_IN[use.use], use.options, context)
         ask = bind(where, function, {}, older=False)
@@ -190,10 +241,13 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
         sources = (function,)
         if not callable(function):
             raise TaskError(f"{where} is not a function")
+        options: Mapping[str, Any] = use.options
         if inspect.isclass(function):
-            ask = bind(where, _made(where, function, use.options), {}, older=False)
+            function, options = _made(where, function, options), {}
+        if use.group:
+            ask = bind_group(where, function, options)
         else:
-            ask = bind(where, function, use.options, older=key == SINGLE)
+            ask = bind(where, function, options, older=key == SINGLE and function is sources[0])
     else:
         raise ConfigError(
             f"{key}: unknown reward `{use.use}`",
@@ -201,7 +255,10 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
             or f"one of {', '.join(BUILT_IN)}, or module:function of your own",
         )
     if key != SINGLE:
-        sources += (canonical(msgspec.to_builtins(use)).decode(),)
+        said = msgspec.to_builtins(use)
+        if not use.group:
+            del said["group"]  # So that what older versions digested is digested as it was.
+        sources += (canonical(said).decode(),)
     return Part(name=use.called, weight=use.weight, ask=ask, sources=sources)
 
 

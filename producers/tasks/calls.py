@@ -7,6 +7,7 @@ one event, `Forget` none:
     PromptCall -> PromptReady | TaskFailed | EpisodeLost
     EnvStep    -> EnvObserved | TaskFailed | EpisodeLost
     RewardCall -> Rewarded    | TaskFailed | EpisodeLost (only where an episode was to score)
+    GroupCall  -> GroupRewarded | TaskFailed, of a request that has no other call
 
 An episode that lies idle when its process dies gets an `EpisodeLost` too. `TaskFailed` is the
 fault of that call (it raised, hung or killed its process): the trajectory is invalid, and
@@ -73,6 +74,23 @@ class RewardCall(Message, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
 
 
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the completions of a `GroupCall`."""
+
+    text: str
+    turns: tuple[str, ...]
+    turn: Turn | None = None
+    """The last turn as the chat template's parser reads it, where prompts are messages."""
+
+
+class GroupCall(Message, frozen=True, kw_only=True):
+    """Score the answers to one row together."""
+
+    split: Split
+    index: int
+    completions: tuple[Said, ...]
+
+
 class Forget(Message, frozen=True, kw_only=True):
     """Drop the request's call and episode without an event; unknown requests are ignored."""
 
@@ -109,6 +127,13 @@ class Rewarded(Message, frozen=True, kw_only=True):
     parts: Mapping[str, float]
 
 
+class GroupRewarded(Message, frozen=True, kw_only=True):
+    """What the answers to a row deserve beside each other, in order; all numbers are finite."""
+
+    rewards: tuple[float, ...]
+    parts: tuple[Mapping[str, float], ...]
+
+
 class TaskFailed(Message, frozen=True, kw_only=True):
     """The call raised, hung, killed its process or gave something that is no answer.
 
@@ -127,8 +152,8 @@ class EpisodeLost(Message, frozen=True, kw_only=True):
     message: str
 
 
-TaskCall = PromptCall | EnvStep | RewardCall
-Answered = PromptReady | EnvObserved | Rewarded | TaskFailed
+TaskCall = PromptCall | EnvStep | RewardCall | GroupCall
+Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | TaskFailed
 """Events that come from a task process."""
 TaskEvent = Answered | EpisodeLost
 
@@ -175,6 +200,8 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the source cannot be known."""
     single_turn: bool = True
     """No prompt has an environment."""
+    scores_groups: bool = False
+    """The siblings of a group are also scored together."""
 
     def data(self, source: str) -> DataSet:
         """The rows of a source (`GroupSpec.source`) that this task serves."""

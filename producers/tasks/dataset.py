@@ -135,6 +135,17 @@ class DatasetTask(Task):
         """See Task."""
         return self._rewards.score(self._answered(row), completion, answer_column=self._answer)
 
+    def score_group(
+        self, row: Row, completions: Sequence[Completion]
+    ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
+        """See Task."""
+        row = self._answered(row)
+        return self._rewards.score_group(row, completions, answer_column=self._answer)
+
+    def scores_groups(self) -> bool:
+        """See Task."""
+        return self._rewards.scores_groups
+
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
         """Prompts and answers of the training data, in an order drawn from `seed`, again and again;
         conversations where prompts are messages.

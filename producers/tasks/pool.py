@@ -31,6 +31,7 @@ from dora_pipe.producers.tasks.calls import (
     EpisodeLost,
     Exhausted,
     Forget,
+    GroupCall,
     Hello,
     PromptCall,
     PromptReady,
@@ -72,8 +73,8 @@ CLOSE_S: Final = 1.0
 class TaskPool:
     """Runs prompts, environments and rewards of one task in `task.processes` processes.
 
-    It is a port of the runtime: its effects are `PromptCall`, `EnvStep`, `RewardCall` and
-    `Forget`, its events those of `calls`. Make it, and use it, in the process's main thread (on
+    It is a port of the runtime: its effects are `PromptCall`, `EnvStep`, `RewardCall`, `GroupCall`
+    and `Forget`, its events those of `calls`. Make it, and use it, in the process's main thread (on
     Linux the task processes die with the thread that made them).
 
     Example::
@@ -84,7 +85,7 @@ class TaskPool:
             events = pool.poll(wait_s=1.0)
     """
 
-    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, Forget)
+    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, Forget)
 
     def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
         self._task = task
@@ -221,7 +222,7 @@ class TaskPool:
             self._fail(call.request, type(error).__name__, str(error))
             return
         seconds = self._task.environment_timeout_s
-        if isinstance(call, RewardCall):
+        if isinstance(call, RewardCall | GroupCall):
             seconds = self._task.reward_timeout_s
         elif held and held[2]:
             seconds += self._task.tool_timeout_s or seconds

@@ -130,7 +130,8 @@ class Completion:
     turns: Sequence[str] = ()
     """Texts of all segments but the prompt: model turn, observation, model turn, ... in order."""
     messages: Sequence[Message] = ()
-    """The whole conversation, the prompt and the last turn included, where prompts are messages."""
+    """The whole conversation, the prompt and the last turn included, where prompts are messages;
+    for `score_group` only of a single turn."""
 
 
 class Environment:
@@ -196,11 +197,25 @@ class Task:
 
         `turns` has no prompt in it: model turn, observation, model turn, ... in order.
         """
+        if self.scores_groups():
+            return 0.0
         raise NotImplementedError
 
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
         """As `reward`, with all that is known of it; by default it asks `reward`."""
         return self.reward(row, completion.text, completion.turns)
+
+    def score_group(
+        self, row: Row, completions: Sequence[Completion]
+    ) -> Sequence[float | Reward] | Awaitable[Sequence[float | Reward]]:
+        """What each of a row's answers deserves beside the others: a number per completion, in
+        order, that is added to its own reward. Asked when all siblings of a group have ended, of
+        those with a valid reward of their own; a task with `score_group` needs no `reward`."""
+        raise NotImplementedError
+
+    def scores_groups(self) -> bool:
+        """Whether `score_group` is to be asked; by default where it is written anew."""
+        return type(self).score_group is not Task.score_group
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
         """What a supervised warm start is made of; only where the task can make it.

@@ -61,6 +61,11 @@ def open_task(config: model.Task) -> Task:
     task = factory(**arguments)
     if not isinstance(task, Task):
         raise TaskError(f"task.kind: `{config.kind}` gave {type(task).__name__}, which is no Task")
+    if any(one.group for one in config.rewards) and not task.scores_groups():
+        raise ConfigError(
+            f"task.rewards: `{config.kind}` asks no reward of groups",
+            hint="its own score_group and scores_groups pass them on, as score does the others",
+        )
     return task
 
 
@@ -158,6 +163,12 @@ def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> Non
     """Whether a task has here what the run has of these sources. Raises TaskError, InvariantBroken
     where `run started` says another number of rows than the data with its digest has."""
     for source in sources:
+        if facts.scores_groups != (source in run.scored_together):
+            raise TaskError(
+                f"the task of {source} {'scores' if facts.scores_groups else 'does not score'} its"
+                " groups together here, otherwise than when the run started",
+                hint="give every worker the code that the run started with",
+            )
         what = "data set" if source.startswith("train") else "evaluation data"
         if "/" in source:
             what = f"{what} of {source.partition('/')[2]}"

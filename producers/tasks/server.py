@@ -64,12 +64,15 @@ from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
     Exhausted,
+    GroupCall,
+    GroupRewarded,
     Hello,
     PromptCall,
     PromptReady,
     Refused,
     RewardCall,
     Rewarded,
+    Said,
     Setup,
     StillOpening,
     TaskFacts,
@@ -145,6 +148,7 @@ class TaskServer:
             eval_rows=eval_rows,
             reward_digest=reward_digest(self._task),
             single_turn=self._task.single_turn(),
+            scores_groups=self._task.scores_groups(),
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:
@@ -240,6 +244,8 @@ class TaskServer:
                 return observed(request, await call_user_code(world.respond, turn))
             case RewardCall() as asked:
                 return await self._score(call.episode, asked)
+            case GroupCall() as asked:
+                return await self._score_group(asked)
 
     def _row(self, split: Split, index: int) -> Row:
         rows = self._rows[split]
@@ -270,6 +276,21 @@ class TaskServer:
             said = Completion(text=call.text, turns=call.turns, messages=call.messages)
             found = await call_user_code(self._task.score, row, said)
         return scored(call.request, found)
+
+    async def _score_group(self, call: GroupCall) -> GroupRewarded:
+        row = self._row(call.split, call.index)
+        said = [await self._completion(row, one) for one in call.completions]
+        found = await call_user_code(self._task.score_group, row, said)
+        return scored_together(call.request, found, len(said))
+
+    async def _completion(self, row: Row, one: Said) -> Completion:
+        """Of a single turn also the conversation, where the prompt is messages."""
+        if one.turn is None or len(one.turns) > 1:
+            return Completion(text=one.text, turns=one.turns)
+        prompt = await call_user_code(self._task.prompt, row)
+        messages = () if isinstance(prompt, str) else (*normal(prompt, "prompt"),)
+        said = (*messages, one.turn.message()) if messages else ()
+        return Completion(text=one.text, turns=one.turns, messages=said)
 
     async def _close(self, world: Environment, under_way: Sequence[Future[None]]) -> None:
         try:
@@ -353,6 +374,20 @@ def scored(request: str, found: float | Reward) -> Rewarded:
     parts = {str(name): finite(f"part `{name}`", part) for name, part in reward.parts.items()}
     raw = None if reward.raw is None else finite("the raw reward", reward.raw)
     return Rewarded(request=request, reward=value, raw=raw, parts=parts)
+
+
+def scored_together(request: str, found: object, count: int) -> GroupRewarded:
+    """A group's rewards as an answer. Raises NoAnswer unless there is a good one for each."""
+    if isinstance(found, str | bytes) or not hasattr(found, "__iter__"):
+        raise NoAnswer(f"score_group gave {type(found).__name__}, not a number per completion")
+    rewards = [scored(request, one) for one in found]
+    if len(rewards) != count:
+        raise NoAnswer(f"score_group gave {len(rewards)} numbers for {count} completions")
+    return GroupRewarded(
+        request=request,
+        rewards=tuple(one.reward for one in rewards),
+        parts=tuple(one.parts for one in rewards),
+    )
 
 
 def finite(what: str, value: object) -> float:

@@ -4,6 +4,7 @@
     PromptCall        TaskPort      PromptReady, TaskFailed, EpisodeLost           a task process
     EnvStep           TaskPort      EnvObserved, TaskFailed, EpisodeLost           a task process
     RewardCall        TaskPort      Rewarded, TaskFailed, EpisodeLost              a task process
+    GroupCall         TaskPort      GroupRewarded, TaskFailed                      a task process
     Forget            TaskPort      -                                              a task process
     EngineAdd         EnginePort    EngineStarted, TokensSampled, RequestFinished  the engine
     EngineCancel      EnginePort    -                                              the engine
@@ -14,6 +15,7 @@
     FetchKv           HandoverPort  KvFetched                                      a thread
     DropKv            HandoverPort  -                                              a thread
     FetchProgress     ProgressPort  ProgressFetched                                the loop
+    FetchGroup        GroupPort     GroupFetched                                   the loop
     EncodeTrajectory  CodecPort     TrajectoryEncoded, EncodeFailed                the loop
     EncodeProgress    CodecPort     ProgressEncoded, EncodeFailed                  the loop
 
@@ -38,7 +40,7 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.port import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
-from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.control import Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.trajectory import Progress, Trajectory
 
@@ -84,6 +86,26 @@ class RewardCall(OfRequest, frozen=True, kw_only=True):
     """Token ids of the last model turn."""
     turns: Sequence[Sequence[int]]
     """Token ids of every turn but the prompt, in order."""
+    source: str = ""
+
+
+class SampledTurns(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sibling of a `GroupCall` said, as token ids."""
+
+    answer: Sequence[int]
+    """Of the last model turn."""
+    turns: Sequence[Sequence[int]]
+    """Of every turn but the prompt, in order."""
+    before: Sequence[int]
+    """What stands before the last model turn."""
+
+
+class GroupCall(OfRequest, frozen=True, kw_only=True):
+    """Ask what the siblings of a group deserve beside each other."""
+
+    split: Split
+    index: int
+    completions: Sequence[SampledTurns]
     source: str = ""
 
 
@@ -204,6 +226,20 @@ class ProgressFetched(OfRequest, frozen=True, kw_only=True):
     why: str = ""
 
 
+class FetchGroup(OfRequest, frozen=True, kw_only=True):
+    """Read these records of a group; at least one."""
+
+    trajectories: tuple[TakenTrajectory, ...]
+
+
+class GroupFetched(OfRequest, frozen=True, kw_only=True):
+    """The records, in order, checked down to their bytes; empty where one is not as it should be,
+    and `why`."""
+
+    trajectories: Sequence[Trajectory]
+    why: str = ""
+
+
 class EncodeTrajectory(OfRequest, frozen=True, kw_only=True):
     """Make the value and headers of a trajectory."""
 
@@ -240,6 +276,7 @@ Effect = (
     PromptCall
     | EnvStep
     | RewardCall
+    | GroupCall
     | Forget
     | EngineAdd
     | EngineCancel
@@ -250,6 +287,7 @@ Effect = (
     | FetchKv
     | DropKv
     | FetchProgress
+    | FetchGroup
     | EncodeTrajectory
     | EncodeProgress
 )

@@ -50,6 +50,7 @@ from dora_pipe.producers.worker.request import (
 )
 from dora_pipe.producers.worker.request_table import NEVER_NS
 from dora_pipe.producers.worker.requests import PROGRESS_TAG, Requests
+from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
@@ -63,6 +64,7 @@ from dora_pipe.schemas.rounds import (
     Move,
     Place,
     PlacedRequest,
+    ScoreGroup,
     StopRun,
 )
 from dora_pipe.schemas.wire import encode
@@ -122,6 +124,7 @@ class WorkerMachine:
     ) -> None:
         self.setup = setup
         self.requests = Requests(setup)
+        self.scorings = Scorings(self.requests)
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
@@ -187,7 +190,9 @@ class WorkerMachine:
             now_ns=now_ns,
             heartbeat_ns=self.setup.heartbeat_ns,
         )
-        return waits(self.requests.by_key.values(), at)
+        found = waits(self.requests.by_key.values(), at)
+        scoring = self.scorings.wait(now_ns, self.setup.heartbeat_ns)
+        return found if scoring is None else [*found, scoring]
 
     # Inputs
 
@@ -210,7 +215,8 @@ class WorkerMachine:
             case CaughtUp() | HeldBack():
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
-                self.requests.handle(one, now)
+                if not self.scorings.handle(one, now):
+                    self.requests.handle(one, now)
 
     def _on_record(self, record: Record, now: Now) -> None:
         """A round. Raises SchemaError, InvariantBroken: what was decided must not be skipped."""
@@ -253,6 +259,9 @@ class WorkerMachine:
                 self.requests.cancel(decision.trajectory, decision.attempt)
             case Move() if self._mine(decision):
                 self.requests.move(decision.trajectory, decision.attempt, now)
+            case ScoreGroup() if self._mine(decision):
+                if not (self._leaving or self._draining):
+                    self.scorings.ask(decision, now)
             case Assign() if self._mine(decision):
                 self._on_assign(decision, now)
             case Drain() if self._mine(decision):
@@ -264,7 +273,7 @@ class WorkerMachine:
                 self._leaving = self._leaving or f"{RUN_STOPPED}: {decision.reason}"
                 self._left(now)
 
-    def _mine(self, decision: Assign | Cancel | Drain | Fence | Move | Place) -> bool:
+    def _mine(self, decision: Assign | Cancel | Drain | Fence | Move | Place | ScoreGroup) -> bool:
         """Whether it is meant for this incarnation; a later one means that this is replaced."""
         if decision.worker != self.setup.worker:
             return False
@@ -329,7 +338,8 @@ class WorkerMachine:
         requests.report(now)
         requests.write_progress()
         late = self._leaving and now.mono_ns >= self._leave_by_ns
-        if late or ((self._leaving or self._draining) and not requests.by_key):
+        idle = not requests.by_key and (self._leaving or not self.scorings)
+        if late or ((self._leaving or self._draining) and idle):
             self._left(now)
             return
         if self.loading is None and not self._leaving:
@@ -405,6 +415,7 @@ class WorkerMachine:
         )
         self._publish(self.setup.topics.control, record)
         self.outcome = "failed" if self.error else "left"
+        self.scorings.drop_all()
         requests.drop_all()
 
     def _status(self, now: Now) -> None:

@@ -50,6 +50,7 @@ from dora_pipe.producers.worker.effects import (
     EnvObserved,
     EnvStep,
     FetchKv,
+    GroupCall,
     KvFetched,
     KvPut,
     LoadFailed,
@@ -58,6 +59,7 @@ from dora_pipe.producers.worker.effects import (
     PromptReady,
     PutKv,
     RewardCall,
+    SampledTurns,
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
@@ -274,6 +276,9 @@ class TextCodec(Protocol):
         """Text of sampled tokens."""
 
 
+TaskEffect = PromptCall | EnvStep | RewardCall | GroupCall | Forget
+
+
 class TaskPort:
     """Text or messages on one side, token ids on the other: prompts, environments and rewards.
 
@@ -281,7 +286,7 @@ class TaskPort:
     forgotten, failed or lost; one that begins again begins another.
     """
 
-    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, Forget)
+    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, Forget)
 
     def __init__(self, tasks: Tasks, texts: TextCodec, chat: Chat | None = None) -> None:
         self._tasks = tasks
@@ -293,10 +298,11 @@ class TaskPort:
             PromptCall: Handler(do=self._pass_on, failed=self._failed),
             EnvStep: Handler(do=self._step, failed=self._failed),
             RewardCall: Handler(do=self._score, failed=self._failed),
+            GroupCall: Handler(do=self._score_group, failed=self._failed),
             Forget: Handler(do=self._forget, failed=unanswered),
         }
 
-    def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         """Hand a call to the pool."""
         self._failures += run_effect(self._handlers, effect)
 
@@ -358,6 +364,23 @@ class TaskPort:
         self._tasks.start(call)
         yield from ()
 
+    def _score_group(self, effect: GroupCall) -> Iterator[Any]:
+        call = calls.GroupCall(
+            request=effect.request,
+            split=effect.split,
+            index=effect.index,
+            completions=tuple(map(self._said, effect.completions)),
+        )
+        self._tasks.start(call)
+        yield from ()
+
+    def _said(self, one: SampledTurns) -> calls.Said:
+        turns = tuple(map(self._texts.text, one.turns))
+        if self._chat is None:
+            return calls.Said(text=self._texts.text(one.answer), turns=turns)
+        turn = self._chat.parse(one.answer, one.before, ())
+        return calls.Said(text=turn.text, turns=turns, turn=turn)
+
     def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
         """As any call that failed; its episode is of no use any more."""
         forgotten = run_effect(self._handlers, Forget(request=effect.request))
@@ -411,7 +434,7 @@ class TaskPorts:
         self._of = ports
         self._ports = list({id(port): port for port in ports.values()}.values())
 
-    def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         """Hand a call to the pool that serves its source."""
         self._of[effect.source].start(effect)
 

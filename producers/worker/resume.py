@@ -59,8 +59,8 @@ def chain_error(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Chain:
-    """A chain while it is read, newest record first."""
+class Reading:
+    """Records of one partition that are read one by one, for a request."""
 
     request: str
     tp: TopicPartition
@@ -68,6 +68,30 @@ class _Chain:
     """Offset of the record that is read next."""
     until_ns: int
     reader: Reader | None = None
+
+    def read(self, bus: Bus) -> Record | None:
+        """The first record from the wanted offset on; None as long as the bus has none to give."""
+        try:
+            if self.reader is None:
+                self.reader = bus.reader({self.tp: self.wanted})
+            self.reader.seek(self.tp, self.wanted)
+            records = self.reader.poll(timeout_s=0.0, records_max=1)
+        except FINAL_ERRORS:
+            raise
+        except BusError:
+            return None
+        return records[0] if records else None
+
+    def close(self) -> None:
+        """Let go of the reader."""
+        if self.reader is not None:
+            self.reader.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chain(Reading):
+    """A chain while it is read, newest record first."""
+
     found: list[Progress] = field(default_factory=list)
 
 
@@ -104,7 +128,7 @@ class ProgressPort:
         chain = self._chains.popleft()
         events = list(attempt("FetchProgress", partial(self._next, chain), partial(_lost, chain)))
         if events:
-            _let_go(chain)
+            chain.close()
         else:
             self._chains.append(chain)
         return events
@@ -117,11 +141,12 @@ class ProgressPort:
     def close(self) -> None:
         """Give up what is being read."""
         while self._chains:
-            _let_go(self._chains.popleft())
+            self._chains.popleft().close()
 
     def _next(self, chain: _Chain) -> Iterator[ProgressFetched]:
         """What has become of the chain; nothing as long as it is being read."""
-        record = self._read(chain)
+        with self._meter.spend("bus"):
+            record = chain.read(self._bus)
         if record is None:
             if self._clock.now_ns() >= chain.until_ns:
                 yield _broken(chain, "it could not be read in time")
@@ -143,25 +168,6 @@ class ProgressPort:
         elif chunk.previous >= chain.wanted or len(chain.found) >= CHAIN_MAX:
             yield _broken(chain, f"the record at offset {record.offset} names no earlier one")
         chain.wanted = chunk.previous
-
-    def _read(self, chain: _Chain) -> Record | None:
-        """The first record from the wanted offset on; None as long as the bus has none to give."""
-        with self._meter.spend("bus"):
-            try:
-                if chain.reader is None:
-                    chain.reader = self._bus.reader({chain.tp: chain.wanted})
-                chain.reader.seek(chain.tp, chain.wanted)
-                records = chain.reader.poll(timeout_s=0.0, records_max=1)
-            except FINAL_ERRORS:
-                raise
-            except BusError:
-                return None
-        return records[0] if records else None
-
-
-def _let_go(chain: _Chain) -> None:
-    if chain.reader is not None:
-        chain.reader.close()
 
 
 def _broken(chain: _Chain, why: str) -> ProgressFetched:

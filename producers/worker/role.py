@@ -61,6 +61,7 @@ from dora_pipe.producers.worker.ports import (
 )
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
+from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
@@ -260,6 +261,13 @@ def _serve(
             tasks,
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
+            GroupPort(
+                here.bus,
+                here.topics.trajectories,
+                here.topics.run,
+                here.meter,
+                clock=here.clock,
+            ),
             HandoverPort(here.handover),
             EnginePort(engine, here.store.weights, clock=here.clock),
         ],

@@ -138,6 +138,63 @@ NAMED_TRAJECTORY = replace(
 )
 """Of an evaluation with a name."""
 
+STARTED_TOGETHER = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.RunStarted)),
+    scored_together=("train", "eval"),
+)
+"""The siblings of every group are scored together."""
+
+SCORED = control.GroupScored(
+    at_ns=AT_NS,
+    worker="w0",
+    epoch=7,
+    group=GROUP,
+    attempt=2,
+    siblings=(
+        control.ScoredSibling(trajectory=f"{GROUP}-000", reward=1.25, parts={"rank": 0.5}),
+        control.ScoredSibling(trajectory=f"{GROUP}-001", reward=-0.1),
+    ),
+)
+"""What the siblings of a group are worth beside each other."""
+
+NOT_SCORED = control.GroupScored(
+    at_ns=AT_NS,
+    worker="w0",
+    epoch=7,
+    group=GROUP,
+    attempt=1,
+    error="Retry: the judge is busy",
+    retryable=True,
+)
+"""An attempt that came to nothing."""
+
+_TAKEN = next(one for one in ROUND.decisions if isinstance(one, rounds.TakeBatch))
+
+ROUND_SCORED = rounds.Round(
+    ordinal=5,
+    role_epoch=0,
+    now_ns=5,
+    control_next=2,
+    decisions=(
+        rounds.ScoreGroup(
+            reason="all 2 siblings have ended; w0 scores them together",
+            spec=next(one.spec for one in ROUND.decisions if isinstance(one, rounds.Dispatch)),
+            worker="w0",
+            epoch=7,
+            attempt=2,
+            trajectories=_TAKEN.groups[0].trajectories,
+        ),
+        msgspec.structs.replace(
+            _TAKEN,
+            groups=(
+                msgspec.structs.replace(_TAKEN.groups[0], rewards={f"{GROUP}-000": 1.25}),
+                *_TAKEN.groups[1:],
+            ),
+        ),
+    ),
+)
+"""A group is scored, and taken with what it was scored."""
+
 JOINED_CHAT = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), template_digest=SHA256
 )

@@ -10,6 +10,8 @@ from dora_pipe.producers.tasks.calls import (
     EnvStep,
     EpisodeLost,
     Forget,
+    GroupCall,
+    GroupRewarded,
     PromptCall,
     PromptReady,
     RewardCall,
@@ -31,6 +33,7 @@ class InlineTasks:
     prompt: Callable[[PromptCall], TaskEvent] | None = None
     step: Callable[[EnvStep], TaskEvent] | None = None
     reward: Callable[[RewardCall], TaskEvent] | None = None
+    group: Callable[[GroupCall], TaskEvent] | None = None
     held: set[type] = field(default_factory=set)
     calls: list[TaskCall] = field(default_factory=list)
     seen: list[TaskCall] = field(default_factory=list)
@@ -70,8 +73,17 @@ class InlineTasks:
         if isinstance(call, EnvStep):
             done = EnvObserved(request=call.request, text="9 9", done=True, tool="", ok=True)
             return self.step(call) if self.step else done
+        if isinstance(call, GroupCall):
+            return self.group(call) if self.group else ranked(call)
         scored = Rewarded(request=call.request, reward=1.0, raw=0.5, parts={"exact": 1.0})
         return self.reward(call) if self.reward else scored
+
+
+def ranked(call: GroupCall) -> GroupRewarded:
+    """0 for the first sibling, 1 for the second, and so on."""
+    rewards = tuple(map(float, range(len(call.completions))))
+    parts = tuple({"place": one} for one in rewards)
+    return GroupRewarded(request=call.request, rewards=rewards, parts=parts)
 
 
 def episode_tasks(last: int) -> InlineTasks:

@@ -16,12 +16,14 @@ from dora_pipe.schemas.control import (
     Command,
     DataSet,
     ExclusiveRole,
+    GroupScored,
     Offender,
     RequestFailed,
     RequestReleased,
     Resume,
     RoleStarted,
     RunStarted,
+    ScoredSibling,
     StepCommitted,
     TakenGroup,
     TrajectoryLogged,
@@ -31,7 +33,7 @@ from dora_pipe.schemas.control import (
     config_digest,
 )
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import PlacedRequest, ScoreGroup
 from dora_pipe.schemas.wire import sha256_hex
 
 RUN = "tiny"
@@ -81,8 +83,10 @@ def manifest(version: int) -> Manifest:
     return Manifest(digest=weights(version), bytes=0, tensors=())
 
 
-def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunStarted:
-    """The first record."""
+def run_started(
+    config: Config, *, rows: int = 10, eval_rows: int = 4, together: tuple[str, ...] = ()
+) -> RunStarted:
+    """The first record; groups of the sources `together` are scored together."""
     plain = msgspec.to_builtins(config)
     return RunStarted(
         at_ns=0,
@@ -99,6 +103,7 @@ def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunSta
         assets_digest=ASSETS,
         planner=PLANNER,
         package="0",
+        scored_together=together,
         datasets={
             source: DataSet(digest=data_of(source), rows=rows)
             for one in pool_specs(config)
@@ -215,6 +220,26 @@ def failed(place: PlacedRequest, *, retryable: bool = True) -> RequestFailed:
         attempt=place.attempt,
         error="EngineError",
         message="test",
+        retryable=retryable,
+    )
+
+
+def scored(
+    decision: ScoreGroup, rewards: Sequence[float] = (), *, error: str = "", retryable: bool = False
+) -> GroupScored:
+    """The answer to a `score group`: these rewards, or an error."""
+    names = [one.trajectory for one in decision.trajectories]
+    return GroupScored(
+        at_ns=0,
+        worker=decision.worker,
+        epoch=decision.epoch,
+        group=decision.spec.group,
+        attempt=decision.attempt,
+        siblings=tuple(
+            ScoredSibling(trajectory=name, reward=reward)
+            for name, reward in zip(names, rewards, strict=not error)
+        ),
+        error=error,
         retryable=retryable,
     )
 

@@ -41,9 +41,12 @@ class Stage:
         self.batch: TakeBatch | None = None
         """The newest batch decision."""
 
-    def begin(self, *, rows: int = 10, eval_rows: int = 4) -> Stage:
+    def begin(self, *, rows: int = 10, eval_rows: int = 4, together: tuple[str, ...] = ()) -> Stage:
         """The run and the trainer start."""
-        self.tell(records.run_started(self.config, rows=rows, eval_rows=eval_rows))
+        started = records.run_started(
+            self.config, rows=rows, eval_rows=eval_rows, together=together
+        )
+        self.tell(started)
         self.tell(records.role_started("trainer", 0))
         return self
 

@@ -21,6 +21,7 @@ from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
+from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import (
     AnyControl,
     Resume,
@@ -139,6 +140,7 @@ class Worker:
                 TaskPort(tasks, Numbers()),
                 CodecPort(self.meter, clock=clock),
                 ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
+                GroupPort(world.bus, TOPICS.trajectories, TOPICS.run, self.meter, clock=clock),
                 HandoverPort(world.handover, in_thread=False),
                 EnginePort(
                     self.engine,

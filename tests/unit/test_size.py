@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 80_100
-WITH_BENCHES_LINES_MAX = 92_000
-TESTS_LINES_MAX = 82_200
-SMALL_MODULES_MAX = 10
+INSTALLED_LINES_MAX = 81_000
+WITH_BENCHES_LINES_MAX = 92_900
+TESTS_LINES_MAX = 83_000
+SMALL_MODULES_MAX = 11
 REPEATED_CLASSES_MAX = 2
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 17_800
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_000
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

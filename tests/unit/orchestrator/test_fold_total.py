@@ -10,7 +10,13 @@ import pytest
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.fold import apply_control, read_control
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import KINDS, AnyControl, VersionsDropped, WeightsAdopted
+from dora_pipe.schemas.control import (
+    KINDS,
+    AnyControl,
+    GroupScored,
+    VersionsDropped,
+    WeightsAdopted,
+)
 from dora_pipe.schemas.wire import Unknown
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage, unchanged
@@ -46,6 +52,7 @@ def every_kind(stage: Stage) -> list[AnyControl]:
         as_record(msgspec.structs.replace(records.logged(place), epoch=9_999)),
         records.released(msgspec.structs.replace(place, epoch=9_999)),
         msgspec.structs.replace(records.failed(place), worker="nobody"),
+        GroupScored(at_ns=0, worker="w0", epoch=9_999, group=place.spec.group, attempt=1),
         records.committed(7, stage.batch.groups),
         records.refused(7, ["g0000000000"]),
         records.command("dance"),

@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "41fec59da84c29005eec110bd1ece2c8a7760bba22ffde96018d4c22a61e0f71"
+        == "363a8bce26f88e58a8306f5949e350a90582ef15d46c84024a04ba119d18f845"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

@@ -41,6 +41,10 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("decisions/round-named", rounds.decode_round, later_values.ROUND_NAMED),
     ("decisions/round-skipped", rounds.decode_round, later_values.ROUND_SKIPPED),
     ("control/role-started-draws", control.decode_control, later_values.ORCHESTRATOR_DRAWS),
+    ("control/run-started-together", control.decode_control, later_values.STARTED_TOGETHER),
+    ("control/group-scored", control.decode_control, later_values.SCORED),
+    ("control/group-scored-error", control.decode_control, later_values.NOT_SCORED),
+    ("decisions/round-scored", rounds.decode_round, later_values.ROUND_SCORED),
 ]
 
 
@@ -101,7 +105,15 @@ def test_every_topic_has_golden_bytes() -> None:
 
 
 def test_golden_round_has_every_observation_and_decision() -> None:
-    later = (*later_values.ROUND_HALT.decisions, *later_values.ROUND_EARLY_STOP.decisions)
+    later = [
+        decision
+        for one in (
+            later_values.ROUND_HALT,
+            later_values.ROUND_EARLY_STOP,
+            later_values.ROUND_SCORED,
+        )
+        for decision in one.decisions
+    ]
     for union, found in (
         (
             rounds.AnyObservation,
@@ -131,6 +143,10 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.JOINED_CHAT,
         later_values.STATUS_OFF_ENGINE,
         later_values.ROUND_OFF_ENGINE,
+        later_values.STARTED_TOGETHER,
+        later_values.SCORED,
+        later_values.NOT_SCORED,
+        later_values.ROUND_SCORED,
     )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)

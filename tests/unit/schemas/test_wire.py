@@ -90,12 +90,13 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
         "RunStarted": ("config",),
         "WorkerReady": ("load_ms",),
         "TrajectoriesLogged": ("trajectories",),
-        "StepCommitted": ("figures", "settings", "compute_s"),
+        "GroupScored": ("siblings",),
+        "StepCommitted": ("groups", "figures", "settings", "compute_s"),
         "Command": ("args",),
         "WorkerStatus": ("cost",),
         "TrainerStatus": ("cost",),
         "OrchestratorStatus": ("cost",),
-        "TakeBatch": ("settings",),
+        "TakeBatch": ("groups", "settings"),
     }
 
 

@@ -34,7 +34,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's modules, as they would lie beside the configuration."""
-    for name, block in zip(("mine", "model", "served"), blocks("python"), strict=True):
+    for name, block in zip(("mine", "model", "served", "ranks"), blocks("python"), strict=True):
         module = ModuleType(name)
         exec(block, module.__dict__)
         monkeypatch.setitem(sys.modules, name, module)
@@ -50,7 +50,7 @@ def test_every_configuration_of_the_page_opens(
         open_rewards(msgspec.convert(tomllib.loads(block)["task"], model.Task))
         for block in blocks("toml")
     ]
-    assert [len(rewards.sources()) > 0 for rewards in found] == [True] * 3
+    assert [len(rewards.sources()) > 0 for rewards in found] == [True] * 4
     scored = found[0].score({"answer": "42"}, SAID)
     bounded.HELPER.close()
     assert isinstance(scored, Reward)
@@ -68,6 +68,10 @@ def test_every_function_of_the_page_scores() -> None:
 
     assert score("mine:cites", {"source": "Knuth"}).value == 1.0
     assert asyncio.run(waited("model:Scores", path="weights")).value == 1.0
+
+    ranked = Rewards([model.RewardUse(use="ranks:shortest", group=True)])
+    found: Any = ranked.score_group({}, [SAID, Completion(text="42")])
+    assert [one.value for one in found] == [0.0, 1.0]
 
     async def ask(url: str, text: str) -> float | None:
         return None if url else 0.5

@@ -1,0 +1,97 @@
+"""Groups whose siblings are scored together: who is asked, and what an answer must be.
+
+All siblings of such a group have ended. It is still in U, with its deadline, and holds no slot of
+a worker: any usable worker may be asked, whatever version it hosts, since all of them serve every
+source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from dora_pipe.schemas.control import GroupScored, ScoredSibling, TakenTrajectory
+from dora_pipe.schemas.rounds import ScoreGroup
+from dora_pipe.schemas.wire import REWARD_MAX
+
+if TYPE_CHECKING:
+    from dora_pipe.orchestrator.state import Group, State, Worker
+
+GROUPS_MAX: Final = 16
+"""Groups that one worker scores at a time; others wait."""
+
+
+class Scoring(msgspec.Struct, kw_only=True):
+    """Of a group in phase `scoring`: who was asked last."""
+
+    attempt: int = 0
+    """Of the newest `score group`; 0 before the first."""
+    faults: int = 0
+    """Attempts that came to nothing; bounded by `groups.attempts_max`."""
+    worker: str = ""
+    """Empty: it waits to be asked of."""
+    epoch: int = -1
+
+    def by(self, worker: Worker) -> bool:
+        """Whether this incarnation is asked now."""
+        return (self.worker, self.epoch) == (worker.name, worker.epoch)
+
+
+def siblings_of(group: Group) -> tuple[TakenTrajectory, ...]:
+    """Those that are scored: with a valid reward of their own, in order."""
+    ended = (one for one in group.results if one is not None and one.reward is not None)
+    return tuple(one.taken for one in ended if one.taken is not None)
+
+
+def is_due(state: State, group: Group) -> bool:
+    """Whether all siblings of a group have ended and their scores together are missing."""
+    return (
+        state.facts is not None
+        and group.spec.source in state.facts.scored_together
+        and group.phase == "generating"
+        and group.ended == group.spec.size
+        and group.valid > 0
+    )
+
+
+def next_question(state: State) -> ScoreGroup | None:
+    """The group of the earliest deadline that waits to be scored goes to the worker that scores
+    the fewest; None while nobody has room."""
+    waiting = [state.groups[name] for name, one in state.scoring.items() if not one.worker]
+    if not waiting:
+        return None
+    asked = Counter(one.worker for one in state.scoring.values())
+    usable = [one for one in state.workers.values() if one.usable]
+    worker = min(usable, key=lambda one: (asked[one.name], one.load, one.name), default=None)
+    if worker is None or asked[worker.name] >= GROUPS_MAX:
+        return None
+    return question(state, min(waiting, key=lambda one: one.key), worker)
+
+
+def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
+    """What this worker would be asked about a group that waits."""
+    return ScoreGroup(
+        spec=group.spec,
+        worker=worker.name,
+        epoch=worker.epoch,
+        attempt=state.scoring[group.spec.group].attempt + 1,
+        trajectories=siblings_of(group),
+        reason=f"all {group.spec.size} siblings have ended; {worker.name} scores them together",
+    )
+
+
+def answer_error(group: Group, answer: GroupScored) -> str:
+    """Why this is no answer to what was asked."""
+    asked = [one.trajectory for one in siblings_of(group)]
+    if [one.trajectory for one in answer.siblings] != asked:
+        return f"{group.spec.group} was scored with other siblings than were asked about"
+    if not all(map(_is_reward, answer.siblings)):
+        return f"a reward of {group.spec.group} is beyond {REWARD_MAX:g}"
+    return ""
+
+
+def _is_reward(one: ScoredSibling) -> bool:
+    return math.isfinite(one.reward) and abs(one.reward) <= REWARD_MAX

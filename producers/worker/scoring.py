@@ -1,0 +1,282 @@
+"""Groups that this worker scores together: decides what is asked of the task, and what is answered.
+
+A `score group` names the records of the siblings. They are read back from the log and checked, each
+down to its bytes; the task is asked; `group scored` has what each sibling counts from now on. No
+slot is held meanwhile. What the log does not give back, and what failed outside the task's code,
+may be asked again; the orchestrator bounds how often.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.effect_runner import attempt
+from dora_pipe.core.errors import BusError, SchemaError, reason
+from dora_pipe.core.runtime import Meter, Now
+from dora_pipe.core.wait_tracker import PendingWait
+from dora_pipe.producers.tasks.calls import Forget, GroupRewarded, TaskFailed, one_line
+from dora_pipe.producers.worker.effects import FetchGroup, GroupCall, GroupFetched, SampledTurns
+from dora_pipe.producers.worker.requests import Requests
+from dora_pipe.producers.worker.resume import CHAIN_TIMEOUT_NS, Reading
+from dora_pipe.schemas.control import (
+    ERROR_CHARACTERS_MAX,
+    INFRASTRUCTURE,
+    GroupScored,
+    ScoredSibling,
+    TakenTrajectory,
+)
+from dora_pipe.schemas.metrics import Blocker
+from dora_pipe.schemas.rounds import ScoreGroup
+from dora_pipe.schemas.trajectory import Trajectory, turns_of
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
+
+
+def key_of(decision: ScoreGroup) -> str:
+    """The name of a question inside its worker; no request has it."""
+    return f"{decision.spec.group}/{decision.attempt}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A question that is not answered yet."""
+
+    decision: ScoreGroup
+    since_ns: int
+    trajectories: Sequence[Trajectory] = ()
+    """As they were read; empty while they are."""
+
+
+class Scorings:
+    """All groups that one incarnation scores now."""
+
+    def __init__(self, requests: Requests) -> None:
+        """`requests`: whose outputs they share."""
+        self._requests = requests
+        self._setup = requests.setup
+        self._open: dict[str, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ask(self, decision: ScoreGroup, now: Now) -> None:
+        """Read the records of a group."""
+        spec, key = decision.spec, key_of(decision)
+        self._open[key] = _Open(decision=decision, since_ns=now.mono_ns)
+        mine = self._setup.digests.get(spec.source, "none")
+        if spec.dataset_digest != mine:
+            error = f"OtherDataset: {spec.dataset_digest[:12]}, this worker has {mine[:12]}"
+            self._answer(key, now, error=error)
+            return
+        fetch = FetchGroup(request=key, trajectories=decision.trajectories)
+        self._requests.ask(fetch)
+
+    def handle(self, event: Any, now: Now) -> bool:
+        """Take an event of a group that is scored here; False for one of another request."""
+        one = self._open.get(getattr(event, "request", ""))
+        if one is None:
+            return False
+        key = event.request
+        match event:
+            case GroupFetched() if not event.why:
+                one.trajectories = event.trajectories
+                self._requests.ask(call_of(key, one.decision, event.trajectories))
+            case GroupFetched():
+                self._answer(key, now, error=f"NotRead: {event.why}", retryable=True)
+            case GroupRewarded():
+                self._rewarded(key, one, event, now)
+            case TaskFailed():
+                retryable = event.error in INFRASTRUCTURE
+                self._answer(key, now, error=f"{event.error}: {event.message}", retryable=retryable)
+        return True
+
+    def drop_all(self) -> None:
+        """Put down everything: another worker will be asked."""
+        for key, one in self._open.items():
+            self._requests.ask(Forget(request=key, source=one.decision.spec.source))
+        self._open.clear()
+
+    def wait(self, now_ns: int, patience_ns: int) -> PendingWait | None:
+        """The wait for the scores of the oldest, if it is one worth a word."""
+        oldest = min(self._open.values(), key=lambda one: one.since_ns, default=None)
+        if oldest is None or now_ns - oldest.since_ns < patience_ns:
+            return None
+        groups = [one.decision.spec.group for one in self._open.values()]
+        return PendingWait(
+            name="group-score",
+            words=f"the task to score the siblings of a group together ({len(groups)})",
+            key=oldest.decision.spec.group,
+            since_ns=oldest.since_ns,
+            blockers=[Blocker("group", group) for group in groups],
+        )
+
+    def _rewarded(self, key: str, one: _Open, event: GroupRewarded, now: Now) -> None:
+        """What the group's scores add to the reward of each record."""
+        both = zip(one.trajectories, event.rewards, event.parts, strict=True)
+        siblings = tuple(
+            ScoredSibling(
+                trajectory=trajectory.trajectory,
+                reward=(trajectory.reward or 0.0) + added,
+                parts=dict(parts),
+            )
+            for trajectory, added, parts in both
+        )
+        beyond = [one for one in siblings if abs(one.reward) > REWARD_MAX]
+        if beyond:
+            error = f"NoAnswer: the reward of {beyond[0].trajectory} is beyond {REWARD_MAX:g}"
+            self._answer(key, now, error=error)
+        else:
+            self._answer(key, now, siblings=siblings)
+
+    def _answer(
+        self,
+        key: str,
+        now: Now,
+        *,
+        siblings: tuple[ScoredSibling, ...] = (),
+        error: str = "",
+        retryable: bool = False,
+    ) -> None:
+        decision = self._open.pop(key).decision
+        answer = GroupScored(
+            at_ns=now.wall_ns,
+            worker=self._setup.worker,
+            epoch=self._setup.epoch,
+            group=decision.spec.group,
+            attempt=decision.attempt,
+            siblings=siblings,
+            error=one_line(error)[:ERROR_CHARACTERS_MAX],
+            retryable=retryable,
+        )
+        self._requests.say(self._setup.worker, answer)
+
+
+def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) -> GroupCall:
+    """What the task is asked about these records."""
+    spec = decision.spec
+    return GroupCall(
+        request=key,
+        split=spec.purpose,
+        index=spec.index,
+        completions=[turns_said(one) for one in trajectories],
+        source=spec.source,
+    )
+
+
+def turns_said(one: Trajectory) -> SampledTurns:
+    """The turns of a record, and what stands before its last one."""
+    turns = turns_of(one.segments, one.token_ids)
+    answers = [ids for kind, ids in turns if kind == "model"]
+    last = max((part.turn for part in one.segments if part.kind == "model"), default=0)
+    starts = [part.start for part in one.segments if (part.kind, part.turn) == ("model", last)]
+    return SampledTurns(
+        answer=answers[-1] if answers else [],
+        turns=[ids for _, ids in turns],
+        before=one.token_ids[: min(starts, default=len(one.token_ids))],
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group(Reading):
+    """The records of a group while they are read, in order."""
+
+    left: deque[TakenTrajectory]
+    found: list[Trajectory] = field(default_factory=list)
+
+
+class GroupPort:
+    """Reads the records of groups, one record per poll, and checks that they are those meant."""
+
+    effects: tuple[type, ...] = (FetchGroup,)
+
+    def __init__(self, bus: Bus, topic: str, run: str, meter: Meter, *, clock: Clock) -> None:
+        self._bus, self._topic, self._run = bus, topic, run
+        self._meter, self._clock = meter, clock
+        self._groups: deque[_Group] = deque()
+
+    def start(self, effect: FetchGroup) -> None:
+        """Begin with the first sibling; all of a group lie in one partition."""
+        first = effect.trajectories[0]
+        group = _Group(
+            request=effect.request,
+            tp=TopicPartition(self._topic, first.partition),
+            wanted=first.offset,
+            until_ns=self._clock.now_ns() + CHAIN_TIMEOUT_NS,
+            left=deque(effect.trajectories),
+        )
+        self._groups.append(group)
+
+    def poll(self) -> list[Any]:
+        """The next record of the group whose turn it is."""
+        if not self._groups:
+            return []
+        group = self._groups.popleft()
+        events = list(attempt("FetchGroup", partial(self._next, group), partial(_lost, group)))
+        if events:
+            group.close()
+        else:
+            self._groups.append(group)
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether a group is being read."""
+        return bool(self._groups)
+
+    def close(self) -> None:
+        """Give up what is being read."""
+        while self._groups:
+            self._groups.popleft().close()
+
+    def _next(self, group: _Group) -> Iterator[GroupFetched]:
+        with self._meter.spend("bus"):
+            record = group.read(self._bus)
+        if record is None:
+            if self._clock.now_ns() >= group.until_ns:
+                yield _broken(group, "it could not be read in time")
+            return
+        taken = group.left.popleft()
+        why = self._add(group, taken, record)
+        if why:
+            yield _broken(group, f"{taken.trajectory}: {why}")
+        elif not group.left:
+            yield GroupFetched(request=group.request, trajectories=group.found)
+        else:
+            group.wanted = group.left[0].offset
+
+    def _add(self, group: _Group, taken: TakenTrajectory, record: Record) -> str:
+        """Keep what the record holds; why it is not the one that is meant."""
+        if (record.partition, record.offset) != (taken.partition, taken.offset):
+            return f"there is no record at offset {taken.offset}"
+        if sha256_hex(record.value) != taken.sha256:
+            return "its bytes are not those that were logged"
+        try:
+            with self._meter.spend("codec"):
+                one = decode_trajectory(record.value)
+        except SchemaError as error:
+            return error.message
+        meta = one.meta
+        said = (one.trajectory, meta.attempt, meta.epoch, meta.run)
+        if said != (taken.trajectory, taken.attempt, taken.epoch, self._run):
+            return f"the record there is {one.trajectory}, attempt {meta.attempt}, of {meta.run}"
+        if one.reward is None:
+            return "it has no valid reward"
+        group.found.append(one)
+        return ""
+
+
+def _broken(group: _Group, why: str) -> GroupFetched:
+    return GroupFetched(request=group.request, trajectories=(), why=why)
+
+
+def _lost(group: _Group, error: Exception) -> list[GroupFetched]:
+    """Raises a BusError: those of one group were taken before, others are the role's."""
+    if isinstance(error, BusError):
+        raise error
+    return [_broken(group, reason(error))]

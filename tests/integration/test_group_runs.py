@@ -1,0 +1,117 @@
+"""Runs whose answers are scored together: processes are real, a worker dies while it scores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.schemas.control import GroupScored, StepCommitted, TrajectoriesLogged
+from dora_pipe.schemas.rounds import ScoreGroup
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from tests.support.user_run import assert_clean, call, facts, furnish, start, until
+
+pytest.importorskip("torch")
+
+RANK = """
+import os
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def score(row, text):
+    return min(1.0, text.count(row["answer"]) / 3)
+
+
+def rank(row, completions):
+    mark = HERE / "scoring"
+    if not mark.exists():
+        (HERE / "scoring.new").write_text(str(os.getppid()))
+        (HERE / "scoring.new").rename(mark)
+        time.sleep(60)
+    order = sorted(len(one.text) for one in completions)
+    with (HERE / "seen").open("a") as seen:
+        seen.write(f"{len(completions)}\\n")
+    return [order.index(len(one.text)) / len(order) for one in completions]
+"""
+TOGETHER = 'rewards = [{use = "judge:score"}, {use = "judge:rank", weight = 0.5, group = true}]'
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A user's folder whose reward has a part of one answer and a part of all of a prompt's."""
+    furnish(tmp_path)
+    config = (tmp_path / "config.toml").read_text()
+    config = config.replace('reward = "judge:score"', f"{TOGETHER}\nreward_timeout_s = 90.0")
+    (tmp_path / "config.toml").write_text(config.replace("slots = 8", "slots = 3"))
+    (tmp_path / "judge.py").write_text(RANK)
+    return tmp_path
+
+
+def records(place: Path) -> dict[str, float | None]:
+    """The rewards that records have alone."""
+    with opened(str(place / "runs" / "tiny")) as run:
+        found = records_of(run.bus, ends_of(run.bus, run.topics.trajectories))
+        return {
+            one.trajectory: one.reward
+            for one in (decode_trajectory(record.value) for record in found)
+        }
+
+
+@pytest.mark.slow
+def test_siblings_of_two_workers_are_scored_by_one_and_by_another_when_that_is_killed(
+    place: Path,
+) -> None:
+    running = start(place, "run", "config.toml")
+    until(lambda: (place / "scoring").exists())
+    os.kill(int((place / "scoring").read_text()), signal.SIGKILL)
+    assert running.wait(240) == 0, (place / "said").read_text()
+    assert_clean(place, "tiny")
+
+    with opened(str(place / "runs" / "tiny")) as run:
+        decided = [one for at in read_rounds(run.bus, run.topics) for one in at.round.decisions]
+    asked = [one for one in decided if isinstance(one, ScoreGroup)]
+    control = list(facts(place, "tiny"))
+    scored = {one.group: one for one in control if isinstance(one, GroupScored)}
+    assert any(one.attempt == 2 for one in asked), "nobody was asked again"
+    assert all(not one.error for one in scored.values())
+
+    by: dict[str, set[str]] = defaultdict(set)
+    for one in control:
+        if isinstance(one, TrajectoriesLogged):
+            for entry in one.trajectories:
+                by[entry.trajectory.rpartition("-")[0]].add(one.worker)
+    assert any(len(workers) == 2 for workers in by.values()), "no group was spread"
+
+    alone = records(place)
+    steps = [one for one in control if isinstance(one, StepCommitted)]
+    assert len(steps) == 3
+    for group in (group for step in steps for group in step.groups):
+        answer = {one.trajectory: one for one in scored[group.group].siblings}
+        assert group.rewards == {name: one.reward for name, one in answer.items()}
+        assert len(answer) == 4
+        for name, one in answer.items():
+            assert one.reward == (alone[name] or 0.0) + 0.5 * one.parts["rank"]
+    assert {line for line in (place / "seen").read_text().split() if line != "1"} == {"4"}
+
+    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
+    assert call(place, "replay", "tiny", "--rewards") == 0, (place / "said").read_text()
+    (place / "said").write_text("")
+    name = next(iter(answer))
+    assert call(place, "show", "tiny", name) == 0
+    said = (place / "said").read_text()
+    assert "scored together" in said and "rank" in said
+    (place / "said").write_text("")
+    query = "select reward, group_parts from trajectories where group_parts is not null"
+    assert call(place, "sql", "tiny", query, "--json") == 0
+    rows = [json.loads(line) for line in (place / "said").read_text().splitlines()]
+    assert rows and all("rank" in row["group_parts"] for row in rows)

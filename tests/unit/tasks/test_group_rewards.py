@@ -1,0 +1,192 @@
+"""Rewards of groups: what their functions are given, and how they join those of one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.config.load import from_plain
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.rewards.registry import Rewards, open_rewards
+from dora_pipe.producers.tasks.messages import NoAnswer
+from dora_pipe.producers.tasks.port import Completion, Reward, Row, Split, Task
+from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.server import scored_together
+
+HERE = __name__
+ROW = {"prompt": "6 * 7 =", "answer": "42"}
+SAID = tuple(Completion(text=text, turns=(text,)) for text in ("42", "forty two", "7"))
+
+
+def shortest(row: Row, completions: Sequence[Completion]) -> list[float]:
+    least = min(len(one.text) for one in completions)
+    return [float(len(one.text) == least) for one in completions]
+
+
+def named(
+    *, texts: list[str], answer: str, completions: Any, row: Row, add: float = 0.0
+) -> list[Reward]:
+    assert completions is SAID and row is ROW
+    return [Reward(value=add + (text == answer), parts={"inner": 1.0}) for text in texts]
+
+
+async def slow(row: Row, answers: Sequence[Completion]) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(place) for place, _ in enumerate(answers)]
+
+
+def short_of_one(row: Row, completions: Any) -> list[float]:
+    return [1.0]
+
+
+def misnamed(completionz: Any) -> list[float]:
+    return []
+
+
+class Scored:
+    """Made once with its options."""
+
+    def __init__(self, times: float) -> None:
+        self.times = times
+
+    def __call__(self, texts: list[str]) -> list[float]:
+        return [self.times * len(text) for text in texts]
+
+
+def rewards(*uses: model.RewardUse) -> Rewards:
+    return open_rewards(model.Task(kind="dataset", rewards=uses))
+
+
+def of_group(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
+    return model.RewardUse(use=f"{HERE}:{name}", weight=weight, options=options, group=True)
+
+
+def asked(found: Any) -> Any:
+    async def wait() -> Any:
+        return await found
+
+    return asyncio.run(wait()) if inspect.isawaitable(found) else found
+
+
+@pytest.mark.parametrize(
+    ("use", "values"),
+    [
+        (of_group("shortest", 0.5), [0.0, 0.0, 0.5]),
+        (of_group("named", 2.0, add=0.25), [2.5, 0.5, 0.5]),
+        (of_group("slow"), [0.0, 1.0, 2.0]),
+        (of_group("Scored", 0.1, times=10.0), [2.0, 9.0, 1.0]),
+    ],
+    ids=["by place", "by name", "async", "class"],
+)
+def test_a_function_of_groups_gives_a_number_per_answer(
+    use: model.RewardUse, values: list[float]
+) -> None:
+    found = asked(rewards(use).score_group(ROW, SAID))
+    assert [one.value for one in found] == pytest.approx(values)
+    assert [one.parts[use.called] * use.weight for one in found] == pytest.approx(values)
+
+
+def test_those_of_one_answer_are_asked_apart_and_without_any_it_is_0() -> None:
+    both = rewards(model.RewardUse(use="exact"), of_group("shortest"))
+    alone = asked(both.score(ROW, SAID[0]))
+    assert (alone.value, alone.raw, alone.parts) == (1.0, 1.0, {"exact": 1.0})
+    assert [set(one.parts) for one in asked(both.score_group(ROW, SAID))] == [{"shortest"}] * 3
+    none = asked(rewards(of_group("shortest")).score(ROW, SAID[0]))
+    assert (none.value, none.raw, none.parts) == (0.0, None, {})
+
+
+def test_parts_within_a_part_stand_behind_its_name() -> None:
+    (first, *_) = asked(rewards(of_group("named")).score_group(ROW, SAID))
+    assert first.parts == {"named": 1.0, "named.inner": 1.0}
+
+
+def test_too_few_numbers_are_named() -> None:
+    with pytest.raises(ValueError, match="`short_of_one` gave 1 for 3 completions"):
+        rewards(of_group("short_of_one")).score_group(ROW, SAID)
+
+
+def test_a_parameter_that_is_none_of_a_group_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="parameter `completionz`"):
+        rewards(of_group("misnamed")).score_group(ROW, SAID)
+
+
+def test_rewards_of_the_package_are_of_one_answer() -> None:
+    plain = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "task": {"kind": "dataset", "data": "x", "rewards": [{"use": "exact", "group": True}]},
+    }
+    with pytest.raises(ConfigError, match="`exact` scores one answer"):
+        from_plain(plain)
+
+
+class Ranks(Task):
+    """Has nothing to say of one answer."""
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return [ROW]
+
+    def prompt(self, row: Row) -> str:
+        return str(row["prompt"])
+
+    def score_group(self, row: Row, completions: Sequence[Completion]) -> Sequence[float]:
+        return shortest(row, completions)
+
+
+class Deaf(Task):
+    """Takes a scorer, and asks it of nothing."""
+
+    def __init__(self, reward: Rewards) -> None:
+        self.asked = reward
+
+
+def test_a_task_may_have_a_score_group_alone() -> None:
+    task = open_task(model.Task(kind=f"{HERE}:Ranks"))
+    assert task.scores_groups() and not Task().scores_groups()
+    assert task.score(ROW, SAID[0]) == 0.0
+    with pytest.raises(NotImplementedError):
+        Task().reward(ROW, "", ())
+
+
+def test_a_task_that_does_not_pass_rewards_of_groups_on_is_refused() -> None:
+    task = model.Task(kind=f"{HERE}:Deaf", rewards=(of_group("shortest"),))
+    with pytest.raises(ConfigError, match="asks no reward of groups"):
+        open_task(task)
+
+
+def test_a_reward_that_is_not_of_groups_is_digested_as_before_there_were_any() -> None:
+    use = model.RewardUse(use="exact", weight=0.5)
+    (text,) = [one for one in rewards(use).sources() if isinstance(one, str)]
+    assert text == '{"name":"","options":{},"use":"exact","weight":0.5}'
+    plain = of_group("Scored", times=1.0)
+    digests = {
+        reward_digest(open_task(model.Task(kind="dataset", data="x", rewards=(one,))))
+        for one in (of_group("Scored", times=1.0), msgspec.structs.replace(plain, group=False))
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (3.0, "gave float, not a number per completion"),
+        ("12", "gave str"),
+        ([1.0], "gave 1 numbers for 2 completions"),
+        ([1.0, float("nan")], "is nan"),
+        ([1.0, "x"], "not a number"),
+    ],
+)
+def test_what_is_no_answer_of_score_group_is_named(found: object, said: str) -> None:
+    with pytest.raises(NoAnswer, match=said):
+        scored_together("g/1", found, 2)
+
+
+def test_rewards_and_numbers_may_be_mixed() -> None:
+    answer = scored_together("g/1", iter([1, Reward(value=0.5, parts={"a": 2.0})]), 2)
+    assert (answer.rewards, answer.parts) == ((1.0, 0.5), ({}, {"a": 2.0}))

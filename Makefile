@@ -167,13 +167,14 @@ OBJECTIVES := .venv-objectives
 OBJECTIVES_WANTED = $$(sha256sum < requirements/objectives.txt | cut -c1-16)
 .PHONY: test-objectives
 
-test-objectives: setup ## The objectives against trl's and verl's (300 MB beside .venv)
+test-objectives: setup ## The objectives against trl's and verl's, and trl's chat templates (300 MB beside .venv)
 	@if [ "$$(cat $(OBJECTIVES)/.stamp 2>/dev/null)" != "$(OBJECTIVES_WANTED)" ]; then \
 	  echo "objectives: $(OBJECTIVES), packages of requirements/objectives.txt checked by their hashes" >&2; \
 	  rm -rf $(OBJECTIVES); \
 	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(OBJECTIVES) -r requirements/objectives.txt; \
 	  echo "$(OBJECTIVES_WANTED)" > $(OBJECTIVES)/.stamp; fi
 	@PYTHONPATH=$(OBJECTIVES) $(BIN)/pytest -q -W default tests/objectives_reference $(ARGS)
+	@$(BIN)/pytest -q -m slow tests/unit/chat/test_families.py -k trl
 
 # Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
 AXE := axe-core@4.14.1

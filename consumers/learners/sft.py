@@ -86,7 +86,7 @@ class SftResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class PackedRow:
     """Examples that stand in one row, one after the other."""
 
     examples: tuple[Example, ...]
@@ -219,19 +219,19 @@ def _order(count: int, seed: int) -> Iterator[int]:
         yield from fresh
 
 
-def rows_of(examples: Sequence[Example], *, packing: bool, context_tokens: int) -> list[_Row]:
+def rows_of(examples: Sequence[Example], *, packing: bool, context_tokens: int) -> list[PackedRow]:
     """The rows of a batch: one example each, or as many as fit, longest first into the first row
     that has room (first fit decreasing: at most 11/9 of the fewest rows, and 1)."""
     if not packing:
-        return [_Row((one,)) for one in examples]
-    rows: list[_Row] = []
+        return [PackedRow((one,)) for one in examples]
+    rows: list[PackedRow] = []
     for one in sorted(examples, key=lambda one: -len(one.token_ids)):
         for place, row in enumerate(rows):
             if row.tokens + len(one.token_ids) <= context_tokens:
-                rows[place] = _Row((*row.examples, one))
+                rows[place] = PackedRow((*row.examples, one))
                 break
         else:
-            rows.append(_Row((one,)))
+            rows.append(PackedRow((one,)))
     return rows
 
 
@@ -257,7 +257,7 @@ def _step(
     return total if math.isfinite(norm) else norm
 
 
-def _passage(rows: Sequence[_Row], micro: MicroBatch) -> Passage:
+def _passage(rows: Sequence[PackedRow], micro: MicroBatch) -> Passage:
     """The rows of one pass. Nothing predicts the first token of an example."""
     parts = [
         (
@@ -284,13 +284,13 @@ def _need_apart(model: TorchModel, examples: Sequence[Example]) -> None:
     if len(pair) < 2:
         return
     with torch.no_grad():
-        together = model.logprobs(_whole(_Row(tuple(pair))))[-pair[1].counted :]
-        alone = model.logprobs(_whole(_Row((pair[1],))))
+        together = model.logprobs(_whole(PackedRow(tuple(pair))))[-pair[1].counted :]
+        alone = model.logprobs(_whole(PackedRow((pair[1],))))
     if not torch.allclose(together, alone, rtol=0.0, atol=APART):
         raise PolicyError(
             "this model lets the examples of a packed row see each other", hint="--no-packing"
         )
 
 
-def _whole(row: _Row) -> Passage:
+def _whole(row: PackedRow) -> Passage:
     return _passage([row], MicroBatch(rows=(0,), width=row.tokens))

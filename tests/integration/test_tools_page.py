@@ -19,7 +19,7 @@ def config(folder: Path, kind: str) -> model.Task:
     (folder / "sums.py").write_text(BLOCKS[0])
     (folder / "judged.py").write_text(BLOCKS[1])
     (folder / "rows.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
-    task = model.Task(kind=kind, directory=str(folder), retries_max=0)
+    task = model.Task(kind=kind, directory=str(folder), retries_max=0, tool_timeout_s=1.0)
     if kind == "jsonl":
         return replace(task, data=str(folder / "rows.jsonl"), reward="judged:score")
     return task
@@ -34,7 +34,7 @@ def test_the_tools_of_the_page_are_told_and_called(tmp_path: Path) -> None:
         ready = ask(pool, prompt("a", 3))
         assert isinstance(ready, PromptReady)
         assert ready.messages[0]["content"] == "What is 5 * 7?"
-        first, second = (one["function"] for one in ready.tools)
+        first, second, _ = (one["function"] for one in ready.tools)
         assert first["parameters"]["properties"]["sign"]["enum"] == ["*", "+", "-", "/"]
         assert (second["name"], second["description"]) == ("look_up", "Look a word up.")
         calls = (
@@ -42,6 +42,8 @@ def test_the_tools_of_the_page_are_told_and_called(tmp_path: Path) -> None:
             call("look_up", word="go"),
             call("calculate", a=1, sign="/", b=0),
             call("lookup", word="go"),
+            call("wait", seconds=0),
+            call("wait", seconds=3600),
         )
         seen = ask(pool, EnvStep(request="a", turn=Turn(text="", tool_calls=calls)))
         assert isinstance(seen, EnvObserved)
@@ -50,6 +52,8 @@ def test_the_tools_of_the_page_are_told_and_called(tmp_path: Path) -> None:
             "go: a word",
             "error: ZeroDivisionError: float division by zero",
             "error: there is no tool `lookup`: did you mean `look_up`?",
+            "waited",
+            "error: timed out after 1 s",
         ]
         assert ask(pool, score("a", "It is 35.", 3)) == Rewarded(
             request="a", reward=1.0, raw=None, parts={}

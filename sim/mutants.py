@@ -25,7 +25,7 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
 from dora_pipe.orchestrator import apply_control as rules_control
 from dora_pipe.orchestrator import apply_decision as rules_decision
-from dora_pipe.orchestrator import fold, hosting, machine, staleness
+from dora_pipe.orchestrator import curriculum, fold, hosting, machine, staleness
 from dora_pipe.orchestrator import state_ops as transitions
 from dora_pipe.orchestrator.apply_decision import pinned, train_spec
 from dora_pipe.orchestrator.curriculum import NextRow
@@ -374,6 +374,18 @@ def _chain_without_control(patches: Patches) -> None:
     patches.put(machine, "fold_bytes", lambda offset, value: b"")
 
 
+def _weights_stay(patches: Patches) -> None:
+    """Rows are drawn by the weights of the first version that an orchestrator met."""
+
+    def count(state: State) -> None:
+        kept = dict(state.weights)
+        right(state)
+        state.weights.update(kept)
+
+    right = curriculum.new_version
+    patches.everywhere(right, count)
+
+
 def _untouched(patches: Patches) -> None:
     patches.put(State, "_touch_leaves", lambda self, worker: None)
 
@@ -415,6 +427,7 @@ _ALL: Final = (
     ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
     ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
     ("chain-without-control", "the chain leaves control out", _chain_without_control),
+    ("weights-stay", "rows are drawn by weights of an older version", _weights_stay),
     ("untouched", "the digest does not see that a worker has changed", _untouched),
 )
 

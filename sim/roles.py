@@ -25,6 +25,7 @@ from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Machine, Runtime
 from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.orchestrator.curriculum import Samplers, has_curriculum
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.engines.registry import capabilities
@@ -48,6 +49,8 @@ HOST: Final = "sim"
 DATASET: Final = sha256_hex(b"train rows")
 EVAL_DATASET: Final = sha256_hex(b"eval rows")
 ROWS: Final = 40
+FEW_ROWS: Final = 6
+"""Of a run some of whose tasks have a curriculum: every row has to come again."""
 EVAL_ROWS: Final = 3
 
 
@@ -106,7 +109,7 @@ def run_started(
         config=plain,
         config_digest=config_digest(plain),
         dataset_digest=DATASET,
-        dataset_rows=ROWS,
+        dataset_rows=_rows(config),
         eval_digest=EVAL_DATASET,
         eval_rows=EVAL_ROWS,
         datasets={name: one for name, one in data_of(config).items() if "/" in name},
@@ -129,11 +132,15 @@ def data_of(config: Config) -> dict[str, DataSet]:
     found: dict[str, DataSet] = {}
     for source in turns_by_source(config):
         train = source.startswith("train")
-        digest, rows = (DATASET, ROWS) if train else (EVAL_DATASET, EVAL_ROWS)
+        digest, rows = (DATASET, _rows(config)) if train else (EVAL_DATASET, EVAL_ROWS)
         if "/" in source:
             digest, rows = sha256_hex(source.encode()), rows + len(found) + 1
         found[source] = DataSet(digest=digest, rows=rows)
     return found
+
+
+def _rows(config: Config) -> int:
+    return FEW_ROWS if any(has_curriculum(one) for one in config.tasks) else ROWS
 
 
 def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Started:
@@ -158,6 +165,7 @@ def _orchestrator(site: Site) -> Started:
         instance=Instance(name=f"o{site.number}", host=HOST, pid=1, package="0"),
         meter=site.meter,
         run_started=site.run_started,
+        samplers=Samplers.load(site.config),
     )
     return Started(machine=machine, writer=writer)
 

@@ -98,6 +98,9 @@ SEVERAL_SHARE: Final = 0.25
 TOGETHER_SHARE: Final = 0.25
 """Of seeds some tasks of which have a reward of groups."""
 
+CURRICULUM_SHARE: Final = 0.25
+"""Of seeds some of whose tasks draw their rows, or skip those that are solved."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -137,7 +140,8 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
     config = _config(chance, seed, steps, crowded=slow > 1)
     keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
     store = msgspec.structs.replace(config.store, keep_every=keep_every)
-    config = _together(seed, _several(seed, msgspec.structs.replace(config, store=store)))
+    config = _several(seed, msgspec.structs.replace(config, store=store))
+    config = _curriculum(seed, _together(seed, config))
     names = sorted(FAULTS)
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
@@ -249,6 +253,25 @@ def _together(seed: int, config: Config) -> Config:
         for one in config.tasks
     ]
     return msgspec.structs.replace(config, task=first, more_tasks=tuple(more))
+
+
+def _curriculum(seed: int, config: Config) -> Config:
+    """The same with a sampler or a window, or both, for its tasks, in one of four seeds; drawn
+    apart."""
+    chance = Random(f"dora-pipe sim curriculum {seed}")
+    if chance.random() >= CURRICULUM_SHARE:
+        return config
+    tasks = [
+        msgspec.structs.replace(
+            task,
+            sampler=chance.choice(("", "dora_pipe.sim.parts:weights")),
+            drop_solved=chance.choice((None, 0.5, 1.0)),
+            drop_solved_of=chance.choice((1, 2)),
+        )
+        for task in config.tasks
+    ]
+    more = tuple(tasks[1:]) or msgspec.UNSET
+    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
 
 
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:

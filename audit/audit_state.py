@@ -38,6 +38,7 @@ from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.group_ledger import Sums
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import Cursor
+from dora_pipe.audit.row_ledger import RowLedger
 from dora_pipe.audit.version_residency import Hosting
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError
@@ -102,6 +103,7 @@ _SAVED: Final[dict[str, Any]] = {
     "ledger.legality.attempt": int,
     "ledger.legality.in_force": EffectiveConfig | None,
     "ledger.legality.ordinals": dict[str, int],
+    "ledger.legality.rows": RowLedger,
     "fold.digests": int,
     "fold.plans": int,
     "fold.planner": str,

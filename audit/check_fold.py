@@ -158,17 +158,20 @@ class FoldCheck:
             return None
         if self._samplers is None:
             self._samplers = _loaded(state.config)
-        for name, source in state.samplers.items():
-            if self._samplers.sources.get(name) != source:
-                there = "is another one" if name in self._samplers.sources else "is not there"
-                note = f"sampler {name} (sha256 {source[:12]}) {there}: no rows were drawn again"
-                if note not in self._findings.notes:
-                    self._findings.notes.append(note)
         if self._samplers.sources == state.samplers:
             return self._samplers
         specs = [one.spec for one in round_.decisions if isinstance(one, Dispatch)]
         rows = {one.ordinal: one.index for one in specs if one.purpose == "train"}
+        if rows:
+            self._note_sources(state, self._samplers)
         return Samplers(recorded=rows)
+
+    def _note_sources(self, state: State, here: Samplers) -> None:
+        for name, source in state.samplers.items():
+            there = "is another one" if name in here.sources else "is not there"
+            note = f"sampler {name} (sha256 {source[:12]}) {there} here: no rows were drawn again"
+            if here.sources.get(name) != source and note not in self._findings.notes:
+                self._findings.notes.append(note)
 
     def _fold_again(self) -> None:
         """The state by the recorded decisions alone. Raises InvariantBroken."""

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, WorkerEntry
+from dora_pipe.audit.row_ledger import RowLedger
 from dora_pipe.config.model import Config, Task
+from dora_pipe.orchestrator.curriculum import SKIPPED_MAX
 from dora_pipe.schemas import identity
 from dora_pipe.schemas.batch import deadline_of
 from dora_pipe.schemas.control import (
@@ -62,6 +64,7 @@ class Legality:
         """The configuration as it stands after the last record; None before `run started`."""
         self.ordinals: Counter[str] = Counter()
         """Dispatches by purpose, and of tasks with a name by source; rows skipped, by source."""
+        self.rows = RowLedger()
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
         """A round is written under the newest role epoch that an orchestrator announced.
@@ -96,8 +99,13 @@ class Legality:
 
     def sibling_ended(self, group: GroupEntry) -> None:
         """A sibling of an open group was logged or failed for good."""
-        if self.in_force is not None:
-            self.bound.settle(group, outlook_of(group, self.in_force.config.groups))
+        if self.in_force is None:
+            return
+        config = self.in_force.config
+        outlook = outlook_of(group, config.groups)
+        self.bound.settle(group, outlook)
+        if group.spec.purpose == "train" and outlook in ("finished", "filtered"):
+            self.rows.ended(group, config)
 
     def counts(self, fact: StepCommitted) -> bool:
         """Whether a commit counts: not if its batch had been ended before it came.
@@ -125,6 +133,7 @@ class Legality:
             self._findings.add("steps", who, message, expected=expected, found=found)
         for taken in fact.groups:
             bound.remove(taken.group)
+        self.rows.committed()
         if fact.step >= bound.version:
             bound.version, bound.training, self.attempt = fact.step + 1, None, 1
 
@@ -190,6 +199,8 @@ class Legality:
             self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
             return
         check_spec(decision, self.ordinals, self._ledger, in_force.config)
+        if why := self._why_not_row(decision, in_force.config):
+            self._wrong(spec.group, f"is dispatched in round {at.round} in another's turn: {why}")
         self.ordinals.update({spec.purpose, spec.source})
         if decision.skipped:
             self.ordinals[_skipped(spec)] += len(decision.skipped)
@@ -198,6 +209,20 @@ class Legality:
         if why := self.bound.why_not_admit(spec.deadline, in_force):
             self._wrong(spec.group, f"is dispatched in round {at.round} against the bound: {why}")
         self.bound.add(spec)
+
+    def _why_not_row(self, decision: Dispatch, config: Config) -> str:
+        """What forbids this row, and to skip those that it skips."""
+        started, spec = self._ledger.started, decision.spec
+        data = started and started.data(spec.source)
+        task = next((one for one in config.tasks if one.name == spec.task), None)
+        if spec.purpose == "eval" or not started or not data or task is None:
+            return ""
+        place = self.ordinals[spec.source] + self.ordinals[_skipped(spec)]
+        turns = (
+            identity.prompt_index(started.seed, place + one, data.rows)[1]
+            for one in range(min(data.rows, SKIPPED_MAX))
+        )
+        return self.rows.why_not(decision, task, turns)
 
     def _place(self, decision: PlacedRequest, where: str) -> None:
         who, name, accounts = decision.trajectory, decision.spec.group, self._ledger.accounts

@@ -374,6 +374,18 @@ def _chain_without_control(patches: Patches) -> None:
     patches.put(machine, "fold_bytes", lambda offset, value: b"")
 
 
+def _counted_at_once(patches: Patches) -> None:
+    """What a group has come to decides about rows before the next version is there."""
+
+    def note(state: State, group: Group) -> None:
+        right(state, group)
+        for source in state.curricula:
+            curriculum.take_in(state, source)
+
+    right = curriculum.note_ended
+    patches.everywhere(right, note)
+
+
 def _weights_stay(patches: Patches) -> None:
     """Rows are drawn by the weights of the first version that an orchestrator met."""
 
@@ -427,6 +439,7 @@ _ALL: Final = (
     ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
     ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
     ("chain-without-control", "the chain leaves control out", _chain_without_control),
+    ("counted-at-once", "rewards of rows are newer than the version", _counted_at_once),
     ("weights-stay", "rows are drawn by weights of an older version", _weights_stay),
     ("untouched", "the digest does not see that a worker has changed", _untouched),
 )

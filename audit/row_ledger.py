@@ -1,0 +1,72 @@
+"""What rows of the data have come to, where those that are solved are skipped.
+
+Written a second time, from the log alone: which rows a dispatch skips, and that it is of one which
+is not solved, follows from the groups that had ended when the newest version was committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import fsum
+
+from dora_pipe.audit.entries import GroupEntry
+from dora_pipe.config.model import Config, Task
+from dora_pipe.orchestrator.curriculum import HELD_BATCHES
+from dora_pipe.schemas.rounds import Dispatch
+
+
+@dataclass(slots=True, kw_only=True)
+class RowLedger:
+    """Mean rewards of groups by row, as `train/math#17`, the oldest first."""
+
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    """Of the last groups that count, as many as the window looks at."""
+    held: dict[str, list[tuple[str, float, int]]] = field(default_factory=dict)
+    """By source, what does not count yet: row, mean reward, how many groups its window looks at."""
+
+    def ended(self, group: GroupEntry, config: Config) -> None:
+        """All siblings of a training group have ended, enough of them with a reward."""
+        spec = group.spec
+        task = next(one for one in config.tasks if one.name == spec.task)
+        if task.drop_solved is None:
+            return
+        found = (group.reward_of(one.fact) for one in group.results)
+        rewards = [one for one in found if one is not None]
+        mean = fsum(rewards) / len(rewards)
+        held = self.held.setdefault(spec.source, [])
+        held.append((f"{spec.source}#{spec.index}", mean, task.drop_solved_of))
+        if len(held) == HELD_BATCHES * config.groups.per_step:
+            self._count(spec.source)
+
+    def committed(self) -> None:
+        """A version is there: what ended before it counts."""
+        for source in list(self.held):
+            self._count(source)
+
+    def _count(self, source: str) -> None:
+        for row, reward, of in self.held.pop(source):
+            self.rewards[row] = [*self.rewards.get(row, []), reward][-of:]
+
+    def why_not(self, decision: Dispatch, task: Task, turns: Iterable[int]) -> str:
+        """What forbids to skip these rows for this one; empty when nothing does.
+
+        `turns`: the rows whose turn it is, in order, of which all but the last may be skipped.
+        """
+        spec = decision.spec
+        if task.drop_solved is None or task.sampler:
+            return "it skips rows without a window" if decision.skipped else ""
+        strange = [one for one in decision.skipped if not self._solved(task, spec.source, one)]
+        if strange:
+            return f"row {strange[0]} is skipped and not solved"
+        if not self._solved(task, spec.source, spec.index):
+            return ""
+        others = (one for one in turns if not self._solved(task, spec.source, one))
+        if decision.skipped or (other := next(others, None)) is not None:
+            return f"row {spec.index} is solved" + ("" if decision.skipped else f", {other} is not")
+        return ""
+
+    def _solved(self, task: Task, source: str, row: int) -> bool:
+        found = self.rewards.get(f"{source}#{row}", [])
+        assert task.drop_solved is not None
+        return len(found) == task.drop_solved_of and min(found) >= task.drop_solved

@@ -257,6 +257,9 @@ class RecordCheck:
         )
         self._dispatched(who, _OF_VALUE, wanted, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
+        self._same("records", who, "answer", logged.fact.answer, content.answer)
+        if logged.fact.parts:  # Logs from before control repeated them have none.
+            self._same("records", who, "reward parts", logged.fact.parts, content.parts)
         self._versions(content, versions, logged, group)
 
     def _versions(

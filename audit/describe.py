@@ -24,6 +24,7 @@ from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.control import error_class
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Times, Trajectory
@@ -142,6 +143,11 @@ class _Describer:
         if group is None:
             return {"group": name}
         rewards = [group.reward_of(one.fact) for one in group.results]
+        errors = [
+            error_class(one.fact.error)
+            for one, reward in zip(group.results, rewards, strict=True)
+            if reward is None
+        ]
         return {
             "group": name,
             "version": group.spec.version,
@@ -149,6 +155,7 @@ class _Describer:
             "staleness": staleness_of(step, group.spec.version),
             "row": group.spec.index,
             "rewards": " ".join("-" if one is None else f"{one:g}" for one in rewards),
+            **({"no reward": " ".join(errors)} if errors else {}),
             "tokens": group.tokens,
         }
 
@@ -246,6 +253,7 @@ class _Describer:
                 "reward": trajectory.reward,
                 "reward error": meta.reward_error,
                 "reward parts": msgspec.json.encode(meta.reward_parts).decode(),
+                "answer": meta.reward_answer or None,
                 "finish": meta.finish,
                 "error": meta.error,
                 "tokens": f"{len(trajectory.token_ids)} ({trajectory.sampled} sampled)",

@@ -26,7 +26,7 @@ from dora_pipe.audit.reading import EMPTY_POLLS_MAX, gc_paused, wait_after
 from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, DoraError, SchemaError
-from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import matches, parse_headers
@@ -51,6 +51,9 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int
     sampled: tuple[Segment, ...]
     weights: tuple[Sampler, ...]
+    answer: str = ""
+    parts: dict[str, float] = {}
+    """Those that control repeats."""
 
     @property
     def versions(self) -> list[int]:
@@ -150,6 +153,8 @@ def _content(seen: Described) -> Content:
         version=seen.version,
         sampled=tuple([one for one in seen.segments if one.kind == "model"]),
         weights=meta.weights,
+        answer=meta.reward_answer,
+        parts=parts_in_control(meta.reward_parts),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.evaluations import Interval, evaluations_of
 from dora_pipe.config.model import Config, Sampling
 from dora_pipe.core.errors import ResourceError
 
@@ -72,16 +73,21 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
         parts += ["\n## The last step\n", _table(("setting", "value"), _settings(step))]
         figures = json.loads(step["figures"])
         parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in figures.items()])]
-    evaluated = [
-        (row.get("evaluation") or "-", row["version"], f"{row['reward']:.4f}", row["trajectories"])
-        for row in catalogue.records("select * from evaluations where reward is not null")
-        if row["version"] in (0, version)
+    evaluated = evaluations_of(catalogue, json.loads(run["config"]), versions=(0, version))
+    rows = [
+        (one.evaluation or "-", one.version, name, f"{value.value:.4f}", _between(value))
+        for one in evaluated
+        for name, value in one.figures.items()
     ]
-    if evaluated:
-        columns = ("evaluation", "version", "mean reward", "trajectories")
-        parts += ["\n## Evaluation\n", _table(columns, evaluated)]
+    if rows:
+        columns = ("evaluation", "version", "figure", "value", "95 % interval over prompts")
+        parts += ["\n## Evaluation\n", _table(columns, rows)]
     parts += ["\n## Made again\n", *_made_again(name, version)]
     return "\n".join(parts) + "\n"
+
+
+def _between(one: Interval) -> str:
+    return f"{one.low:.4f} to {one.high:.4f}"
 
 
 def _origin(

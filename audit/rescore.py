@@ -218,6 +218,8 @@ class _Again:
             ("reward", one.reward, event.reward),
             ("raw reward", meta.reward_raw, event.raw),
             ("reward's parts", dict(meta.reward_parts), dict(event.parts)),
+            # Records from before rewards said it have none.
+            ("answer", meta.reward_answer, event.answer if meta.reward_answer else ""),
         )
         said = (
             f"its {what} is {found!r}, recorded is {recorded!r}"

@@ -16,7 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded
+from dora_pipe.catalogue.evaluations import (
+    Evaluating,
+    EvaluationEnded,
+    Sample,
+    part_means,
+    samples_of,
+)
 from dora_pipe.catalogue.group_scores import note_end, note_scores
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
@@ -281,6 +287,15 @@ def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
     return [one.reward for one in results if one.reward is not None]
 
 
+def parts_by_task(groups: Iterable[GroupHistory]) -> dict[str, dict[str, float]]:
+    """The mean of every part of their rewards (`part_means`), by the name of the task."""
+    found: dict[str, list[Sample]] = {}
+    for group in groups:
+        found.setdefault(group.spec.task, []).extend(samples_of(group.results))
+    means = {task: part_means(own) for task, own in sorted(found.items())}
+    return {task: own for task, own in means.items() if own}
+
+
 def mean(values: Sequence[float]) -> float | None:
     """None of nothing."""
     return sum(values) / len(values) if values else None
@@ -437,7 +452,9 @@ class RunAccount:
         if self.started is None:
             return []
         group = ended.group
-        found = self._evaluating.ended(self.started, group.spec, group.rewards, ended.ended_ns)
+        found = self._evaluating.ended(
+            self.started, group.spec, samples_of(group.results), ended.ended_ns
+        )
         return [] if found is None else [found]
 
     def _taken(self, take: TakeBatch, round_: Round) -> list[Event]:

@@ -5,9 +5,11 @@ Rows of what has ended are made once and let go of; those of what is open when s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import quantiles
 from typing import Any, Final, TypeVar
+
+import msgspec
 
 from dora_pipe.catalogue.account import (
     Attempt,
@@ -23,6 +25,7 @@ from dora_pipe.catalogue.account import (
     WorkerGone,
     WorkerHistory,
     mean,
+    parts_by_task,
     rewards_of,
 )
 from dora_pipe.catalogue.evaluations import EvaluationEnded
@@ -354,6 +357,7 @@ def _step_row(event: StepEnded) -> StepRow:
         late=event.late,
         loss=fact.figures.get("loss"),
         grad_norm=fact.figures.get("grad_norm"),
+        reward_parts=_json(parts_by_task(event.groups)),
         figures=canonical(fact.figures).decode(),
         settings=canonical(fact.settings).decode(),
         contributions=fact.contributions.sha256,
@@ -426,6 +430,8 @@ def _trajectory_row(
         group_parts=parts_of(group, name),
         finish=None if logged is None else logged.finish,
         error_class=None if logged is None else error_class(logged.error) or None,
+        reward_answer=None if logged is None else logged.answer or None,
+        reward_parts=None if logged is None else _json(logged.parts),
     )
 
 
@@ -445,6 +451,11 @@ def _attempt_row(name: str, one: Attempt) -> AttemptRow:
         move_to=one.move_to or None,
         move_why=one.move_why or None,
     )
+
+
+def _json(values: Mapping[str, Any]) -> str | None:
+    """In their order; None of nothing."""
+    return msgspec.json.encode(values).decode() if values else None
 
 
 def _decile(ordered: list[int], tenths: int) -> int | None:

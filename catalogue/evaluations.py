@@ -1,4 +1,4 @@
-"""What an evaluation says of a policy: mean@k and pass@k with bootstrap intervals, from rewards.
+"""What an evaluation says of a policy: mean@k, pass@k and maj@k with bootstrap intervals.
 
 A prompt has k siblings; those without a valid reward are left out of its n. `mean@k` is the mean
 over prompts of the mean reward of each. `pass@j`, for j = 1, 2, 4, ... and k, is the mean over the
@@ -7,18 +7,23 @@ prompts with n >= j of
     1 - C(n - c, j) / C(n, j)
 
 of which c were successes (Chen et al., arXiv 2107.03374): the chance that one of j is one, without
-bias. A success is a reward of at least `evaluation.success`. An interval is that of 95 % of
+bias. A success is a reward of at least `evaluation.success`. `maj@j`, from j = 3 on, is what the
+majority of j answers is worth (`votes`), where a reward says which answer it read. `part/NAME` is
+the mean of a part of the reward, as mean@k is of the whole. An interval is that of 95 % of
 `RESAMPLES` means over as many prompts drawn with replacement, by a fixed seed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dora_pipe.schemas.control import RunStarted
+import msgspec
+
+from dora_pipe.catalogue.votes import VOTES_MIN, maj_at
+from dora_pipe.schemas.control import RunStarted, TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec
 
 if TYPE_CHECKING:
@@ -36,12 +41,35 @@ SUCCESS: Final = 1.0
 """As `evaluation.success` is where a run is older than the key."""
 
 QUERY: Final = """
-    select g.version, g.evaluation, g.task, g.size, list(t.reward order by t.trajectory_id)
+    select g.version, g.evaluation, g.task, g.size, t.reward, t.reward_answer,
+           t.reward_parts, g.group_id
     from groups g join trajectories t using (group_id)
     where g.fate = 'evaluated'
-    group by g.group_id, g.version, g.evaluation, g.task, g.size, g.ordinal
-    order by g.version, g.evaluation, g.ordinal
+    order by g.version, g.evaluation, g.ordinal, t.sibling
 """
+
+
+class Sample(NamedTuple):
+    """A sibling with a valid reward. Example: ``Sample(1.0, "42", {"math": 1.0})``."""
+
+    reward: float
+    answer: str = ""
+    parts: Mapping[str, float] = {}
+
+
+def samples_of(results: Iterable[TrajectoryLogged]) -> list[Sample]:
+    """Those of some records that have a valid reward."""
+    return [Sample(one.reward, one.answer, one.parts) for one in results if one.reward is not None]
+
+
+def part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of every part of their rewards; a sample without the part counts as 0, so that the
+    mean reward is the sum of weight times mean."""
+    names = dict.fromkeys(name for one in samples for name in one.parts)
+    return {
+        name: math.fsum(one.parts.get(name, 0.0) for one in samples) / len(samples)
+        for name in names
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +93,7 @@ class Evaluated:
     trajectories: int
     """Valid ones."""
     figures: Mapping[str, Interval]
-    """By name: `mean@4`, `pass@1`, `pass@2`, `pass@4`."""
+    """By name: `mean@4`, `pass@1`, `pass@2`, `pass@4`, `maj@4`, `part/math`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +107,7 @@ class EvaluationEnded:
     reward: float | None
     """Mean of its valid rewards; None where there is none."""
     figures: Mapping[str, float]
-    """`mean@k` and `pass@k`."""
+    """`mean@k`, `pass@k`, `maj@k`, `part/NAME`."""
 
 
 OPEN_MAX: Final = 32
@@ -87,18 +115,18 @@ OPEN_MAX: Final = 32
 
 
 class Evaluating:
-    """Rewards of prompts that were evaluated, until those of an evaluation are all of them."""
+    """Samples of prompts that were evaluated, until those of an evaluation are all of them."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str], list[tuple[int, list[float]]]] = {}
+        self._found: dict[tuple[int, str], list[tuple[int, list[Sample]]]] = {}
 
     def ended(
-        self, run: RunStarted, spec: GroupSpec, rewards: list[float], ended_ns: int
+        self, run: RunStarted, spec: GroupSpec, samples: list[Sample], ended_ns: int
     ) -> EvaluationEnded | None:
-        """A prompt with its valid rewards; the evaluation, if it was the last one."""
+        """A prompt with its valid samples; the evaluation, if it was the last one."""
         name, key = spec.evaluation, (spec.version, spec.evaluation)
         found = self._found.setdefault(key, [])
-        found.append((spec.ordinal, rewards))
+        found.append((spec.ordinal, samples))
         data = run.data(spec.source)
         prompts = section_of(run.config, name).get("prompts", 0)
         if len(found) != min(prompts, 0 if data is None else data.rows):
@@ -106,14 +134,14 @@ class Evaluating:
                 del self._found[min(self._found)]
             return None
         del self._found[key]
-        known = [one for _, own in found for one in own]
+        known = [one.reward for _, own in found for one in own]
         return EvaluationEnded(
             version=spec.version,
             evaluation=name,
             ended_ns=ended_ns,
             reward=sum(known) / len(known) if known else None,
             figures=figures_of(
-                [own for _, own in sorted(found)],
+                [own for _, own in sorted(found, key=lambda one: one[0])],
                 siblings=spec.size,
                 success=success_of(run.config, name),
             ),
@@ -131,24 +159,30 @@ def tries_of(siblings: int) -> list[int]:
 
 
 def by_prompt(
-    prompts: Sequence[Sequence[float]], *, siblings: int, success: float
+    prompts: Sequence[Sequence[Sample]], *, siblings: int, success: float
 ) -> dict[str, list[float]]:
-    """What each prompt's valid rewards say, by figure; a figure of no prompt is left out."""
+    """What each prompt's valid samples say, by figure; a figure of no prompt is left out."""
     known = [own for own in prompts if own]
-    found = {f"mean@{siblings}": [math.fsum(own) / len(own) for own in known]}
+    found = {f"mean@{siblings}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
+    votes = [[(one.answer, one.reward >= success) for one in own] for own in known]
+    said = any(answer for own in votes for answer, _ in own)
     for tries in tries_of(siblings):
+        enough = [own for own in votes if len(own) >= tries]
         found[f"pass@{tries}"] = [
-            pass_at(len(own), sum(one >= success for one in own), tries)
-            for own in known
-            if len(own) >= tries
+            pass_at(len(own), sum(won for _, won in own), tries) for own in enough
         ]
+        if said and tries >= VOTES_MIN:
+            found[f"maj@{tries}"] = [maj_at(own, tries) for own in enough]
+    parts = [part_means(own) for own in known]
+    for name in dict.fromkeys(name for own in parts for name in own):
+        found[f"part/{name}"] = [own.get(name, 0.0) for own in parts]
     return {name: values for name, values in found.items() if values}
 
 
 def figures_of(
-    prompts: Sequence[Sequence[float]], *, siblings: int, success: float
+    prompts: Sequence[Sequence[Sample]], *, siblings: int, success: float
 ) -> dict[str, float]:
-    """mean@k and pass@j over these prompts' valid rewards."""
+    """The figures over these prompts' valid samples."""
     found = by_prompt(prompts, siblings=siblings, success=success)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
@@ -167,8 +201,10 @@ def interval_of(values: Sequence[float]) -> Interval:
     return Interval(value=math.fsum(values) / len(values), low=low, high=high)
 
 
-def evaluations_of(tables: Catalogue, config: Mapping[str, Any]) -> list[Evaluated]:
-    """All evaluations of a run, also those that are under way, by version and name.
+def evaluations_of(
+    tables: Catalogue, config: Mapping[str, Any], versions: Collection[int] | None = None
+) -> list[Evaluated]:
+    """The evaluations of all or some versions, also those that are under way, by version and name.
 
     `config` is as `run started` has it. Raises ResourceError.
     """
@@ -186,17 +222,20 @@ def evaluations_of(tables: Catalogue, config: Mapping[str, Any]) -> list[Evaluat
                 ).items()
             },
         )
-        for (version, name, task, size), prompts in rewards_by_prompt(tables).items()
+        for (version, name, task, size), prompts in samples_by_prompt(tables).items()
+        if versions is None or version in versions
     ]
 
 
-def rewards_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list[list[float]]]:
-    """The valid rewards of each prompt, by version, evaluation, its task and siblings."""
-    found: dict[tuple[int, str, str, int], list[list[float]]] = {}
-    for version, name, task, size, rewards in tables.query(QUERY):
-        own = found.setdefault((version, name, task, size), [])
-        own.append([one for one in rewards if one is not None])
-    return found
+def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list[list[Sample]]]:
+    """The valid samples of each prompt, by version, evaluation, its task and siblings."""
+    found: dict[tuple[int, str, str, int], dict[str, list[Sample]]] = {}
+    for version, name, task, size, reward, answer, parts, group in tables.query(QUERY):
+        own = found.setdefault((version, name, task, size), {}).setdefault(group, [])
+        if reward is not None:
+            known = msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
+            own.append(Sample(reward, answer or "", known))
+    return {key: list(groups.values()) for key, groups in found.items()}
 
 
 def success_of(config: Mapping[str, Any], name: str) -> float:

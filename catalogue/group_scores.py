@@ -6,6 +6,8 @@ answer says.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +29,7 @@ def note_scores(group: GroupHistory, fact: GroupScored) -> None:
         return
     group.scores = fact
     for one in fact.siblings:
-        _count(group.requests[one.trajectory], one.reward)
+        _count(group.requests[one.trajectory], one.reward, one.parts)
 
 
 def note_end(group: GroupHistory, started: RunStarted) -> None:
@@ -44,6 +46,11 @@ def parts_of(group: GroupHistory, trajectory: str) -> str | None:
     return next((canonical(parts).decode() for parts in found), None)
 
 
-def _count(request: RequestHistory, reward: float | None) -> None:
-    if request.logged is not None and request.logged.reward is not None:
-        request.logged = msgspec.structs.replace(request.logged, reward=reward)
+def _count(
+    request: RequestHistory, reward: float | None, parts: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    logged = request.logged
+    if logged is not None and logged.reward is not None:
+        request.logged = msgspec.structs.replace(
+            logged, reward=reward, parts={**logged.parts, **parts}
+        )

@@ -169,6 +169,9 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
     late: Annotated[Small, "groups behind their deadline: C3 is broken where there is one"]
     loss: Annotated[float | None, "of the step"]
     grad_norm: Annotated[float | None, "of the step"]
+    reward_parts: Annotated[
+        str | None, Sql("JSON"), 'mean of every part of its rewards, by task (`""`: no name)'
+    ]
     figures: Annotated[str, Sql("JSON"), "all figures of the commit"]
     settings: Annotated[str, Sql("JSON"), "logged configuration keys that were in force"]
     digest_before: Annotated[str, "weights digest before it"]
@@ -227,6 +230,8 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
     ]
     finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`"]
     error_class: Annotated[str | None, "of why its reward is not valid: `TimedOut`, `ValueError`"]
+    reward_answer: Annotated[str | None, "what its reward read as its answer"]
+    reward_parts: Annotated[str | None, Sql("JSON"), "what its reward is made of, by name"]
 
 
 class AttemptRow(Row, frozen=True, kw_only=True, gc=False):

@@ -37,7 +37,7 @@ from dora_pipe.observe.text import duration, sparkline
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
-from dora_pipe.schemas.control import INFRASTRUCTURE
+from dora_pipe.schemas.control import by_fault
 
 CURVE_MAX: Final = 60
 """Characters of the reward's curve; steps next to each other share one where there are more."""
@@ -128,6 +128,7 @@ class Overview:
             "steps_planned": stats.steps_planned,
             "rewards": [one.reward for one in stats.steps],
             "task_rewards": [dict(one.task_rewards) for one in stats.steps],
+            "parts": [one.parts for one in stats.steps],
             "evaluation": next(
                 ({"version": one.version, "reward": one.reward} for one in evaluated), None
             ),
@@ -139,6 +140,8 @@ class Overview:
             "bound": stats.bound,
             "groups": dict(stats.fates),
             "errors": dict(stats.errors),
+            "faults": by_fault(stats.errors),
+            "step_errors": [dict(one.errors) for one in stats.steps],
             "waits": asdict(self.waits),
         }
 
@@ -179,7 +182,10 @@ def print_overview(found: Overview) -> None:
     emit_line()
     pairs = {"log": found.log, "task": _task(stats), "reward": _reward(list(stats.steps))}
     if stats.errors:
-        pairs["no reward"] = _errors(stats)
+        share = stats.errors.total() / max(1, stats.trajectories.total())
+        pairs["no reward"] = f"{share:.1%} of the trajectories; {_errors(stats.errors)}"
+    if stats.steps and stats.steps[-1].parts:
+        pairs["parts"] = _parts(stats.steps[-1])
     if stats.steps and stats.steps[-1].task_rewards:
         last = stats.steps[-1].task_rewards
         pairs["of tasks"] = ", ".join(f"{name} {value:.3f}" for name, value in last)
@@ -214,19 +220,24 @@ def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
         return
     shown = shown_evaluations(evaluations)
     figures = list(dict.fromkeys(name for one in shown for name in one.figures))
+    parts = [name for name in figures if name.startswith("part/")]
+    figures = [name for name in figures if name not in parts]
     named = any(one.evaluation for one in shown)
-    rows = [
-        (
-            one.version,
-            *([one.evaluation] if named else []),
-            one.prompts,
-            *(_interval(one.figures.get(name)) for name in figures),
-        )
-        for one in shown
-    ]
-    columns = ("version", *(["evaluation"] if named else []), "prompts", *figures)
-    emit_table(columns, rows, title="evaluations, with 95 % intervals over prompts")
-    emit_line()
+    for names, title in ((figures, "evaluations"), (parts, "parts of their rewards")):
+        rows = [
+            (
+                one.version,
+                *([one.evaluation] if named else []),
+                one.prompts,
+                *(_interval(one.figures.get(name)) for name in names),
+            )
+            for one in shown
+        ]
+        columns = ("version", *(["evaluation"] if named else []), "prompts")
+        heads = (name.removeprefix("part/") for name in names)
+        if names:
+            emit_table((*columns, *heads), rows, title=f"{title}, with 95 % intervals over prompts")
+            emit_line()
 
 
 def _interval(one: Interval | None) -> str:
@@ -259,17 +270,23 @@ def _reward(steps: list[StepStats]) -> str:
     return f"{known[0]:.3f} {curve} {known[-1]:.3f} at step {steps[-1].step}"
 
 
-def _errors(stats: RunStats) -> str:
+def _errors(errors: Mapping[str, int]) -> str:
     """What is the fault of the task's code or data, apart from what is not."""
-    share = stats.errors.total() / max(1, stats.trajectories.total())
-    outside = {name: count for name, count in stats.errors.items() if name in INFRASTRUCTURE}
-    inside = stats.errors - Counter(outside)
-    said = [
-        f"{what} {', '.join(f'{count} {name}' for name, count in of.most_common())}"
-        for what, of in (("code:", inside), ("infrastructure:", Counter(outside)))
+    return "; ".join(
+        f"{fault}: {', '.join(f'{count} {name}' for name, count in Counter(of).most_common())}"
+        for fault, of in by_fault(errors).items()
         if of
-    ]
-    return f"{share:.1%} of the trajectories; {'; '.join(said)}"
+    )
+
+
+def _parts(step: StepStats) -> str:
+    """Means of the newest step, each task's own."""
+    said = (
+        (f"{task}: " if task else "")
+        + ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
+        for task, parts in step.parts.items()
+    )
+    return "; ".join(said)
 
 
 def _shared(values: list[float], most: int) -> list[float]:
@@ -313,11 +330,14 @@ def print_step(description: Description, run: str) -> None:
         f"{step['attempt']}, computed in {show(step['compute s'])} s"
     )
     emit_line(f"taken because {step['why then']}")
+    invalid = Counter(one for of in groups for one in of.get("no reward", "").split())
+    if invalid:
+        emit_line(f"{invalid.total()} of them have no reward; {_errors(invalid)}")
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
     shown = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
     versions, worst = _by_version(groups), _worst(rows)
     named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
-    taken = LINES_ELSE + len(shown) + 1 + len(versions) + 2 + len(worst)
+    taken = LINES_ELSE + bool(invalid) + len(shown) + 1 + len(versions) + 2 + len(worst)
     room, gaps = _room(taken, len(named))
     _part(gaps)
     emit_flow(shown)

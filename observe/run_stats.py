@@ -25,6 +25,7 @@ from dora_pipe.catalogue.account import (
     WorkerGone,
     WorkerHistory,
     mean,
+    parts_by_task,
     rewards_of,
 )
 from dora_pipe.catalogue.evaluations import EvaluationEnded
@@ -190,6 +191,10 @@ class StepStats:
     """Mean of the batch's valid rewards."""
     task_rewards: tuple[tuple[str, float], ...]
     """The same of each task with a name, by name."""
+    parts: Mapping[str, Mapping[str, float]]
+    """The mean of every part of these rewards, by the task's name."""
+    errors: Mapping[str, int]
+    """Classes of the errors of the batch's trajectories without a valid reward."""
     tokens: int
     """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
@@ -445,6 +450,8 @@ class RunStats:
             training_s=max(0, fact.at_ns - max(ended.batch.taken_ns, ended.free_ns)) / 1e9,
             reward=mean(rewards_of(results)),
             task_rewards=_by_task(ended.groups),
+            parts=parts_by_task(ended.groups),
+            errors=Counter(error_class(one.error) for one in results if one.reward is None),
             tokens=sum(one.tokens for one in results),
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
@@ -468,7 +475,11 @@ def evaluation_words(ended: EvaluationEnded) -> str:
     """On one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
     name = f" {ended.evaluation}" if ended.evaluation else ""
     passed = [(figure, value) for figure, value in ended.figures.items() if figure != "pass@1"]
-    more = [f", {figure} {value:.3f}" for figure, value in passed if figure.startswith("pass@")]
+    more = [
+        f", {figure} {value:.3f}"
+        for figure, value in passed
+        if figure.startswith(("pass@", "maj@"))
+    ]
     reward = "-" if ended.reward is None else f"{ended.reward:.3f}"
     return f"evaluation{name} of version {ended.version}: reward {reward}{''.join(more)}"
 

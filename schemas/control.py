@@ -27,10 +27,43 @@ INFRASTRUCTURE: Final = ("Retry", "TimedOut", "ProcessDied", "EpisodeLost")
 """Errors of a trajectory without a valid reward that say nothing of the task's code or its data: a
 service that does not answer, a call that takes too long, a process that is gone."""
 
+Fault = Literal["infrastructure", "answer", "code"]
+"""Whose an error is: what runs the task's; that of code which gave no valid answer; or of code that
+raised."""
+
+FAULTS: Final[tuple[Fault, ...]] = ("infrastructure", "answer", "code")
+
+PARTS_MAX: Final = 16
+"""Parts of a reward that control repeats; the trajectory's own record has all."""
+
+PART_CHARACTERS_MAX: Final = 64
+"""Of the name of a part that control repeats."""
+
 
 def error_class(error: str) -> str:
     """``error_class("not scored: TimedOut: timed out after 10 s") == "TimedOut"``."""
     return error.removeprefix("not scored: ").partition(":")[0]
+
+
+def fault_of(name: str) -> Fault:
+    """Of a class of errors. ``fault_of("TimedOut") == "infrastructure"``."""
+    if name in INFRASTRUCTURE:
+        return "infrastructure"
+    return "answer" if name == "NoAnswer" else "code"
+
+
+def by_fault(errors: Mapping[str, int]) -> dict[Fault, dict[str, int]]:
+    """Counts of classes of errors, under every fault."""
+    return {
+        fault: {name: count for name, count in errors.items() if fault_of(name) == fault}
+        for fault in FAULTS
+    }
+
+
+def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
+    """Those of a record's parts that control repeats: the first ones, with short names."""
+    short = [name for name in parts if len(name) <= PART_CHARACTERS_MAX]
+    return {name: parts[name] for name in short[:PARTS_MAX]}
 
 
 class Control(
@@ -195,6 +228,10 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     finish: FinishReason
     error: str = ""
     """Why it is not valid: class and first line, at most `ERROR_CHARACTERS_MAX` characters."""
+    answer: str = ""
+    """What its reward read as its answer, as its record has it; empty where none said one."""
+    parts: dict[str, float] = {}
+    """What its reward is made of (see `parts_in_control`)."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +252,8 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     finish: FinishReason
     error: str
+    answer: str = ""
+    parts: dict[str, float] = {}
 
     @property
     def group(self) -> str:
@@ -261,6 +300,8 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
                 reward=one.reward,
                 finish=one.finish,
                 error=one.error,
+                answer=one.answer,
+                parts=one.parts,
             )
             for one in self.trajectories
         ]

@@ -100,6 +100,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """As its group's dispatch has it."""
     evaluation: str = ""
     """As its group's dispatch has it."""
+    reward_answer: str = ""
+    """What the reward read as the answer: equal ones are one vote. Empty where none said one."""
     extra: dict[str, Any] = {}
 
     @property

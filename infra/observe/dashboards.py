@@ -236,11 +236,13 @@ def figures(*names: str) -> tuple[str, str]:
 
 REWARD: Final = panel(
     "Reward",
-    "Mean valid reward of each step's batch, and of the newest complete evaluations; pass@k.",
-    ("dora_pipe_step_reward{RUN}", "{{run}} {{task}} batch"),
+    "Mean valid reward of each step's batch and of its tasks, and of the newest complete "
+    "evaluations; pass@k and maj@k.",
+    ("dora_pipe_step_reward{RUN}", "{{run}} batch"),
+    ("dora_pipe_step_task_reward{RUN}", "{{run}} {{task}} batch"),
     ("dora_pipe_evaluation_reward{RUN}", "{{run}} {{evaluation}} evaluation"),
     (
-        'dora_pipe_evaluation_figure{RUN,figure=~"pass@.*"}',
+        'dora_pipe_evaluation_figure{RUN,figure=~"(pass|maj)@.*"}',
         "{{run}} {{evaluation}} {{figure}}",
     ),
 )

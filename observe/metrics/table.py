@@ -21,6 +21,7 @@ from dora_pipe.observe.metrics.exposition import (
     histogram,
 )
 from dora_pipe.observe.run_stats import STATES, RunStats
+from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
     OrchestratorStatus,
@@ -116,14 +117,6 @@ def _cpu(stats: RunStats) -> Samples:
 def _open_groups(stats: RunStats) -> Samples:
     purposes = [group.spec.purpose for group in stats.account.open.values()]
     return {purpose: purposes.count(purpose) for purpose in ("eval", "train")}
-
-
-def _step_rewards(stats: RunStats) -> Samples:
-    if not stats.steps:
-        return None
-    step = stats.steps[-1]
-    whole = {} if step.reward is None else {"": step.reward}
-    return whole | dict(step.task_rewards)
 
 
 RUN: Final = (
@@ -328,6 +321,13 @@ GROUPS: Final = (
         "trajectories logged",
         lambda t: t.trajectories,
     ),
+    counter(
+        "trajectories_invalid_total{fault,error}",
+        "Those without a valid reward, by whose fault it is (`infrastructure`; `answer`: the task "
+        "gave none that is valid; `code`: it raised) and class of error.",
+        "trajectories logged",
+        lambda t: {(fault_of(name), name): count for name, count in t.errors.items()},
+    ),
     histogram(
         "trajectory_tokens",
         "Sampled tokens of the trajectories in the log.",
@@ -412,11 +412,26 @@ TRAINING: Final = (
         lambda t: t.refused,
     ),
     gauge(
-        "step_reward{task}",
-        "Mean of the valid rewards of the newest step's batch: of all of it (no task), and of each "
-        "task with a name.",
+        "step_reward",
+        "Mean of the valid rewards of the newest step's batch.",
         "step committed, trajectories logged",
-        _step_rewards,
+        lambda t: t.steps[-1].reward if t.steps else None,
+    ),
+    gauge(
+        "step_task_reward{task}",
+        "The same of each task with a name.",
+        "step committed, trajectories logged",
+        lambda t: dict(t.steps[-1].task_rewards) if t.steps else None,
+    ),
+    gauge(
+        "step_reward_part{task,part}",
+        "Mean of each part of these rewards, by task (empty: it has no name).",
+        "step committed, trajectories logged",
+        lambda t: {
+            (task, part): value
+            for task, parts in (t.steps[-1].parts if t.steps else {}).items()
+            for part, value in parts.items()
+        },
     ),
     gauge(
         "step_tokens",
@@ -432,7 +447,8 @@ TRAINING: Final = (
     ),
     gauge(
         "evaluation_figure{evaluation,figure}",
-        "Its `mean@k` and `pass@k`.",
+        "Its `mean@k`, `pass@k` and `maj@k`, and the mean of every part of its rewards "
+        "(`part/NAME`).",
         "end, trajectories logged",
         lambda t: {
             (name, figure): value

@@ -22,7 +22,9 @@ from dora_pipe.schemas.control import (
     RunStarted,
     StepCommitted,
     TrajectoryLogged,
+    by_fault,
     error_class,
+    fault_of,
 )
 
 FIGURES: Final = {
@@ -32,9 +34,13 @@ FIGURES: Final = {
     "reward/infrastructure": "Of these, the share of the batch that timed out, lost its process, or"
     " was given up after `Retry`.",
     "reward/task/*": "The same of the task with this name.",
+    "reward/part/*": "Mean of a part of the batch's valid rewards; of a task with a name"
+    " `reward/part/TASK/NAME`. A trajectory without the part counts as 0.",
     "evaluation/reward": "Mean valid reward of an evaluation; its step is the version evaluated.",
     "evaluation/mean@*": "Mean over prompts of the mean of so many samples (docs/observe.md).",
     "evaluation/pass@*": "Share of prompts that so many samples would solve, without bias.",
+    "evaluation/maj@*": "Share of prompts whose most frequent answer of so many is a success.",
+    "evaluation/part/*": "Mean of a part of its rewards.",
     "evaluation/*": "The same of an evaluation with a name: `evaluation/NAME/reward`.",
     "staleness/groups": "Histogram: the batch's groups by staleness.",
     "staleness/mean": "Mean staleness of the batch's groups.",
@@ -60,6 +66,11 @@ FIGURES: Final = {
     "moves/decided": "Moves of running requests decided since the commit before.",
     "moves/released": "Requests that workers have let go of since.",
     "groups/*": "Groups that ended since the commit before, by fate.",
+    "invalid/infrastructure": "Trajectories without a valid reward that were logged since the "
+    "commit before, for no fault of the task: a time limit, a process that ended, `Retry`.",
+    "invalid/answer": "Those for which the task gave no valid answer (`NoAnswer`).",
+    "invalid/code": "Those for which its code raised.",
+    "invalid/*": "The same by class of error: `invalid/infrastructure/TimedOut`.",
 }
 """What the names mean; `*` stands for a name that is not known beforehand."""
 
@@ -80,6 +91,7 @@ class _Sums:
     sampled: float
     moves: Counter[str]
     fates: Counter[str]
+    errors: Counter[str]
 
 
 class FigureStats(RunStats):
@@ -135,6 +147,7 @@ class FigureStats(RunStats):
                     **self._worker_figures(),
                     **_counts("moves", before.moves, now.moves),
                     **_counts("groups", before.fates, now.fates),
+                    **_invalid(now.errors - before.errors, now.errors),
                 },
             )
         )
@@ -147,7 +160,10 @@ class FigureStats(RunStats):
 
     def _sums(self) -> _Sums:
         return _Sums(
-            sampled=self.lengths.total, moves=Counter(self.moves), fates=Counter(self.fates)
+            sampled=self.lengths.total,
+            moves=Counter(self.moves),
+            fates=Counter(self.fates),
+            errors=Counter(self.errors),
         )
 
     def _contributed(self, ended: StepEnded) -> Contributed:
@@ -174,11 +190,24 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
         "reward/infrastructure": sum(map(_is_outside, results)) / len(results),
     }
     found |= {f"reward/task/{name}": value for name, value in step.task_rewards}
+    found |= {
+        f"reward/part/{task and task + '/'}{name}": value
+        for task, parts in step.parts.items()
+        for name, value in parts.items()
+    }
     return found if step.reward is None else {"reward/valid": step.reward, **found}
 
 
 def _is_outside(one: TrajectoryLogged) -> bool:
     return error_class(one.error) in INFRASTRUCTURE
+
+
+def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, Figure]:
+    """By fault, and by class of those that have been there."""
+    found: dict[str, Figure] = {
+        f"invalid/{fault}": float(sum(of.values())) for fault, of in by_fault(new).items()
+    }
+    return found | {f"invalid/{fault_of(name)}/{name}": float(new[name]) for name in sorted(ever)}
 
 
 def _staleness(step: StepStats, bound: int | None) -> dict[str, Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -10,10 +11,11 @@ import msgspec
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
-from dora_pipe.catalogue.evaluations import figures_of, rewards_by_prompt, success_of
+from dora_pipe.catalogue.evaluations import figures_of, samples_by_prompt, success_of
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, short
+from dora_pipe.schemas.control import FAULTS, by_fault, fault_of
 
 POINTS_MAX: Final = 400
 """Points of a series on a chart; neighbouring steps are taken together beyond."""
@@ -44,6 +46,8 @@ def overview(view: RunView) -> dict[str, Any]:
         "totals": _totals(view),
         "reward": _reward(points),
         "evaluations": _evaluations(view),
+        "parts": _parts(view, points),
+        "invalid": _invalid(view, points),
         "staleness": _staleness(view, points),
         "timeline": timeline(view),
         "utilisation": utilisation(view),
@@ -145,12 +149,12 @@ def _reward(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
-    """A series per name: versions, mean rewards, valid ones, and `mean@k` and `pass@k`."""
+    """A series per name: versions, mean rewards, valid ones, and their figures."""
     found: dict[str, dict[str, Any]] = {}
     told = view.catalogue.one("select config from runs")
     config = msgspec.json.decode(told[0]) if told else {}
-    for (version, name, _, size), prompts in rewards_by_prompt(view.catalogue).items():
-        rewards = [one for own in prompts for one in own]
+    for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
+        rewards = [one.reward for own in prompts for one in own]
         if not rewards:
             continue
         empty = {"name": name, "version": [], "reward": [], "n": [], "figures": {}}
@@ -167,6 +171,53 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
         for column in own["figures"].values():
             column += [None] * (len(own["version"]) - len(column))
     return list(found.values())
+
+
+def _parts(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per point: the mean of every part of the rewards, of several steps the mean of theirs."""
+    found: dict[str, dict[int, list[float]]] = {}
+    places = _places(points)
+    for step, text in view.rows(
+        "select step, reward_parts from steps where reward_parts is not null"
+    ):
+        for task, parts in msgspec.json.decode(text).items():
+            for name, value in parts.items():
+                series = found.setdefault(f"{task} {name}".strip(), {})
+                series.setdefault(places[step], []).append(value)
+    return {
+        "step": [one["step"] for one in points],
+        "series": {
+            name: [
+                short(sum(own) / len(own)) if (own := series.get(at)) else None
+                for at in range(len(points))
+            ]
+            for name, series in found.items()
+        },
+    }
+
+
+def _invalid(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Trajectories without a valid reward by fault: per point those of batches; and how many there
+    are in all by class of error, of groups without a step, too."""
+    places = _places(points)
+    series: dict[str, list[int]] = {fault: [0] * len(points) for fault in FAULTS}
+    errors: Counter[str] = Counter()
+    for step, fate, name, count in view.rows(
+        """select g.step, g.fate, t.error_class, count(*)
+           from trajectories t join groups g using (group_id)
+           where t.error_class is not null group by all order by all"""
+    ):
+        errors[name] += count
+        if fate == "trained":
+            series[fault_of(name)][places[step]] += count
+    return {"step": [one["step"] for one in points], **series, "errors": by_fault(errors)}
+
+
+def _places(points: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Which point every step is part of."""
+    return {
+        step: at for at, one in enumerate(points) for step in range(one["step"], one["last"] + 1)
+    }
 
 
 def _staleness(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

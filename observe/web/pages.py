@@ -240,6 +240,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "bytes": len(record.value),
         "reward_raw": meta.reward_raw,
         "reward_parts": meta.reward_parts,
+        "reward_answer": source.said(meta.reward_answer),
         "reward_error": source.said(meta.reward_error),
         "error": source.said(meta.error),
         "finish": meta.finish,

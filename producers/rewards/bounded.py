@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final
 
@@ -152,15 +153,28 @@ def search(pattern: str, group: str, text: str) -> str | bool:
     return held
 
 
-def equal(gold: str, answer: str) -> list[bool]:
-    """Whether the answer can be read as an expression, and whether it is the gold one's equal."""
+def equal(gold: str, answer: str) -> list[Any]:
+    """Whether the answer can be read as an expression, whether it is the gold one's equal, and what
+    it reads: all equals of the gold one as that, another as the library writes it."""
     from math_verify import parse, verify
 
     wanted = _gold(gold)
     if not wanted:
         raise WrongQuestion(f"the row's answer is no expression: {gold[:100]!r}")
     found = parse(answer, parsing_timeout=None)
-    return [bool(found), bool(found) and verify(wanted, found, **_VERIFY)]
+    if not found:
+        return [False, False, ""]
+    same = verify(wanted, found, **_VERIFY)
+    return [True, same, _written(wanted if same else found)]
+
+
+def _written(expressions: list[Any]) -> str:
+    """Whole numbers and fractions alike: 0.50 is 1/2. Empty where it cannot be written down."""
+    first = expressions[0]
+    try:
+        return str(Fraction(str(first)) if getattr(first, "is_Float", False) else first)
+    except ValueError:  # More digits than Python writes.
+        return ""
 
 
 @lru_cache(maxsize=1024)
@@ -176,8 +190,9 @@ def _gold(gold: str) -> list[Any]:
     return bare or parse(last, parsing_timeout=None)
 
 
-def conforms(schema: dict[str, Any], text: str) -> list[bool]:
-    """Whether the text is JSON, and whether that is what the schema describes."""
+def conforms(schema: dict[str, Any], text: str) -> list[Any]:
+    """Whether the text is JSON, whether that is what the schema describes, and the JSON with its
+    keys in order."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -190,10 +205,11 @@ def conforms(schema: dict[str, Any], text: str) -> list[bool]:
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return [False, False]
+        return [False, False, ""]
     try:
         # An empty registry: nothing is fetched from where a schema refers to.
-        return [True, kind(schema, registry=Registry()).is_valid(value)]
+        valid = kind(schema, registry=Registry()).is_valid(value)
+        return [True, valid, json.dumps(value, sort_keys=True, separators=(",", ":"))]
     except Unresolvable as error:
         raise WrongQuestion(f"the schema refers to what is not in it: {error}") from None
 

@@ -2,8 +2,9 @@
 
 The value is the sum of weight times score. Every score is a part under its name; what a function
 says of its own in parts stands behind that name and a dot. `raw` is the first reward's score: the
-list begins with what is wanted, and what follows shapes it. A function of `task.reward` is asked,
-and its answer passed on, as it was when there was no list.
+list begins with what is wanted, and what follows shapes it. The answer is that of the first that
+says one. A function of `task.reward` is asked, and its answer passed on, as it was when there was
+no list.
 
 Those that say `group` are asked apart, of all siblings of a group at once.
 
@@ -186,14 +187,16 @@ def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
 
 
 def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
-    value, parts = 0.0, {}
+    value, parts, answer = 0.0, {}, ""
     for part, one in zip(asked, found, strict=True):
         said = one if isinstance(one, Reward) else Reward(value=one)
         score = _number(part.name, said.value)
         value += part.weight * score
+        answer = answer or said.answer
         parts[part.name] = score
         parts.update({f"{part.name}.{name}": inner for name, inner in said.parts.items()})
-    return Reward(value=value, raw=parts[asked[0].name] if asked else None, parts=parts)
+    raw = parts[asked[0].name] if asked else None
+    return Reward(value=value, raw=raw, parts=parts, answer=answer)
 
 
 def _sums(asked: Sequence[Part], count: int, found: Sequence[Any]) -> list[Reward]:

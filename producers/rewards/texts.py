@@ -59,8 +59,8 @@ class Math(Options, frozen=True, kw_only=True):
         found = HELPER.ask("equal", gold=str(answer), answer=said)
         if found is None:
             return _STOPPED
-        parsed, equal = found
-        return Reward(value=float(equal), parts={"parsed": float(parsed)})
+        parsed, equal, read = found
+        return Reward(value=float(equal), parts={"parsed": float(parsed)}, answer=read)
 
 
 def last_boxed(text: str) -> str | None:
@@ -90,18 +90,18 @@ class Exact(Options, frozen=True, kw_only=True):
         """See Options."""
         return self.score
 
-    def score(self, text: str, answer: Any) -> float:
+    def score(self, text: str, answer: Any) -> Reward:
         """1 or 0."""
         said, wanted = text, str(answer)
         if self.behind:
             _, marker, said = text.rpartition(self.behind)
             if not marker:
-                return 0.0
+                return Reward(value=0.0)
         if self.strip:
             said, wanted = said.strip(), wanted.strip()
         if not self.case:
             said, wanted = said.casefold(), wanted.casefold()
-        return float(said == wanted)
+        return Reward(value=float(said == wanted), answer=said)
 
 
 class Regex(Options, frozen=True, kw_only=True):
@@ -128,12 +128,13 @@ class Regex(Options, frozen=True, kw_only=True):
         held = HELPER.ask("search", pattern=self.pattern, group="", text=text)
         return _STOPPED if held is None else float(held)
 
-    def compared(self, text: str, answer: Any) -> float | Reward:
+    def compared(self, text: str, answer: Any) -> Reward:
         """1 where the last match's group is the answer; white space around both does not count."""
         held = HELPER.ask("search", pattern=self.pattern, group=self.group, text=text)
-        return (
-            _STOPPED if held is None else float(bool(held) and held.strip() == str(answer).strip())
-        )
+        if held is None:
+            return _STOPPED
+        said = held.strip()
+        return Reward(value=float(bool(held) and said == str(answer).strip()), answer=said)
 
 
 class JsonSchema(Options, frozen=True, kw_only=True):
@@ -173,5 +174,5 @@ class JsonSchema(Options, frozen=True, kw_only=True):
         found = HELPER.ask("conforms", schema=dict(schema), text=last_block(text))
         if found is None:
             return _STOPPED
-        is_json, conforms = found
-        return Reward(value=float(conforms), parts={"json": float(is_json)})
+        is_json, conforms, read = found
+        return Reward(value=float(conforms), parts={"json": float(is_json)}, answer=read)

@@ -125,6 +125,8 @@ class Rewarded(Message, frozen=True, kw_only=True):
     reward: float
     raw: float | None
     parts: Mapping[str, float]
+    answer: str = ""
+    """At most `port.ANSWER_CHARACTERS_MAX` characters."""
 
 
 class GroupRewarded(Message, frozen=True, kw_only=True):

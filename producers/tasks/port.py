@@ -51,6 +51,14 @@ class Reward:
     raw: float | None = None
     """Before shaping, where the task shapes."""
     parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str = ""
+    """What was read as the answer, in a form that equal answers share: they are one vote of
+    `maj@k`. White space is made one blank; of a text above `ANSWER_CHARACTERS_MAX` characters the
+    end is a digest."""
+
+
+ANSWER_CHARACTERS_MAX = 200
+"""Of the answer of a reward, as it is logged."""
 
 
 class Retry(Exception):

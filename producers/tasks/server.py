@@ -83,6 +83,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import (
+    ANSWER_CHARACTERS_MAX,
     Completion,
     Environment,
     Observation,
@@ -96,7 +97,7 @@ from dora_pipe.producers.tasks.port import (
 from dora_pipe.producers.tasks.registry import open_task, reward_digest, rows_digest
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S, ToolEnvironment
 from dora_pipe.schemas.identity import derive_seed
-from dora_pipe.schemas.wire import REWARD_MAX
+from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
 
 READ_BYTES = 1 << 18
 TRACEBACKS_MAX = 20
@@ -373,7 +374,19 @@ def scored(request: str, found: float | Reward) -> Rewarded:
         raise NoAnswer(f"the reward is {value:g}, beyond {REWARD_MAX:g}")
     parts = {str(name): finite(f"part `{name}`", part) for name, part in reward.parts.items()}
     raw = None if reward.raw is None else finite("the raw reward", reward.raw)
-    return Rewarded(request=request, reward=value, raw=raw, parts=parts)
+    answer = answer_text(reward.answer)
+    return Rewarded(request=request, reward=value, raw=raw, parts=parts, answer=answer)
+
+
+def answer_text(answer: str) -> str:
+    """As it is logged. Raises NoAnswer where it is no text."""
+    if not isinstance(answer, str):
+        raise NoAnswer(f"the reward's answer is {type(answer).__name__}, not a text")
+    line = printable(" ".join(answer.split()))
+    if len(line) <= ANSWER_CHARACTERS_MAX:
+        return line
+    end = sha256_hex(line.encode())[:16]
+    return f"{line[: ANSWER_CHARACTERS_MAX - len(end)]}{end}"
 
 
 def scored_together(request: str, found: object, count: int) -> GroupRewarded:

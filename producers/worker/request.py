@@ -1,9 +1,7 @@
-"""One request on its way through a worker: its state, the sequence that its pieces become, and the
-records made of it; decides nothing.
+"""One request on its way through a worker: its state, sequence and records; decides nothing.
 
 Tokens are kept as they were sampled and never made again from text. What an environment says is
-appended behind them, with mask 0. Every stretch of tokens that one worker sampled in one go is a
-segment of its own, so that a request that went on elsewhere shows where.
+appended behind them, with mask 0. What one worker sampled in one go is a segment of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from dora_pipe.schemas.control import (
     LoggedEntry,
     RequestReleased,
     Resume,
+    parts_in_control,
 )
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
@@ -402,6 +401,7 @@ class RequestState:
     reward: float | None = None
     reward_raw: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_answer: str = ""
     reward_error: str | None = None
     sha256: str = ""
     value_bytes: int = 0
@@ -533,6 +533,7 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
             reward_raw=request.reward_raw,
             reward_parts=request.reward_parts,
             reward_error=request.reward_error,
+            reward_answer=request.reward_answer,
             error=request.error,
             prefills=tuple(sequence.prefills),
             moves=sequence.moves,
@@ -582,6 +583,8 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
         finish=request.finish,
         reward=request.reward,
         error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
+        answer=request.reward_answer,
+        parts=parts_in_control(request.reward_parts),
     )
 
 

@@ -360,7 +360,7 @@ class Requests(RequestTable):
     def _rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
         if math.isfinite(event.reward):
             request.reward, request.reward_raw = event.reward, event.raw
-            request.reward_parts = dict(event.parts)
+            request.reward_parts, request.reward_answer = dict(event.parts), event.answer
         else:
             request.reward_error = f"NoAnswer: the reward is {event.reward}"
         request.rewarded_ns = now.wall_ns

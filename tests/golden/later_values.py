@@ -64,6 +64,20 @@ LOGGED_INVALID = control.TrajectoriesLogged(
 )
 """A trajectory whose reward raised."""
 
+LOGGED_SAID = msgspec.structs.replace(
+    LOGGED_INVALID,
+    trajectories=(
+        msgspec.structs.replace(
+            LOGGED_INVALID.trajectories[0],
+            reward=1.05,
+            error="",
+            answer="42",
+            parts={"math": 1.0, "math.parsed": 1.0, "brevity": 0.5},
+        ),
+    ),
+)
+"""A reward of several parts, which read an answer."""
+
 STATUS_SINCE = metrics.WorkerStatus(
     at_ns=AT_NS,
     cost=COST,
@@ -194,6 +208,11 @@ ROUND_SCORED = rounds.Round(
     ),
 )
 """A group is scored, and taken with what it was scored."""
+
+ANSWERED_TRAJECTORY = replace(
+    PLAIN_TRAJECTORY, meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, reward_answer="42")
+)
+"""Its reward says which answer it read."""
 
 JOINED_CHAT = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), template_digest=SHA256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from dora_pipe.cli import replay as replay_command
 from dora_pipe.cli.show import _errors
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.producers.chat import tokenizer
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.schemas.control import error_class
@@ -209,14 +209,9 @@ def test_trajectories_without_a_reward_are_told_apart_by_whose_fault_it_is(
     _, out, _ = call("show", str(recorded.directory))
     (line,) = [line for line in out.splitlines() if line.startswith("no reward")]
     assert "code: " in line and "ValueError" in line
-    stats = RunStats("r")
-    stats.trajectories["stop", "yes"] = 97
-    errors = ("KeyError: 'x'", "not scored: TimedOut: timed out after 10 s", "Retry: busy")
-    for error in errors:
-        stats.trajectories["stop", "no"] += 1
-        stats.errors[error_class(error)] += 1
-    assert _errors(stats) == (
-        "3.0% of the trajectories; code: 1 KeyError; infrastructure: 1 TimedOut, 1 Retry"
+    errors = ("KeyError: 'x'", "not scored: TimedOut: timed out", "Retry: busy", "NoAnswer: a dict")
+    assert _errors(Counter(map(error_class, errors))) == (
+        "infrastructure: 1 TimedOut, 1 Retry; answer: 1 NoAnswer; code: 1 KeyError"
     )
 
 

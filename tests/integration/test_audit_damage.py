@@ -40,6 +40,8 @@ DAMAGES: list[tuple[Callable[[Tamper], str], str, str]] = [
     (damage.train_beyond_deadline, "C3", "was trained beyond its deadline"),
     (damage.change_round, "decisions", "is dispatched with a wrong index"),
     (damage.change_reward, "records", "reward in the record is not what `trajectory logged` says"),
+    (damage.change_answer, "records", "answer in the record is not what `trajectory logged` says"),
+    (damage.change_part, "records", "reward parts in the record is not what `trajectory logged`"),
     (damage.change_weights, "policies", "holds other weights"),
     (damage.change_contributions, "policies", "was changed: its sha256 is another one"),
     (damage.change_checkpoint, "policies", "was changed: its sha256 is another one"),
@@ -55,6 +57,8 @@ BREAKS_THE_CHAIN = {
     damage.train_beyond_deadline,
     damage.change_round,
     damage.change_reward,
+    damage.change_answer,
+    damage.change_part,
 }
 """Damages to what the chain covers: control and decisions."""
 

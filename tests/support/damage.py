@@ -159,6 +159,20 @@ def change_reward(log: Tamper) -> str:
     return fact.trajectory
 
 
+def change_answer(log: Tamper) -> str:
+    """Control says an answer that the record has not."""
+    row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].reward == 0.0)
+    log.log_otherwise(row, record, place, answer="42")
+    return fact.trajectory
+
+
+def change_part(log: Tamper) -> str:
+    """Control says another part of a reward than the record."""
+    row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].parts)
+    log.log_otherwise(row, record, place, parts={"exact": 0.5})
+    return fact.trajectory
+
+
 def change_weights(log: Tamper) -> str:
     """One byte of a policy's weights is another one."""
     _, fact = log.facts(StepCommitted)[5]

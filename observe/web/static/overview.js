@@ -20,7 +20,8 @@ export async function overviewPage(run) {
       own.read < 1 ? reading(own.read) : null,
       facts(factsOf(found)),
       h("div", { class: "charts" },
-        reward(found), passed(found), staleness(found),
+        reward(found), passed(found), rewardParts(found.parts), withoutReward(found.invalid),
+        staleness(found),
         h("div", { class: "wide" }, workers(run, found.timeline)),
         bars(times(found.times)), later(run, "times", sampled),
         fates(found.fates), lengths(found.lengths),
@@ -83,14 +84,39 @@ function reward({ reward: own, evaluations }) {
   });
 }
 
-// Where a prompt has several samples: how many of them solve it.
+// Where a prompt has several samples: how many of them solve it, alone or by majority.
 function passed({ evaluations }) {
+  const several = (own) => Object.keys(own).filter((name) => name.startsWith("pass@")).length > 1;
   const series = evaluations.flatMap((one) => Object.entries(one.figures)
-    .filter(([figure]) => Object.keys(one.figures).length > 2 && figure.startsWith("pass@"))
+    .filter(([figure]) => several(one.figures) && /^(pass|maj)@/.test(figure))
     .map(([figure, y]) => ({ name: `${one.name} ${figure}`.trim(), x: one.version, y })));
   return series.length ? lines({
-    title: "Evaluations", note: "Share of prompts that one of k samples solves, without bias.",
-    xs: [], series, xLabel: "version", yLabel: "pass@k", floor: 0,
+    title: "Evaluations", note: "Share of prompts that one of k samples solves, without bias; " +
+      "that the most frequent of k answers solves (maj@k).",
+    xs: [], series, xLabel: "version", yLabel: "share of prompts", floor: 0,
+  }) : null;
+}
+
+function rewardParts({ step, series }) {
+  const found = Object.entries(series).map(([name, y]) => ({ name, y }));
+  return found.length ? lines({
+    title: "Parts of the reward", note: "Means of a batch's valid rewards, before their weights.",
+    xs: step, series: found, xLabel: "step", yLabel: "mean", floor: null,
+  }) : null;
+}
+
+const FAULTS = {
+  infrastructure: "infrastructure", answer: "no valid answer", code: "the task's code",
+};
+
+function withoutReward({ step, errors, ...own }) {
+  const names = Object.keys(FAULTS).filter((fault) => Object.keys(errors[fault]).length);
+  const total = names.flatMap((fault) => Object.entries(errors[fault])
+    .map(([name, count]) => `${show(count)} ${name}`));
+  return names.length ? lines({
+    title: "Without a valid reward", note: `Trajectories of a batch. In all: ${total.join(", ")}.`,
+    xs: step, series: names.map((fault) => ({ name: FAULTS[fault], y: own[fault] })),
+    xLabel: "step", yLabel: "trajectories", floor: 0,
   }) : null;
 }
 

@@ -134,7 +134,7 @@ function recordFacts(record) {
   const { place, bytes, reward_raw, reward_error, error, moves, prompt_tokens, prefills } = record;
   const parts = Object.entries(record.reward_parts).map(([name, value]) => `${name} ${show(value)}`);
   return { place, bytes, "raw reward": reward_raw, "parts of the reward": parts.join(", "),
-    "no valid reward because": reward_error, error, moves, "prompt tokens": prompt_tokens,
+    answer: record.reward_answer, "no valid reward because": reward_error, error, moves, "prompt tokens": prompt_tokens,
     "prefilled at": prefills.join(", ") };
 }
 

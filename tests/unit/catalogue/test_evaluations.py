@@ -1,4 +1,4 @@
-"""mean@k, pass@k and their intervals, against sampling without replacement and against widths."""
+"""mean@k, pass@k, maj@k and intervals, against sampling without replacement and against widths."""
 
 from __future__ import annotations
 
@@ -9,15 +9,77 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.catalogue import votes
 from dora_pipe.catalogue.evaluations import (
+    Sample,
     figures_of,
     interval_of,
     pass_at,
     success_of,
     tries_of,
 )
+from dora_pipe.catalogue.votes import maj_at
 
-REWARDS = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6), min_size=1, max_size=9)
+SAMPLES = st.builds(
+    Sample,
+    st.sampled_from([0.0, 0.5, 1.0]),
+    answer=st.sampled_from(["", "4", "5", "6"]),
+    parts=st.just({}),
+)
+PROMPTS = st.lists(st.lists(SAMPLES, max_size=6), min_size=1, max_size=9)
+VOTES = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), min_size=1)
+
+
+def of(*rewards: float) -> list[Sample]:
+    return [Sample(one) for one in rewards]
+
+
+def majority(samples: list[tuple[str, bool]], chosen: tuple[int, ...]) -> float:
+    """Of one choice of samples, as the page says it."""
+    answers = [samples[place][0] for place in chosen if samples[place][0]]
+    most = max(map(answers.count, answers), default=0)
+    worth = [
+        [won for said, won in samples if said == answer]
+        for answer in dict.fromkeys(answers)
+        if answers.count(answer) == most
+    ]
+    return sum(sum(own) / len(own) for own in worth) / len(worth) if worth else 0.0
+
+
+@given(VOTES.filter(lambda own: len(own) <= 8), st.data())
+def test_maj_at_is_the_mean_over_all_choices_of_what_their_majority_is_worth(
+    samples: list[tuple[str, bool]], data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(samples)))
+    choices = list(itertools.combinations(range(len(samples)), count))
+    expected = sum(majority(samples, chosen) for chosen in choices) / len(choices)
+    assert maj_at(samples, count) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("count", [3, 20, 39])
+def test_maj_at_of_many_samples_is_drawn_and_near_the_exact_one(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [("a", True)] * 15 + [("b", False)] * 12 + [("c", True)] * 5 + [("", False)] * 8
+    drawn = maj_at(samples, count)
+    monkeypatch.setattr(votes, "EXACT_MAX", len(samples))
+    assert drawn == pytest.approx(maj_at(samples, count), abs=0.05)
+
+
+def test_majority_is_said_from_three_votes_on_and_where_a_reward_reads_an_answer() -> None:
+    said = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
+    found = figures_of([said, of(0.0, 0.0, 0.0, 0.0)], siblings=4, success=1.0)
+    assert found["maj@4"] == 0.5, "who says no answer has no vote"
+    assert {name for name in found if name.startswith("maj")} == {"maj@4"}
+    assert not any(
+        name.startswith("maj") for name in figures_of([of(1, 1, 1)], siblings=3, success=1)
+    )
+
+
+def test_part_that_a_sample_does_not_have_counts_as_0() -> None:
+    prompts = [[Sample(1.0, parts={"math": 1.0}), Sample(0.5, parts={"brevity": 0.5})], of(0.0)]
+    found = figures_of(prompts, siblings=2, success=1.0)
+    assert (found["part/math"], found["part/brevity"]) == (0.25, 0.125)
 
 
 @given(st.integers(1, 7), st.data())
@@ -37,8 +99,8 @@ def test_tries_are_powers_of_two_and_all(siblings: int, tries: list[int]) -> Non
     assert tries_of(siblings) == tries
 
 
-@given(REWARDS)
-def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[float]]) -> None:
+@given(PROMPTS)
+def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[Sample]]) -> None:
     found = figures_of(prompts, siblings=6, success=1.0)
     assert all(0 <= value <= 1 for value in found.values())
     whole = [own for own in prompts if len(own) == 6]
@@ -48,9 +110,9 @@ def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[
 
 
 def test_what_is_not_valid_is_no_failure_and_what_nobody_can_say_is_left_out() -> None:
-    assert figures_of([[1.0], []], siblings=2, success=1.0) == {"mean@2": 1.0, "pass@1": 1.0}
+    assert figures_of([of(1.0), []], siblings=2, success=1.0) == {"mean@2": 1.0, "pass@1": 1.0}
     assert figures_of([[]], siblings=2, success=1.0) == {}
-    half = figures_of([[0.5, 0.0]], siblings=2, success=0.5)
+    half = figures_of([of(0.5, 0.0)], siblings=2, success=0.5)
     assert half == {"mean@2": 0.25, "pass@1": 0.5, "pass@2": 1.0}
 
 

@@ -238,8 +238,9 @@ def test_rewards_of_a_step_are_told_by_task() -> None:
     stage.fact(records.committed(0, taken))
     assert stage.stats.steps[-1].task_rewards == (("a", 0.25), ("b", 1.0))
     text = exposition(METRICS, stage.stats)
-    for task, value in (("", "0.5"), ("a", "0.25"), ("b", "1")):
-        assert f'dora_pipe_step_reward{{run="tiny",task="{task}"}} {value}' in text
+    assert 'dora_pipe_step_reward{run="tiny"} 0.5' in text
+    for task, value in (("a", "0.25"), ("b", "1")):
+        assert f'dora_pipe_step_task_reward{{run="tiny",task="{task}"}} {value}' in text
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:

@@ -136,6 +136,7 @@ def test_an_evaluation_has_a_row_at_its_version(
         "evaluation/reward": reward,
         "evaluation/mean@1": reward,
         "evaluation/pass@1": newest.figures["pass@1"],
+        "evaluation/part/exact": reward,
     }
     assert len(found) > 1 and len(rows) == STEPS + len(found)
 

@@ -135,6 +135,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.ROUND_HALT,
         later_values.ROUND_EARLY_STOP,
         later_values.LOGGED_INVALID,
+        later_values.LOGGED_SAID,
         later_values.STATUS_SINCE,
         later_values.STARTED_SEVERAL,
         later_values.ROUND_NAMED,
@@ -155,6 +156,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         arrow_values.PLAIN_TRAJECTORY,
         arrow_values.MIXED_TRAJECTORY,
         later_values.NAMED_TRAJECTORY,
+        later_values.ANSWERED_TRAJECTORY,
     )
     for meta in (one.meta for one in trajectories):
         _note_fields(meta, msgspec.json.decode(encode(meta)), seen)

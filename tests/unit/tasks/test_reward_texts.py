@@ -68,9 +68,40 @@ WRONG = [
 def test_an_expression_that_equals_the_answer_is_right_however_it_is_written(
     gold: str, text: str
 ) -> None:
-    assert score("math", text, {"answer": gold}) == Reward(
-        value=1.0, raw=1.0, parts={"math": 1.0, "math.parsed": 1.0}
-    )
+    found = score("math", text, {"answer": gold})
+    assert (found.value, found.parts) == (1.0, {"math": 1.0, "math.parsed": 1.0})
+    assert found.answer
+
+
+@pytest.mark.parametrize(
+    ("use", "said", "row", "options", "answer"),
+    [
+        ("math", ["1/2", "it is 0.50", r"$\frac{2}{4}$"], "1/2", {}, "1/2"),
+        ("math", ["7.0", "#### 7"], "3", {}, "7"),
+        ("math", ["no idea", ""], "3", {}, ""),
+        ("exact", ["so: 42", "so:  42 "], "7", {"behind": ":"}, "42"),
+        ("exact", ["42"], "42", {"behind": ":"}, ""),
+        (
+            "regex",
+            ["is 42", "3, no, is  42 "],
+            "7",
+            {"pattern": "is ([ 0-9]+)", "group": "1"},
+            "42",
+        ),
+        (
+            "json-schema",
+            ['{"b": 1, "a": 2}', '{"a":2,"b":1}'],
+            "",
+            {"schema": {"type": "object"}},
+            '{"a":2,"b":1}',
+        ),
+    ],
+)
+def test_equal_answers_are_said_alike_and_no_answer_is_empty(
+    use: str, said: list[str], row: str, options: dict[str, Any], answer: str
+) -> None:
+    found = [score(use, text, {"answer": row}, **options).answer for text in said]
+    assert found == [answer] * len(said)
 
 
 @pytest.mark.parametrize(("gold", "text"), WRONG)

@@ -127,6 +127,7 @@ def test_the_value_is_the_weighted_sum_and_raw_the_first_score() -> None:
         value=1.0 - 0.5 * 0.75 + 2.0 * 0.5,
         raw=1.0,
         parts={"exact": 1.0, "brevity": 0.75, "with_parts": 0.5, "with_parts.form": 1.0},
+        answer="42",
     )
 
 
@@ -150,7 +151,7 @@ def test_a_function_of_task_reward_is_called_and_answers_as_it_ever_did(function
 
 def test_a_single_reward_of_the_package_has_parts() -> None:
     rewards = open_rewards(model.Task(kind="jsonl", reward="exact"))
-    assert rewards.score(ROW, SAID) == Reward(value=1.0, raw=1.0, parts={"exact": 1.0})
+    assert rewards.score(ROW, SAID) == Reward(value=1.0, raw=1.0, parts={"exact": 1.0}, answer="42")
 
 
 def test_a_class_is_made_once_with_its_options() -> None:
@@ -173,7 +174,7 @@ async def _of(rewards: Rewards) -> Any:
 
 def test_async_functions_are_waited_for_together() -> None:
     found = asyncio.run(_of(Rewards([use("exact"), use("slow", 4.0)])))
-    assert found == Reward(value=2.0, raw=1.0, parts={"exact": 1.0, "slow": 0.25})
+    assert found == Reward(value=2.0, raw=1.0, parts={"exact": 1.0, "slow": 0.25}, answer="42")
 
 
 def test_where_one_wants_to_be_asked_again_the_others_are_stopped() -> None:

@@ -147,6 +147,7 @@ def test_any_finite_number_is_a_reward(value: Any, number: float) -> None:
         Reward(value=math.nan),
         Reward(value=1.0, raw=math.inf),
         Reward(value=1.0, parts={"a": "b"}),  # type: ignore[dict-item]
+        Reward(value=1.0, answer=42),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_finite_number_is_an_error(value: Any) -> None:
@@ -155,6 +156,31 @@ def test_what_is_no_finite_number_is_an_error(value: Any) -> None:
     assert failed.request == "a"
     assert failed.error in ("NoAnswer", "OverflowError")
     assert failed.message
+
+
+@pytest.mark.parametrize(
+    ("said", "logged"),
+    [
+        ("", ""),
+        (" 4\n 2 ", "4 2"),
+        ("a\x1bb", "a\\x1bb"),
+        ("\ud800", "\\ud800"),
+        ("x" * 200, "x" * 200),
+    ],
+)
+def test_answer_is_one_line_that_can_be_printed(said: str, logged: str) -> None:
+    found = answer(Scripted(reward=Reward(value=1.0, answer=said)), SCORE)
+    assert isinstance(found, Rewarded) and found.answer == logged
+
+
+def test_long_answers_stay_apart_where_only_their_ends_differ() -> None:
+    found = {
+        reward.answer
+        for end in ("a", "b", "a")
+        for reward in [answer(Scripted(reward=Reward(value=1.0, answer="x" * 999 + end)), SCORE)]
+        if isinstance(reward, Rewarded)
+    }
+    assert len(found) == 2 and {len(one) for one in found} == {200}
 
 
 @pytest.mark.parametrize("value", [REWARD_MAX, -REWARD_MAX, 1.0])

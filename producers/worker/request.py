@@ -1,7 +1,9 @@
-"""One request on its way through a worker: its state, sequence and records; decides nothing.
+"""One request on its way through a worker: its state, and the sequence that its pieces become;
+decides nothing. What is logged of it is made in `request_records`.
 
 Tokens are kept as they were sampled and never made again from text. What an environment says is
-appended behind them, with mask 0. What one worker sampled in one go is a segment of its own.
+appended behind them, with mask 0. Every stretch of tokens that one worker sampled in one go is a
+segment of its own, so that a request that went on elsewhere shows where.
 """
 
 from __future__ import annotations
@@ -11,33 +13,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-from dora_pipe.core.errors import one_line
 from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
-from dora_pipe.schemas.control import (
-    ERROR_CHARACTERS_MAX,
-    FinishReason,
-    LoggedEntry,
-    RequestReleased,
-    Resume,
-    parts_in_control,
-)
+from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import (
-    Meta,
     Progress,
-    Sampler,
     Segment,
     SegmentKind,
-    Times,
-    Trajectory,
     turns_of,
 )
-from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 ANY_VERSION: Final = -2
 """What a request waits for that goes on under any version from its own on."""
@@ -488,116 +477,4 @@ def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
         emit_every=emit_every,
         kv=request.kv,
         version=request.hosted.version,
-    )
-
-
-def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
-    """The record of a finished request."""
-    place, spec, sequence = request.place, request.place.spec, request.sequence
-    return Trajectory(
-        trajectory=place.trajectory,
-        version=spec.version,
-        digest=spec.digest,
-        token_ids=sequence.token_ids,
-        logprobs=sequence.logprobs,
-        sampler_logprobs=sequence.sampler_logprobs,
-        loss_mask=sequence.loss_mask,
-        reward=request.reward,
-        segments=sequence.segments,
-        meta=Meta(
-            run=setup.topics.run,
-            schema_version=SCHEMA_VERSION,
-            group=spec.group,
-            group_size=spec.size,
-            sibling=place.sibling,
-            attempt=place.attempt,
-            purpose=spec.purpose,
-            deadline=spec.deadline,
-            dataset_digest=spec.dataset_digest,
-            index=spec.index,
-            data_epoch=spec.data_epoch,
-            seed=request.seed,
-            task=spec.task,
-            evaluation=spec.evaluation,
-            prompt_tokens=sequence.prompt_tokens,
-            worker=setup.worker,
-            epoch=setup.epoch,
-            finish=request.finish,
-            times=Times(
-                placed=request.placed_ns,
-                started=request.started_ns,
-                first_token=request.first_token_ns,
-                finished=request.finished_ns,
-                rewarded=request.rewarded_ns,
-            ),
-            reward_raw=request.reward_raw,
-            reward_parts=request.reward_parts,
-            reward_error=request.reward_error,
-            reward_answer=request.reward_answer,
-            error=request.error,
-            prefills=tuple(sequence.prefills),
-            moves=sequence.moves,
-            weights=tuple(
-                Sampler(version=version, digest=request.weights[version])
-                for version in sequence.versions
-                if version != spec.version
-            ),
-        ),
-    )
-
-
-def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
-    """What one version has sampled since the last one. Only for single-turn requests."""
-    place, sequence, start = request.place, request.sequence, request.chunk_end
-    version, end = sequence.stretch(start, now=request.hosted.version)
-    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
-    prefills = (one for one in sequence.prefills if one < sequence.prompt_tokens + end)
-    assert request.first_token_ns is not None and token_ids
-    return Progress(
-        trajectory=place.trajectory,
-        attempt=place.attempt,
-        version=version,
-        digest=request.weights[version],
-        worker=setup.worker,
-        epoch=setup.epoch,
-        start=start,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        sampler_logprobs=sampler_logprobs,
-        prefills=tuple(prefills),
-        previous=request.resume.offset if request.resume else -1,
-        started_ns=request.first_token_ns,
-    )
-
-
-def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
-    """The fact that the trajectory lies in the log at this offset of its group's partition."""
-    return LoggedEntry(
-        trajectory=request.place.trajectory,
-        attempt=request.place.attempt,
-        partition=request.place.spec.partition,
-        offset=offset,
-        sha256=request.sha256,
-        bytes=request.value_bytes,
-        tokens=request.sequence.sampled_tokens,
-        finish=request.finish,
-        reward=request.reward,
-        error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
-        answer=request.reward_answer,
-        parts=parts_in_control(request.reward_parts),
-    )
-
-
-def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestReleased:
-    """The fact that a request goes on elsewhere, and from where."""
-    released = request.phase is Phase.RELEASING
-    return RequestReleased(
-        at_ns=now.wall_ns,
-        worker=setup.worker,
-        epoch=setup.epoch,
-        trajectory=request.place.trajectory,
-        attempt=request.place.attempt,
-        resume=request.resume,
-        kv=request.blob if request.resume is not None else None,
-        left_ns=now.wall_ns - (now.mono_ns - request.since_ns) if released else 0,
     )

@@ -72,10 +72,12 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     engine_request_of,
     key_of,
+    state_of,
+)
+from dora_pipe.producers.worker.request_records import (
     logged_of,
     progress_of,
     released_of,
-    state_of,
     trajectory_of,
 )
 from dora_pipe.producers.worker.request_table import RequestTable

@@ -1,0 +1,127 @@
+"""The records that a worker logs of a request, made of its state; decides nothing."""
+
+from __future__ import annotations
+
+from dora_pipe.core.errors import one_line
+from dora_pipe.core.runtime import Now
+from dora_pipe.producers.worker.request import Phase, RequestState, WorkerSetup
+from dora_pipe.schemas.control import (
+    ERROR_CHARACTERS_MAX,
+    LoggedEntry,
+    RequestReleased,
+    parts_in_control,
+)
+from dora_pipe.schemas.trajectory import Meta, Progress, Sampler, Times, Trajectory
+from dora_pipe.schemas.wire import SCHEMA_VERSION
+
+
+def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
+    """The record of a finished request."""
+    place, spec, sequence = request.place, request.place.spec, request.sequence
+    return Trajectory(
+        trajectory=place.trajectory,
+        version=spec.version,
+        digest=spec.digest,
+        token_ids=sequence.token_ids,
+        logprobs=sequence.logprobs,
+        sampler_logprobs=sequence.sampler_logprobs,
+        loss_mask=sequence.loss_mask,
+        reward=request.reward,
+        segments=sequence.segments,
+        meta=Meta(
+            run=setup.topics.run,
+            schema_version=SCHEMA_VERSION,
+            group=spec.group,
+            group_size=spec.size,
+            sibling=place.sibling,
+            attempt=place.attempt,
+            purpose=spec.purpose,
+            deadline=spec.deadline,
+            dataset_digest=spec.dataset_digest,
+            index=spec.index,
+            data_epoch=spec.data_epoch,
+            seed=request.seed,
+            task=spec.task,
+            evaluation=spec.evaluation,
+            prompt_tokens=sequence.prompt_tokens,
+            worker=setup.worker,
+            epoch=setup.epoch,
+            finish=request.finish,
+            times=Times(
+                placed=request.placed_ns,
+                started=request.started_ns,
+                first_token=request.first_token_ns,
+                finished=request.finished_ns,
+                rewarded=request.rewarded_ns,
+            ),
+            reward_raw=request.reward_raw,
+            reward_parts=request.reward_parts,
+            reward_error=request.reward_error,
+            reward_answer=request.reward_answer,
+            error=request.error,
+            prefills=tuple(sequence.prefills),
+            moves=sequence.moves,
+            weights=tuple(
+                Sampler(version=version, digest=request.weights[version])
+                for version in sequence.versions
+                if version != spec.version
+            ),
+        ),
+    )
+
+
+def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
+    """What one version has sampled since the last one. Only for single-turn requests."""
+    place, sequence, start = request.place, request.sequence, request.chunk_end
+    version, end = sequence.stretch(start, now=request.hosted.version)
+    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
+    prefills = (one for one in sequence.prefills if one < sequence.prompt_tokens + end)
+    assert request.first_token_ns is not None and token_ids
+    return Progress(
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        version=version,
+        digest=request.weights[version],
+        worker=setup.worker,
+        epoch=setup.epoch,
+        start=start,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        prefills=tuple(prefills),
+        previous=request.resume.offset if request.resume else -1,
+        started_ns=request.first_token_ns,
+    )
+
+
+def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
+    """The fact that the trajectory lies in the log at this offset of its group's partition."""
+    return LoggedEntry(
+        trajectory=request.place.trajectory,
+        attempt=request.place.attempt,
+        partition=request.place.spec.partition,
+        offset=offset,
+        sha256=request.sha256,
+        bytes=request.value_bytes,
+        tokens=request.sequence.sampled_tokens,
+        finish=request.finish,
+        reward=request.reward,
+        error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
+        answer=request.reward_answer,
+        parts=parts_in_control(request.reward_parts),
+    )
+
+
+def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestReleased:
+    """The fact that a request goes on elsewhere, and from where."""
+    released = request.phase is Phase.RELEASING
+    return RequestReleased(
+        at_ns=now.wall_ns,
+        worker=setup.worker,
+        epoch=setup.epoch,
+        trajectory=request.place.trajectory,
+        attempt=request.place.attempt,
+        resume=request.resume,
+        kv=request.blob if request.resume is not None else None,
+        left_ns=now.wall_ns - (now.mono_ns - request.since_ns) if released else 0,
+    )

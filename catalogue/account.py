@@ -16,13 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from dora_pipe.catalogue.evaluations import (
-    Evaluating,
-    EvaluationEnded,
-    Sample,
-    part_means,
-    samples_of,
-)
+from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
@@ -285,15 +279,6 @@ Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | Evalua
 def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
     """The valid rewards of some records."""
     return [one.reward for one in results if one.reward is not None]
-
-
-def parts_by_task(groups: Iterable[GroupHistory]) -> dict[str, dict[str, float]]:
-    """The mean of every part of their rewards (`part_means`), by the name of the task."""
-    found: dict[str, list[Sample]] = {}
-    for group in groups:
-        found.setdefault(group.spec.task, []).extend(samples_of(group.results))
-    means = {task: part_means(own) for task, own in sorted(found.items())}
-    return {task: own for task, own in means.items() if own}
 
 
 def mean(values: Sequence[float]) -> float | None:

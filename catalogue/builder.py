@@ -25,11 +25,10 @@ from dora_pipe.catalogue.account import (
     WorkerGone,
     WorkerHistory,
     mean,
-    parts_by_task,
     rewards_of,
 )
 from dora_pipe.catalogue.evaluations import EvaluationEnded
-from dora_pipe.catalogue.group_scores import parts_of
+from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
 from dora_pipe.catalogue.tables import (
     AttemptRow,
     BatchRow,

@@ -1,4 +1,5 @@
-"""What siblings that are scored together count: decides which answer of a worker that is.
+"""What siblings that are scored together count: decides which answer of a worker that is; and the
+means of the parts of rewards, those of a group's scores among them.
 
 Every other part of an account reads the rewards of a group's `requests`: here they become what the
 answer says.
@@ -6,12 +7,13 @@ answer says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dora_pipe.catalogue.evaluations import Sample, part_means, samples_of
 from dora_pipe.schemas.control import GroupScored, RunStarted
 from dora_pipe.schemas.wire import canonical
 
@@ -44,6 +46,15 @@ def parts_of(group: GroupHistory, trajectory: str) -> str | None:
     siblings = () if group.scores is None else group.scores.siblings
     found = (one.parts for one in siblings if one.trajectory == trajectory)
     return next((canonical(parts).decode() for parts in found), None)
+
+
+def parts_by_task(groups: Iterable[GroupHistory]) -> dict[str, dict[str, float]]:
+    """The mean of every part of their rewards (`part_means`), by the name of the task."""
+    found: dict[str, list[Sample]] = {}
+    for group in groups:
+        found.setdefault(group.spec.task, []).extend(samples_of(group.results))
+    means = {task: part_means(own) for task, own in sorted(found.items())}
+    return {task: own for task, own in means.items() if own}
 
 
 def _count(

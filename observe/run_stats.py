@@ -25,11 +25,11 @@ from dora_pipe.catalogue.account import (
     WorkerGone,
     WorkerHistory,
     mean,
-    parts_by_task,
     rewards_of,
 )
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
+from dora_pipe.catalogue.group_scores import parts_by_task
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, epoch_of, role_of
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.schemas.control import (

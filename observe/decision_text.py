@@ -17,6 +17,7 @@ from dora_pipe.schemas.rounds import (
     Move,
     Place,
     Round,
+    ScoreGroup,
     TakeBatch,
 )
 
@@ -61,6 +62,8 @@ def _words_of(decision: AnyDecision) -> tuple[str, str, int]:
             return "assign", f"version {decision.version} to {decision.worker}", 0
         case Drain() | Fence():
             return type(decision).__name__.lower(), decision.worker, 0
+        case ScoreGroup():
+            return "score", f"groups on {decision.worker}", 1
         case TakeBatch():
             again = f", attempt {decision.attempt}" if decision.attempt > 1 else ""
             return "take", f"batch of step {decision.step}{again}", 0

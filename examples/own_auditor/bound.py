@@ -64,8 +64,11 @@ class Bound:
         if not feasible([*deadlines, spec["deadline"]], step, self._per_step):
             yield "is dispatched against the bound"
 
-    def settle(self, spec: Json, ended: int, rewards: Sequence[float | None]) -> None:
-        """So many siblings have ended, with these rewards: finished, doomed, or neither yet."""
+    def settle(
+        self, spec: Json, ended: int, rewards: Sequence[float | None], *, waits: bool = False
+    ) -> None:
+        """So many siblings have ended, with these rewards: finished, doomed, or neither yet; one
+        that waits for its siblings' scores together is not finished."""
         rules, name = self._config["groups"], spec["group"]
         if name not in self._u:
             return
@@ -73,7 +76,7 @@ class Bound:
         lost = ended - len(valid)
         if spec["size"] - lost < min(rules["min_valid_siblings"], spec["size"]):
             self.leave(name)
-        elif ended == spec["size"]:
+        elif ended == spec["size"] and not waits:
             if rules["filter_zero_advantage"] and len(set(valid)) <= 1:
                 self.leave(name)
             else:

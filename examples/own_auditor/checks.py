@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 from digests import batch_digest, derive, sha256, tensors_of, weights_digest
-from ledger import Ledger, Logged
+from ledger import TAKEN, Ledger, Logged
 from log import Json, Record, row_of, whole
 
 CONTRIBUTIONS = {
@@ -60,7 +60,8 @@ def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
     findings.holds("C3", name, early, step >= spec["version"])
     for what in ("version", "deadline"):
         findings.same("C3", name, f"{what} in step {step}", spec[what], taken[what])
-    names = ("trajectory", "attempt", "epoch", "partition", "offset", "sha256")
+    findings.same("batches", name, "rewards", group.scores, taken.get("rewards", {}))
+    names = ("trajectory", *TAKEN)
     counting = {one["trajectory"]: [one[what] for what in names] for one in group.results}
     trained = {one[0]: one[:6] for one in taken["trajectories"]}
     findings.same("C2", name, f"trajectories of step {step}", [*counting], [*trained])
@@ -223,13 +224,18 @@ def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
         if taken["group"] in ledger.groups
         for one in ledger.groups[taken["group"]].results
     }
+    rewards: dict[str, float | None] = {}
+    for taken in fact["groups"]:
+        if taken["group"] in ledger.groups:
+            rewards |= ledger.groups[taken["group"]].rewards
     rows = table.to_pylist()
     same("policies", who, "trajectories", sorted(entries), [row["trajectory"] for row in rows])
     for row in rows:
         one = entries.get(row["trajectory"])
         if one is None:
             continue
-        wanted = [one["version"], fact["step"] - one["version"], one["reward"], one["tokens"]]
+        reward = rewards[row["trajectory"]]
+        wanted = [one["version"], fact["step"] - one["version"], reward, one["tokens"]]
         found = [row[name] for name in ("version", "staleness", "reward", "tokens")]
         same("policies", row["trajectory"], f"{who} (version, staleness, ...)", wanted, found)
 

@@ -54,6 +54,7 @@ def batch_digest(groups: list[Json]) -> str:
     for group in sorted(groups, key=lambda one: str(one["group"])):
         lines.append(f"{group['group']}\t{group['version']}\t{group['deadline']}")
         lines += ["\t".join(map(str, one[:6])) for one in sorted(group["trajectories"])]
+        lines += [f"{name}\t{one!r}" for name, one in sorted(group.get("rewards", {}).items())]
     return sha256("".join(f"{line}\n" for line in lines).encode())
 
 

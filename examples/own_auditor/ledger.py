@@ -21,6 +21,9 @@ Placement = tuple[int, str, int]  # attempt, worker, epoch
 Place = tuple[int, int]  # partition, offset
 
 
+TAKEN = ("attempt", "epoch", "partition", "offset", "sha256")
+"""What a decision says of a record, behind its trajectory."""
+
 RUN_STOPPED = "the run stopped"
 """How the reason begins with which a worker leaves after `stop-run`."""
 
@@ -44,11 +47,30 @@ class Group:
     spec: Json
     requests: dict[str, Request]
     fate: str = ""
+    together: bool = False
+    """Its siblings are scored together, too."""
+    asked: list[Placement] = field(default_factory=list)
+    asking: Placement | None = None
+    faults: int = 0
+    scores: dict[str, float] = field(default_factory=dict)
+    unscored: bool = False  # for good
 
     @property
     def results(self) -> list[Json]:
         """The entries that count."""
         return [one.counts for one in self.requests.values() if one.counts is not None]
+
+    @property
+    def rewards(self) -> dict[str, float | None]:
+        """What the siblings that were logged count."""
+        own = {one["trajectory"]: one["reward"] for one in self.results}
+        return dict.fromkeys(own) if self.unscored else own | self.scores
+
+    @property
+    def waits(self) -> bool:
+        """Whether its siblings' scores together are still to come."""
+        valid = any(one is not None for one in self.rewards.values())
+        return self.together and valid and not self.scores
 
 
 @dataclass
@@ -83,6 +105,7 @@ class Ledger:
         self.of_task: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()  # rows, by task
         self.running: dict[str, Request] = {}  # open requests that have a placement
+        self.asking: dict[str, Group] = {}  # groups that a worker scores
         self.logged: dict[Place, Logged] = {}
         self.bound = Bound()
         self.takes: dict[tuple[int, int], Json] = {}
@@ -186,6 +209,9 @@ class Ledger:
         for name, request in list(self.running.items()):
             if request.placement is not None and request.placement[2] == epoch:
                 self._lose(name, fault=fault)
+        for group in list(self.asking.values()):
+            if group.asking is not None and group.asking[2] == epoch:
+                self._not_scored(group, fault=fault)
 
     # Hosting
 
@@ -218,7 +244,10 @@ class Ledger:
             self.findings.same("decisions", name, what, wanted, found)
         self.ordinals[spec["purpose"]] += 1
         ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"])]
-        self.groups[name] = Group(spec, {one: Request() for one in ids})
+        own = spec.get("task" if train else "evaluation")
+        source = f"{spec['purpose']}/{own}" if own else spec["purpose"]
+        together = source in self.started.get("scored_together", ())
+        self.groups[name] = Group(spec, {one: Request() for one in ids}, together=together)
         if train:
             for why in self.bound.dispatch(spec, self.newest):
                 self.findings.add("decisions", name, why)
@@ -380,8 +409,56 @@ class Ledger:
         self.running.pop(trajectory, None)
         group = self.groups[trajectory.rpartition("-")[0]]
         group.requests[trajectory].over = True
+        self._settle(group)
+
+    def _settle(self, group: Group) -> None:
         ended = sum(one.over for one in group.requests.values())
-        self.bound.settle(group.spec, ended, [one["reward"] for one in group.results])
+        self.bound.settle(group.spec, ended, list(group.rewards.values()), waits=group.waits)
+
+    # Groups that are scored together
+
+    def _score_group(self, decision: Json) -> None:
+        name, findings = decision["spec"]["group"], self.findings
+        group, names = self.groups[name], ("trajectory", *TAKEN)
+        asked = decision["attempt"], decision["worker"], decision["epoch"]
+        free = group.waits and group.asking is None and not group.fate
+        findings.holds("decisions", name, "is scored without need", free)
+        over = all(one.over for one in group.requests.values())
+        findings.holds("decisions", name, "is scored before its siblings have ended", over)
+        in_ = self.workers.get(decision["epoch"]) == decision["worker"]
+        findings.holds("decisions", name, "is scored by who is out", in_)
+        findings.same("decisions", name, "attempt", len(group.asked) + 1, decision["attempt"])
+        valid = [one for one in group.results if one["reward"] is not None]
+        wanted = [[one[what] for what in names] for one in valid]
+        found = [one[:6] for one in decision["trajectories"]]
+        findings.same("decisions", name, "records that are scored", wanted, found)
+        group.asking = asked
+        group.asked.append(asked)
+        self.asking[name] = group
+
+    def _group_scored(self, fact: Json) -> None:
+        group = self.groups[fact["group"]]
+        named = fact["attempt"], fact["worker"], fact["epoch"]
+        asked = f"is scored by {named}, asked by nobody"
+        self.findings.holds("control", fact["group"], asked, named in group.asked)
+        if group.asking != named or group.fate:
+            return
+        if fact.get("error"):
+            self._not_scored(group, fault=True, final=not fact.get("retryable", False))
+            return
+        group.asking = None
+        del self.asking[fact["group"]]
+        group.scores = {one["trajectory"]: one["reward"] for one in fact["siblings"]}
+        self._settle(group)
+
+    def _not_scored(self, group: Group, *, fault: bool, final: bool = False) -> None:
+        group.asking = None
+        del self.asking[group.spec["group"]]
+        group.faults += fault
+        most = self.started["config"]["groups"]["attempts_max"]
+        if final or (fault and group.faults >= most):
+            group.unscored = True
+            self._settle(group)
 
     # Steps
 

@@ -22,7 +22,7 @@ KEYS = {
 KEY_FIELDS = {
     **dict.fromkeys(("worker-joined", "worker-ready", "worker-left"), "worker"),
     **dict.fromkeys(("request-failed", "request-released"), "trajectory"),
-    "trajectories-logged": "worker",
+    **dict.fromkeys(("trajectories-logged", "group-scored"), "worker"),
     "role-started": "role",
 }
 """Fields that are the key of other kinds."""

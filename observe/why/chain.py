@@ -272,12 +272,19 @@ class Chain:
         due = f", deadline {spec.deadline}" if spec.purpose == "train" else ", evaluation"
         since_s = None
         text = f"{spec.group} (version {spec.version}{due}): "
-        text += f"{len(still_open)} of {counted(spec.size, 'sibling')} open"
+        scoring = state.scoring.get(spec.group)
+        if scoring is None:
+            text += f"{len(still_open)} of {counted(spec.size, 'sibling')} open"
+        else:
+            by = f" by {scoring.worker}" if scoring.worker else ", by whom is not decided"
+            text += f"scored together{by}, attempt {max(1, scoring.attempt)}"
         history = self._picture.account.open.get(spec.group)
         if history is not None:
             since_s = self._ago_s(history.dispatched_ns)
             text += f", dispatched {duration(since_s)} ago"
         nodes = [self._named(name) for name in still_open[:BRANCHES_MAX]]
+        if scoring is not None and scoring.worker in state.workers:
+            nodes.append(self.role(scoring.worker))
         return Node(
             kind="group",
             id=spec.group,

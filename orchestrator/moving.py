@@ -102,7 +102,8 @@ def _relieved(state: State) -> Iterator[Moved]:
             continue
         most = RELIEF * state.config.planner.kv_pressure * worker.kv_tokens
         share = 1 - most / worker.pressed
-        count = min(len(worker.requests) - 1, int(share * len(worker.requests)) + 1)
+        cached = max(1, len(worker.requests) - worker.off_engine)  # The others have no cache.
+        count = min(cached - 1, int(share * cached) + 1)
         newest = sorted(worker.requests, key=lambda one: (-state.requests[one].began_ns, one))
         chosen = [one for one in newest if _may_move(state, state.requests[one], rested=True)]
         full = f"the KV cache of {name} holds {worker.pressed} of {worker.kv_tokens} tokens"

@@ -144,6 +144,9 @@ OPEN_TIMES: Final = 6
 """A worker has at most so many times its slots and prefetch of requests, however many of them need
 no slot: each costs memory, and a worker refuses more than eight times as many."""
 
+OPEN_MAX: Final = 4096
+"""Nor more than so many, or twice its slots and prefetch: a task pool takes 8192 calls at once."""
+
 
 class Worker(msgspec.Struct, kw_only=True, gc=False):
     """One incarnation of a worker: what it shall be (`target`) and what it reported (`hosted`)."""
@@ -203,15 +206,20 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     @property
     def free(self) -> int:
         """Slots that nobody needs, as far as requests may still be placed on it."""
-        left = OPEN_TIMES * (self.slots + self.prefetch) - len(self.requests) - self.arriving
+        left = self.most - len(self.requests) - self.arriving
         return max(0, min(self.slots - self.load, left))
 
     @property
     def room(self) -> int:
         """Requests that may still be placed on it, prefetch included."""
-        size = self.slots + self.prefetch
-        places = min(size + self.off_engine, OPEN_TIMES * size)
+        places = min(self.slots + self.prefetch + self.off_engine, self.most)
         return places - len(self.requests) - self.arriving
+
+    @property
+    def most(self) -> int:
+        """Requests that may be open on it, whatever they wait for."""
+        size = self.slots + self.prefetch
+        return max(2 * size, min(OPEN_TIMES * size, OPEN_MAX))
 
     @property
     def open(self) -> bool:

@@ -60,7 +60,7 @@ CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
     "fate": "S1: a group gets the fate that its siblings came to, and none of them is placed then",
     "feasible": "S3: what is dispatched and not taken can be trained in time at every moment",
-    "placement": "S5: a request is placed where its version is loaded, in a free slot",
+    "placement": "S5, S24: a request is placed where its version is loaded, in a free slot",
     "binding": "S6, S7: a batch has the records that count when it is taken, of the living only",
     "assign": "S10: a worker changes its version only while it is empty and loads nothing",
     "lease": "S11: nobody is fenced who was heard, or while the orchestrator did not listen",

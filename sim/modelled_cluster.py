@@ -25,6 +25,7 @@ from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import release
+from dora_pipe.producers.worker.request_table import OFF_ENGINE_MIN_NS
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -47,6 +48,7 @@ from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
     Move,
+    OffEngine,
     Place,
     PlacedRequest,
     PlanPeriod,
@@ -221,6 +223,7 @@ class Cluster:
                 due_s = now_s + delay_s + self.plan.react_s
                 heapq.heappush(self._ended, (due_s, self._ends, worker, request))
         self._report()
+        self._observe()
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
@@ -254,6 +257,18 @@ class Cluster:
                     trajectories=entries,
                 )
             )
+
+    def _observe(self) -> None:
+        """Who is scored for longer than a moment needs no slot, as a worker's status would say."""
+        found = Counter(
+            worker.size.name
+            for _, _, worker, one in self._ended
+            if self.plan.report_s(one.spec.ordinal, one.sibling) * SECOND_NS >= OFF_ENGINE_MIN_NS
+        )
+        for name, worker in self._workers.items():
+            if found[name] != self.state.workers[name].off_engine:
+                one = OffEngine(worker=name, epoch=worker.epoch, requests=found[name])
+                apply_observation(self.state, one)
 
     def _entry(self, request: PlacedRequest) -> LoggedEntry:
         left = self._lefts.pop(request.trajectory)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.port import Row
@@ -13,5 +15,24 @@ class DigitShare(Arithmetic):
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
         """Between 0 and 1; see Task."""
-        words = text.split()
-        return sum(word.isdigit() for word in words) / max(1, len(words))
+        return _share(text)
+
+
+class JudgedDigits(DigitShare):
+    """The same, as a judge that takes `judge_s` would say it: others are sampled meanwhile."""
+
+    def __init__(self, judge_s: float = 0.5, **options: Any) -> None:
+        super().__init__(**options)
+        self._judge_s = judge_s
+
+    async def reward(  # type: ignore[override]
+        self, row: Row, text: str, turns: Sequence[str]
+    ) -> float:
+        """After a while; see Task."""
+        await asyncio.sleep(self._judge_s)
+        return _share(text)
+
+
+def _share(text: str) -> float:
+    words = text.split()
+    return sum(word.isdigit() for word in words) / max(1, len(words))

@@ -154,10 +154,11 @@ def test_rounds_of_an_older_orchestrator_are_not_obeyed() -> None:
 def test_more_requests_than_a_worker_can_hold_are_refused() -> None:
     world = World()
     worker = world.start(slots=1, prefetch=1, tasks=InlineTasks(held={PromptCall}))
-    world.decide(*(world.place(worker, ordinal) for ordinal in range(9)))
+    most = worker.setup.requests_max
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(most + 1)))
     world.ticks(worker, 3)
     assert [one.error for one in world.facts(RequestFailed)] == ["TooMany"]
-    assert len(worker.machine.requests.by_key) == 8
+    assert len(worker.machine.requests.by_key) == most == 16
 
 
 def test_fence_of_its_own_epoch_ends_the_worker_and_nothing_more_is_published() -> None:

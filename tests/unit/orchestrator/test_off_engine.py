@@ -14,7 +14,7 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_decision, apply_observation
 from dora_pipe.orchestrator.snapshots import body_of, state_of
-from dora_pipe.orchestrator.state import OPEN_TIMES, Worker
+from dora_pipe.orchestrator.state import OPEN_MAX, OPEN_TIMES, Worker
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import AnyDecision, Move, OffEngine
 from dora_pipe.schemas.wire import encode
@@ -163,7 +163,7 @@ def test_digest_of_a_state_that_knows_nothing_of_it_is_what_it_was() -> None:
 
 
 @given(
-    st.integers(1, 64),
+    st.integers(1, 64) | st.sampled_from([700, 5000]),
     st.integers(0, 16),
     st.integers(0, 700),
     st.integers(0, 700),
@@ -185,7 +185,8 @@ def test_room_is_what_slots_and_the_most_leave(
         hosted=-1,
     )
     size, here = slots + prefetch, many + arriving
-    assert worker.room == min(size + worker.off_engine - here, OPEN_TIMES * size - here)
+    most = max(2 * size, min(OPEN_TIMES * size, OPEN_MAX))
+    assert worker.room == min(size + worker.off_engine, most) - here
     assert worker.open == (worker.room > 0)
     assert 0 <= worker.free <= slots
     assert arriving <= worker.load <= worker.present

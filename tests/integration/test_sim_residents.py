@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import run_seed
 
-FIRST, MORE = range(12), (*range(12, 60), *range(1000, 1500))
+FIRST, MORE = range(6), (*range(6, 60), *range(1000, 1500))
 
 
 @pytest.fixture(autouse=True)

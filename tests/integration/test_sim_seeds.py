@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
 
-CHUNK = 20
+CHUNK = 10
 EVENTS_MIN, FAULTS_MIN, STEPS_MIN = 2000, 3, 10
 
 
@@ -37,7 +37,7 @@ def test_seeds_hold() -> None:
 
 @pytest.mark.pure
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(1, 10))
+@pytest.mark.parametrize("chunk", range(1, 20))
 def test_more_seeds_hold(chunk: int) -> None:
     check_seeds(range(chunk * CHUNK, (chunk + 1) * CHUNK))
 

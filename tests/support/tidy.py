@@ -27,6 +27,7 @@ _NOT_INSTALLED = re.compile(rf"dora_pipe\.({'|'.join(sorted(NOT_INSTALLED))})(\.
 """What a checkout could import although no wheel holds it."""
 _PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 _PICKLING = {"Queue", "SimpleQueue", "JoinableQueue", "Manager", "Pool", "ProcessPoolExecutor"}
+_PICKLING_CALLS = _PICKLING | {"save", "load", "send", "recv"}
 _HEAVY = {"torch", "transformers", "vllm", "deepspeed"}
 HEAVY_HOMES = re.compile(
     r"producers/engines/torch/(?!causal_lm)\w+\.py$"
@@ -85,6 +86,12 @@ def tree_of(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@lru_cache(maxsize=1)
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """Everything in that tree; walked once, for all rules."""
+    return tuple(ast.walk(tree_of(text)))
+
+
 def sizes(path: str, text: str) -> Iterator[str]:
     """Functions, files and lines stay short enough to be read at once."""
     lines = text.splitlines()
@@ -93,7 +100,7 @@ def sizes(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE_CHARACTERS:
             yield f"{path}:{number}: {len(line)} characters ({MAX_LINE_CHARACTERS})"
-    for node in _functions(tree_of(text)):
+    for node in _functions(text):
         count = (node.end_lineno or node.lineno) - node.lineno + 1
         if count > MAX_FUNCTION_LINES:
             yield f"{path}:{node.lineno}: {node.name} has {count} lines ({MAX_FUNCTION_LINES})"
@@ -107,7 +114,7 @@ def docstrings(path: str, text: str) -> Iterator[str]:
 
 def annotations(path: str, text: str) -> Iterator[str]:
     """Every function says what it takes and what it returns."""
-    for node in _functions(tree_of(text)):
+    for node in _functions(text):
         takes = node.args
         named = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]
         named += [a for a in (takes.vararg, takes.kwarg) if a]
@@ -122,7 +129,7 @@ def catching(path: str, text: str) -> Iterator[str]:
     """Only the runtime, the command line and the server of users' tasks may catch everything."""
     if _CATCH_ALL_HOMES.match(path):
         return
-    for node in ast.walk(tree_of(text)):
+    for node in nodes_of(text):
         if not isinstance(node, ast.ExceptHandler):
             continue
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -154,10 +161,9 @@ def imports(path: str, text: str) -> Iterator[str]:
 
 def pickling(path: str, text: str) -> Iterator[str]:
     """What pickles without saying so: process queues and pools, torch's own files, numpy's."""
-    tree = tree_of(text)
-    roots = {name.split(".")[0] for _, names in module_imports(tree) for name in names}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
+    roots = {name.split(".")[0] for _, names in module_imports(tree_of(text)) for name in names}
+    for node in nodes_of(text):
+        if not isinstance(node, ast.Call) or not _may_pickle(node):
             continue
         called = ast.unparse(node.func)
         owner, _, name = called.rpartition(".")
@@ -171,9 +177,15 @@ def pickling(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {called} is allowed to pickle"
 
 
+def _may_pickle(node: ast.Call) -> bool:
+    """Whether it is worth a closer look, which takes a hundred times as long."""
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return name in _PICKLING_CALLS or any(one.arg == "allow_pickle" for one in node.keywords)
+
+
 def assertions(path: str, text: str) -> Iterator[str]:
     """Every test asserts something that a reader can see."""
-    for node in _functions(tree_of(text)):
+    for node in _functions(text):
         if node.name.startswith("test_") and not any(map(_asserts, ast.walk(node))):
             yield f"{path}:{node.lineno}: {node.name} asserts nothing"
 
@@ -182,7 +194,7 @@ def sleeping(path: str, text: str) -> Iterator[str]:
     """Unit tests run on virtual time."""
     if not path.startswith("tests/unit/"):
         return
-    for node in ast.walk(tree_of(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep"):
             yield f"{path}:{node.lineno}: sleeps"
 
@@ -211,8 +223,8 @@ PYTHON_RULES: tuple[Callable[[str, str], Iterator[str]], ...] = (
 )
 
 
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+def _functions(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in nodes_of(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

@@ -91,6 +91,7 @@ def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
 
 
 def _orchestrator(directory: RunDir) -> None:
+    from dora_pipe.orchestrator.curriculum import Samplers
     from dora_pipe.orchestrator.role import Instance, run_orchestrator
 
     first = msgspec.json.decode(first_of(directory).read_bytes(), type=RunStarted)
@@ -106,6 +107,7 @@ def _orchestrator(directory: RunDir) -> None:
                 name=uuid.uuid4().hex, host=platform.node(), pid=os.getpid(), package=__version__
             ),
             run_started=first,
+            samplers=Samplers.load(config),
         )
 
 

@@ -20,7 +20,7 @@ from dora_pipe.catalogue.evaluations import evaluations_of
 from dora_pipe.catalogue.tables import TABLES, columns_of
 from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
-from dora_pipe.schemas.rounds import Assign, Cancel, Fence, StopRun
+from dora_pipe.schemas.rounds import Assign, Cancel, Dispatch, Fence, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 
@@ -371,3 +371,11 @@ def test_while_it_is_narrowed_it_has_the_siblings_of_some_groups_and_grows_all_t
         assert catalogue.one(count.format("records")) == (0, 3)
     assert catalogue.one(count.format("trajectories")) == (6, 3)
     assert catalogue.one(count.format("records")) == (2, 3)
+
+
+def test_rows_that_a_dispatch_skips_are_events(stage: CatalogueStage) -> None:
+    spec = stage.group(0)
+    later = replace(spec, group="g0000000001", ordinal=1)
+    stage.decide(Dispatch(spec=later, reason="a slot is free", skipped=(17, 31)))
+    skipped = "select subject from events where kind = 'row-skipped' order by 1"
+    assert stage.catalogue.query(skipped) == [("train#17",), ("train#31",)]

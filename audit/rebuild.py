@@ -15,7 +15,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import load_base, references_in, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import RunStarted
@@ -108,9 +108,9 @@ class Rebuilder:
             )
         commits = read_commits(self._bus, self._topics, notes[self._at : version], self._clock)
         self._at = -1  # Somewhere in between, until it has come through.
-        references = references_in(self._store, history.digest_of)
+        files = StepFiles(self._store, history.digest_of)
         for step in replay_steps(
-            self._bus, self._topics, trainer, commits, references=references, clock=self._clock
+            self._bus, self._topics, trainer, commits, files=files, clock=self._clock
         ):
             if not step.equal:
                 other = step.other_numerics

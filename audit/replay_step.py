@@ -30,8 +30,8 @@ from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import (
     ReplayedStep,
+    StepFiles,
     load_base,
-    references_in,
     replay_steps,
 )
 from dora_pipe.core.clock import Clock
@@ -135,8 +135,8 @@ def replay(
     if settings:
         most = logged_config(started.config).sampling.max_tokens
         commits = _with(commits, settings, first, max_tokens=most)
-    references = references_in(store, history.digest_of)
-    again = replay_steps(bus, topics, trainer, commits, references=references, clock=clock)
+    files = StepFiles(store, history.digest_of)
+    again = replay_steps(bus, topics, trainer, commits, files=files, clock=clock)
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:

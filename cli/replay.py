@@ -109,9 +109,11 @@ def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None
 
 
 def with_modules(config: Config, run: OpenRun) -> Config:
-    """The configuration, with the folder of the user's modules that this machine has."""
+    """The configuration, with the folder of the user's modules and the teacher that this machine
+    has."""
     task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
-    return msgspec.structs.replace(config, task=task)
+    teacher = config.teacher.on(run.config.teacher)
+    return msgspec.structs.replace(config, task=task, teacher=teacher)
 
 
 def _here(config: Config, local: Config) -> Config:

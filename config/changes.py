@@ -34,7 +34,7 @@ task.answer_column task.chat task.system_prompt task.tools
 task.options task.turns_max task.special_tokens task.chat_template_kwargs task.renderer
 task.chat_date task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-task.sampler task.drop_solved task.drop_solved_of
+task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps
 trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens bus.partitions

@@ -23,6 +23,7 @@ from dora_pipe.config.model import (
     Sampling,
     in_flight_batches,
 )
+from dora_pipe.config.objectives import rewarded
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.topics import PATTERN, RULE
@@ -227,7 +228,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
 def _check_numbers(config: Config) -> Iterator[str]:
     """Beyond these a step overflows, or a record cannot carry the number."""
     objective, trainer = config.objective, config.trainer
-    for name in ("kl", "positive_weight", "negative_weight"):
+    for name in ("kl", "teacher_weight", "positive_weight", "negative_weight"):
         value = getattr(objective, name)
         if value is not None and value > WEIGHT_MAX:
             yield f"objective.{name}: {value:g} is more than {WEIGHT_MAX:g}: losses overflow"
@@ -326,6 +327,38 @@ def _check_reference(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_teacher(config: Config) -> Iterator[Problem]:
+    teacher, kind = config.teacher, config.objective.kind
+    if teacher.given and config.objective.teacher_weight is None:
+        yield Problem(
+            text="teacher: nothing is learnt from it",
+            hint='objective.kind = "distill", or objective.teacher_weight = 0.1, say',
+        )
+    if teacher.path and teacher.url:
+        yield Problem(text="teacher.url: stands in place of teacher.path", hint="leave one out")
+    if bool(teacher.url) != bool(teacher.model):
+        yield Problem(
+            text="teacher.model: belongs to teacher.url, and has to be given with it",
+            hint="what `vllm serve` was started with, or its --served-model-name",
+        )
+    if "@" in teacher.url:  # It is stored and printed: this line must not repeat it.
+        yield Problem(
+            text="teacher.url: no names and passwords in an address",
+            hint="teacher.key_env names the variable with the key",
+        )
+    if teacher.url and (at := config.sampling.logprob_temperature) != 1:
+        yield Problem(
+            text=f"teacher.url: an endpoint's log-probs are of temperature 1, the policy's {at:g}",
+            hint='sampling.temperature = 1, or sampling.logprobs = "raw", or teacher.path',
+        )
+    if not rewarded(kind) and config.groups.filter_zero_advantage:
+        yield Problem(
+            text=f"groups.filter_zero_advantage: with objective.kind = {kind} rewards make no"
+            " advantage: groups would be lost for nothing",
+            hint="-o groups.filter_zero_advantage=false",
+        )
+
+
 def _check_trainer(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if not all(beta < 1 for beta in trainer.betas):
@@ -418,6 +451,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_advantages,
     _check_watched,
     _check_reference,
+    _check_teacher,
     _check_trainer,
     _check_gpus,
     _check_lora,

@@ -42,6 +42,7 @@ __all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config", "
 PATH_KEYS: Final = (
     "model.path",
     "model.chat_template",
+    "teacher.path",
     "task.data",
     "task.eval_data",
     "task.directory",

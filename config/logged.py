@@ -72,7 +72,7 @@ def is_older(plain: Mapping[str, Any]) -> bool:
 REFERENCE: Final = "trainer.reference"
 """A setting of a step that is no key: the version that its KL is to, where that moves."""
 
-LATER: Final = frozenset({"groups.failed_share_max"})
+LATER: Final = frozenset({"groups.failed_share_max", "objective.teacher_weight"})
 """Keys that older runs do not have: None, and not among their logged keys."""
 
 

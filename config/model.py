@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
-from dora_pipe.config.outside import Telemetry, Transfers
+from dora_pipe.config.outside import Teacher, Telemetry, Transfers
 from dora_pipe.config.schedule import Schedule
 from dora_pipe.config.section import (
     NonNegative,
@@ -59,7 +59,7 @@ class RewardUse(Section, frozen=True, kw_only=True):
     """One of the rewards whose weighted sum is trained."""
 
     use: str
-    """`math`, `exact`, `regex`, `json-schema`, `code`, `judge`, or `module:function`."""
+    """`math`, `exact`, `none`, `regex`, `json-schema`, `code`, `judge`, or `module:function`."""
     weight: float = 1.0
     """What its score is multiplied with."""
     name: Annotated[str, Meta(pattern=f"^$|{PATTERN}")] = ""
@@ -393,9 +393,10 @@ class Objective(Section, frozen=True, kw_only=True):
 
     kind: str = "grpo"
     """Which objective: grpo, dapo, dr-grpo, decoupled-ppo, tis, cispo, topr, weighted-topr, gspo,
-    or `module:attribute` of your own (docs/extending.md). Another kind than before starts from its
-    own defaults. Those of `grpo` are DAPO's (token-mean, clip_high 0.28), as older logs have it;
-    GRPO as published is loss = "sequence-mean", clip_high = 0.2, kl = 0.04."""
+    distill (a teacher in place of rewards), or `module:attribute` of your own (docs/extending.md).
+    Another kind than before starts from its own defaults. Those of `grpo` are DAPO's (token-mean,
+    clip_high 0.28), as older logs have it; GRPO as published is loss = "sequence-mean",
+    clip_high = 0.2, kl = 0.04."""
     clip_low: PositiveFloat | None = None
     """The ratio is clipped below 1 - clip_low. 0.2; cispo: 1, gspo: 0.0003."""
     clip_high: PositiveFloat | None = None
@@ -432,6 +433,9 @@ class Objective(Section, frozen=True, kw_only=True):
     reference_every: Positive | None = None
     """The reference moves: at step s it is the newest version that is a multiple of this. Without
     it, version 0 for ever."""
+    teacher_weight: NonNegativeFloat | None = None
+    """What is added to the advantage of a token: so many times log-prob under the teacher less
+    log-prob under the policy. Nothing; distill: 1. It needs [teacher]."""
     mask: objectives.Mask | None = None
     """Leave out tokens whose ratio of trainer to engine is out of bounds, or trajectories by the
     product of theirs or by its geometric mean. "none"."""
@@ -453,6 +457,9 @@ class Objective(Section, frozen=True, kw_only=True):
         low, high = self.mask_low, self.mask_high
         if low is not None and high is not None and low >= high:
             raise ValueError(f"mask_low: {low:g} is not below mask_high, {high:g}")
+
+
+NO_TEACHER = "objective.teacher_weight: there is no teacher (teacher.path or teacher.url)"
 
 
 class Lora(Section, frozen=True, kw_only=True):
@@ -527,6 +534,7 @@ class Config(Section, frozen=True, kw_only=True):
     planner: Planner = Planner()
     evaluation: Evaluation = Evaluation()
     objective: Objective = Objective()
+    teacher: Teacher = Teacher()
     lora: Lora = Lora()
     trainer: Trainer = Trainer()
     workers: Workers = Workers()
@@ -559,6 +567,8 @@ class Config(Section, frozen=True, kw_only=True):
         if objective.loss == "constant" and objective.loss_tokens is None:
             filled = msgspec.structs.replace(objective, loss_tokens=self.sampling.max_tokens)
             msgspec.structs.force_setattr(self, "objective", filled)
+        if objective.teacher_weight and not self.teacher.given:
+            raise ValueError(NO_TEACHER)
 
 
 def in_flight_batches(staleness: Staleness) -> float:

@@ -23,11 +23,11 @@ Mask = Literal["none", "token", "sequence", "geometric"]
 Level = Literal["token", "sequence"]
 Plain = float | int | str | bool
 
+_COMMON_OF_ALL: Final[Mapping[str, Plain]] = {"loss": "token-mean", "mask": "none"}
 _COMMON: Final[Mapping[str, Plain]] = {
-    "loss": "token-mean",
+    **_COMMON_OF_ALL,
     "advantage": "group",
     "advantage_std": True,
-    "mask": "none",
 }
 _KL: Final[Mapping[str, Plain]] = {"kl": 0.0, "kl_estimate": "k3"}
 _CLIP: Final[Mapping[str, Plain]] = {
@@ -101,6 +101,18 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
                 "loss": "sequence-mean",
             },
         ),
+        # CISPO on what the teacher says alone: rewards make no advantage.
+        "distill": BuiltIn(
+            "reinforce:cispo",
+            {
+                **_COMMON_OF_ALL,
+                **_KL,
+                **_CLIP,
+                "clip_low": 1.0,
+                "clip_high": 4.0,
+                "teacher_weight": 1.0,
+            },
+        ),
     }
 )
 
@@ -120,9 +132,17 @@ CONDITIONAL: Final[Mapping[str, tuple[str, frozenset[str]]]] = MappingProxyType(
 """Keys that belong to certain values of another one; `loss_tokens` is then sampling.max_tokens
 where it is not given."""
 
+MAY_LACK: Final = frozenset({"teacher_weight"})
+"""Keys that any kind takes, and does without."""
+
 FOR_GOOD: Final = frozenset({"options", "reference_every"})
 """Keys that do not change in a run, whatever its kind becomes: versions that were references are
 kept, and others are not."""
+
+
+def rewarded(kind: str) -> bool:
+    """Whether rewards become advantages; the teacher's log-probs alone do, where they do not."""
+    return kind not in BUILT_IN or "advantage" in BUILT_IN[kind].keys
 
 
 def is_own(kind: str) -> bool:
@@ -175,7 +195,7 @@ def uses(given: Mapping[str, Any]) -> frozenset[str]:
 
 def unused(given: Mapping[str, Any]) -> list[str]:
     """Keys that are given and that this objective does not use, sorted."""
-    used = uses(given) | {"kind", "reference_every"}
+    used = uses(given) | MAY_LACK | {"kind", "reference_every"}
     if is_own(str(given.get("kind"))) or not given.get("options"):
         used |= {"options"}
     return sorted(key for key, value in given.items() if value is not None and key not in used)

@@ -1,11 +1,13 @@
-"""Sections about processes and machines beside the run: how bytes go to them, what they are told.
-See `model`."""
+"""Sections about processes and machines beside the run: how bytes go to them, what they are told,
+what is asked of them. See `model`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from dora_pipe.config.section import Port, PositiveFloat, Section, Share
+import msgspec
+
+from dora_pipe.config.section import NonNegative, Port, Positive, PositiveFloat, Section, Share
 
 
 class Transfers(Section, frozen=True, kw_only=True):
@@ -41,3 +43,42 @@ class Telemetry(Section, frozen=True, kw_only=True):
     changed its worker, are sent whatever it is."""
     traces_slow: PositiveFloat = 2.0
     """A group is slow when it took so many times as long as the median of the 64 before it."""
+
+
+class Teacher(Section, frozen=True, kw_only=True):
+    """Another model, whose log-probs of the sampled tokens are learnt from (docs/training.md)."""
+
+    path: str = ""
+    """A Hugging Face causal LM directory with the policy's tokenizer: the trainer computes them."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of its weights and computation."""
+    url: str = ""
+    """In place of a directory: an endpoint of OpenAI's completions that gives log-probs of a prompt
+    of token ids, as vLLM's does; what `/completions` is put behind."""
+    model: str = ""
+    """What the endpoint calls the model."""
+    key_env: str = ""
+    """The environment variable with the endpoint's key. A key stands in no configuration."""
+    batch: Positive = 8
+    """Trajectories of one request to the endpoint."""
+    at_once: Positive = 8
+    """Requests in flight."""
+    timeout_s: PositiveFloat = 60.0
+    """For one answer."""
+    retries_max: NonNegative = 5
+    """How often a request that failed is made again before the trainer ends, saying why."""
+    digest: str = ""
+    """Of the directory's weights. It is found when the run starts; other weights are refused."""
+
+    @property
+    def given(self) -> bool:
+        """Whether there is one."""
+        return bool(self.path or self.url)
+
+    def on(self, local: Teacher) -> Teacher:
+        """This teacher of a run as a machine reaches it whose own keys are `local`."""
+        if not local.given:
+            return self
+        return msgspec.structs.replace(
+            local, dtype=self.dtype, model=self.model, digest=self.digest
+        )

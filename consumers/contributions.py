@@ -40,6 +40,11 @@ SCHEMA: Final = pa.schema(
 )
 """One row per trajectory, in the order of the batch."""
 
+TEACHER: Final = "teacher_logprobs"
+"""A column that is there where a step has a teacher: of its counted tokens, in their order."""
+
+WITH_TEACHER: Final = SCHEMA.append(pa.field(TEACHER, pa.list_(pa.float32()), nullable=False))
+
 _ALONE: Final = pyarrow.ipc.IpcReadOptions(use_threads=False)
 """With bytes at hand, no pool of threads is started: one that a process starts just before it ends
 may abort its end, and a file is small."""
@@ -47,8 +52,9 @@ may abort its end, and a file is small."""
 
 def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as an Arrow IPC file. Raises OSError."""
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
-    with path.open("wb") as file, pyarrow.ipc.new_file(file, SCHEMA) as writer:
+    schema = WITH_TEACHER if any(TEACHER in row for row in rows) else SCHEMA
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
+    with path.open("wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         writer.write_table(table)
 
 

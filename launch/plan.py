@@ -28,6 +28,7 @@ from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
+from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import typed
 from dora_pipe.core.errors import ConfigError, LogTruncated, PolicyError, TopicMissing, UsageError
@@ -124,6 +125,8 @@ def _plan_new(config: Config, root: Path, parent: str) -> Plan:
     with closing(directory.open_bus(config)) as bus:  # refused there, nothing is made here
         store = directory.policies(config)
         lineage, policy = _inherit(parent, root, store) if parent else (None, None)
+        model = store.assets(policy[1]) if policy else Path(config.model.path)
+        config = with_digest(config, model)
         first = run_started(config, store, policy=policy, lineage=lineage)
         if config.bus.url:
             _make_topics(bus, config)
@@ -157,6 +160,7 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
     `here`: all its roles will be on this machine, which has the data.
     """
     directory = find_run(wanted.run.name, root)
+    wanted = _with_teacher_of(directory.config(), wanted)
     if here:
         refuse_running(directory)
     with closing(directory.open_bus(wanted)) as bus:
@@ -192,7 +196,9 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
         first = started(bus, topics)
         if first is None:
             return None
-        commands = resume_commands(logged_config(first.config), wanted)
+        logged = logged_config(first.config)
+        wanted = _with_teacher_of(logged, wanted)
+        commands = resume_commands(logged, wanted)
         if commands:
             refuse_over(bus, topics, run_dir(wanted, root), root)
             bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
@@ -368,6 +374,14 @@ def resume_commands(stored: Config, wanted: Config) -> list[bytes]:
         args={key: _value(wanted, key) for key in sorted(logged)},
     )
     return [encode(command)]
+
+
+def _with_teacher_of(stored: Config, wanted: Config) -> Config:
+    """A file does not say which weights a teacher has; the trainer asks for those of the run."""
+    if not wanted.teacher.path or wanted.teacher.digest:
+        return wanted
+    teacher = msgspec.structs.replace(wanted.teacher, digest=stored.teacher.digest)
+    return msgspec.structs.replace(wanted, teacher=teacher)
 
 
 def _value(config: Config, key: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from dora_pipe.store.safetensors_file import (
     WEIGHTS_HINT,
     Entry,
     TensorSource,
+    manifest_in_memory,
     mapped,
     read_entries,
     write_tensors,
@@ -52,20 +53,18 @@ class _Located:
     entry: Entry
 
 
+def weights_digest(model_dir: Path) -> str:
+    """The digest that the weights of a directory would have in a store. Raises PolicyError."""
+    with _sources(model_dir) as sources:
+        return manifest_in_memory(sources).digest
+
+
 def import_model(store: PolicyStore, model_dir: Path) -> tuple[Manifest, str]:
     """Put a model directory into a store: its manifest and the digest of its assets.
 
     Raises PolicyError for a directory that is not a model, ResourceError without room.
     """
-    config = read_config(model_dir)
-    tensors = _tensors(model_dir)
-    with ExitStack() as stack:
-        pages = {
-            path: stack.enter_context(mapped(path))
-            for path in sorted({one.path for one in tensors.values()})
-        }
-        _drop_tied(config, tensors, pages)
-        sources = [_source(one, pages[one.path]) for one in tensors.values()]
+    with _sources(model_dir) as sources:
         try:
             manifest = store.publish_weights(lambda path: write_tensors(path, sources))
         except NonFinite as error:
@@ -134,6 +133,20 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not model_dir.is_dir():
         raise PolicyError(f"no model directory at {model_dir}")
     return _read_json(model_dir / CONFIG)
+
+
+@contextmanager
+def _sources(model_dir: Path) -> Iterator[list[TensorSource]]:
+    """The tensors of a model directory, as they are stored. Raises PolicyError."""
+    config = read_config(model_dir)
+    tensors = _tensors(model_dir)
+    with ExitStack() as stack:
+        pages = {
+            path: stack.enter_context(mapped(path))
+            for path in sorted({one.path for one in tensors.values()})
+        }
+        _drop_tied(config, tensors, pages)
+        yield [_source(one, pages[one.path]) for one in tensors.values()]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

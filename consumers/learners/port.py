@@ -53,6 +53,9 @@ class TrainBatch:
     groups: Sequence[TrainGroup]
     reference: Reference | None = None
     """None: version 0, which the learner was made with."""
+    teacher: Mapping[str, Sequence[float]] | None = None
+    """By trajectory, the log-probs of its counted tokens under the teacher, float32; None: the step
+    has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

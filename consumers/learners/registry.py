@@ -18,7 +18,9 @@ from dora_pipe.config.model import Trainer as Section
 from dora_pipe.config.objectives import is_own
 from dora_pipe.consumers.learners.deepspeed import HINT, NAME, prepare
 from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.taught import with_teacher
 from dora_pipe.consumers.objectives.registry import need_objective
+from dora_pipe.consumers.teachers.registry import key_of, open_teacher
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.own_code import importable, load_attribute, nearest, source_sha256
 from dora_pipe.store.log_location import LogLocation
@@ -45,6 +47,8 @@ class LearnerKind:
     """What to do where one is missing."""
     moving_reference: bool = False
     """Whether it takes `TrainBatch.reference`, which `objective.reference_every` asks for."""
+    teacher: bool = False
+    """Whether it takes `TrainBatch.teacher`, which `objective.teacher_weight` asks for."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -74,7 +78,15 @@ def need_learner(config: Config) -> None:
             f"objective.reference_every: trainer `{name}` knows version 0 as the reference alone",
             hint="a LearnerKind with moving_reference = True takes TrainBatch.reference",
         )
+    if config.teacher.given and not kind.teacher:
+        raise ConfigError(
+            f"teacher: trainer `{name}` does not learn from one",
+            hint="a LearnerKind with teacher = True takes TrainBatch.teacher",
+        )
     need_objective(config)
+    if config.teacher.path:
+        _need("teacher.path", BUILT_IN["torch"])
+    key_of(config)
 
 
 def _need(who: str, kind: LearnerKind) -> None:
@@ -97,7 +109,12 @@ def make_learner(
         for name, own in named.items()
         if is_own(own)
     }
-    return cast("Learner", _WithSources(learner, sources)) if sources else learner
+    if sources:
+        learner = cast("Learner", _WithSources(learner, sources))
+    if not config.teacher.given:
+        return learner
+    device = device_of(config.trainer) if config.teacher.path else ""
+    return with_teacher(learner, open_teacher(config, assets, device))
 
 
 class _WithSources:
@@ -220,6 +237,9 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         packages=("torch", "transformers", "safetensors"),
         hint="pip install 'dora-pipe[torch]'",
         moving_reference=True,
+        teacher=True,
     ),
-    "deepspeed": LearnerKind(open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True),
+    "deepspeed": LearnerKind(
+        open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True, teacher=True
+    ),
 }

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 
 from dora_pipe.config.model import LEARNING_RATE_MAX, Objective
-from dora_pipe.config.objectives import Advantage, settled, uses
+from dora_pipe.config.objectives import MAY_LACK, Advantage, rewarded, settled, uses
 from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 
@@ -52,9 +52,10 @@ class StepSettings(
 def step_settings(settings: Settings) -> StepSettings:
     """From logged keys; others are ignored. Raises ConfigError for one missing or mistyped."""
     given = {**_YOUNGER, **_of_objective(settings)}
-    used = uses(given) | {"kind", "options"}
-    own = {key: value for key, value in given.items() if key in used}
-    missing = sorted(key for key in used - {"options"} if own.get(key) is None)
+    used = uses(given) | {"kind"}
+    taken = used | MAY_LACK | {"options"}
+    own = {key: value for key, value in given.items() if key in taken}
+    missing = sorted(key for key in used if own.get(key) is None)
     try:
         if missing:
             lacks = f"Object missing required field `objective.{missing[0]}`"
@@ -100,7 +101,8 @@ def _of_objective(settings: Settings) -> dict[str, Any]:
     return {**found, "options": options} if options else found
 
 
-def advantage_rule(settings: Settings) -> tuple[Advantage, bool]:
+def advantage_rule(settings: Settings) -> tuple[Advantage | None, bool]:
     """Which advantages a commit's settings ask for, and whether divided; older ones say less."""
+    by_rewards = rewarded(str(settings.get("objective.kind", "grpo")))
     advantage = cast("Advantage", settings.get("objective.advantage", "group"))
-    return advantage, bool(settings.get("objective.advantage_std", True))
+    return advantage if by_rewards else None, bool(settings.get("objective.advantage_std", True))

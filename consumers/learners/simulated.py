@@ -67,6 +67,8 @@ class SimulatedLearner:
         for one in trajectories:
             past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
             past.update(canonical(list(one.logprobs)))
+            if batch.teacher is not None:
+                past.update(canonical(list(batch.teacher[one.trajectory])))
         self._weights = past.digest()
         self._steps += 1
         tokens = float(sum(one.sampled for one in trajectories))

@@ -108,6 +108,8 @@ class Item:
     advantage: float | None
     counted: int
     """Tokens that enter the loss."""
+    teacher: Sequence[float] | None
+    """Log-probs of those tokens under the teacher, where the step has one."""
     token_staleness: int
     """Staleness of every sampled token by the version that sampled it, added up."""
     minibatch: int = 0
@@ -147,29 +149,31 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
         for group in batch.groups
     ]
     objective = settings.objective
-    assert objective.advantage is not None
     advantages = batch_advantages(rewards, objective.advantage, bool(objective.advantage_std))
     return [
         [
-            _item(batch.step, group, trajectory, advantage)
+            _item(batch, group, trajectory, advantage)
             for trajectory, advantage in zip(group.trajectories, of_group, strict=True)
         ]
         for group, of_group in zip(batch.groups, advantages, strict=True)
     ]
 
 
-def _item(step: int, group: TrainGroup, trajectory: Trajectory, advantage: float | None) -> Item:
+def _item(
+    batch: TrainBatch, group: TrainGroup, trajectory: Trajectory, advantage: float | None
+) -> Item:
     _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
     return Item(
         trajectory=trajectory,
         group=group.group,
         ordinal=ordinal,
         sibling=sibling,
-        staleness=step - group.version,
+        staleness=batch.step - group.version,
         advantage=advantage,
         counted=int(sum(trajectory.loss_mask[1:])),
+        teacher=None if batch.teacher is None else batch.teacher[trajectory.trajectory],
         token_staleness=sum(
-            staleness_of(step, one.version) * (one.end - one.start)
+            staleness_of(batch.step, one.version) * (one.end - one.start)
             for one in trajectory.segments
             if one.kind == "model"
         ),
@@ -179,8 +183,8 @@ def _item(step: int, group: TrainGroup, trajectory: Trajectory, advantage: float
 def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> list[Pass]:
     """The passes of one optimizer update; none if nothing in it has a gradient.
 
-    A zero advantage without a KL term has a gradient of exactly zero: it still counts in the
-    mean, but nothing is computed for it.
+    A zero advantage without a KL term and without a teacher has a gradient of exactly zero: it
+    still counts in the mean, but nothing is computed for it.
     """
     for item in items:
         item.minibatch = minibatch
@@ -193,7 +197,7 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
     chosen = [
         (item, weight)
         for item, weight in zip(valid, weights, strict=True)
-        if item.counted and (item.advantage or objective.kl)
+        if item.counted and (item.advantage or objective.kl or objective.teacher_weight)
     ]
     rows = [
         RowSize(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))

@@ -83,9 +83,10 @@ def version_advantages(
 
 
 def batch_advantages(
-    groups: Sequence[tuple[int, Rewards]], advantage: Advantage, divide_by_std: bool
+    groups: Sequence[tuple[int, Rewards]], advantage: Advantage | None, divide_by_std: bool
 ) -> list[list[float | None]]:
-    """The advantages of a whole batch, group by group, by the rule `objective.advantage`.
+    """The advantages of a whole batch, group by group, by the rule `objective.advantage`; 0 where
+    rewards make none, and there is no rule.
 
     `groups` are (version, rewards of the siblings), in the order of the batch. Raises NonFinite
     where an advantage is no finite float32; rewards within `REWARD_MAX` give none such.
@@ -101,8 +102,10 @@ def batch_advantages(
 
 
 def _by_rule(
-    groups: Sequence[tuple[int, Rewards]], advantage: Advantage, divide_by_std: bool
+    groups: Sequence[tuple[int, Rewards]], advantage: Advantage | None, divide_by_std: bool
 ) -> list[list[float | None]]:
+    if advantage is None:
+        return [[None if one is None else 0.0 for one in rewards] for _, rewards in groups]
     if advantage == "version-baseline":
         return version_advantages(groups, divide_by_std=divide_by_std)
     rule = group_advantages if advantage == "group" else leave_one_out_advantages

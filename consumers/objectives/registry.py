@@ -1,4 +1,4 @@
-"""Which function an objective is, and what all of them share: masks and the KL term.
+"""Which function an objective is, and what all of them share: masks, KL term, a teacher.
 
 An objective is one file: an `ObjectiveKind` with the function and what its options may be. Those of
 the package are named by a row of `config.objectives.BUILT_IN`, a user's own by
@@ -88,6 +88,21 @@ def needs_reference(keys: Objective) -> bool:
     return bool(keys.kl)
 
 
+def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
+    """What the teacher thinks of a token is added to its advantage: weight (log T - log pi_theta).
+
+    Over tokens of pi_theta the gradient is that of -weight KL(pi_theta, T), the reverse KL of
+    on-policy distillation (Agarwal and others, arXiv 2306.13649, section 3; Thinking Machines,
+    "On-Policy Distillation", 2025); over those of an older version it is so times the objective's
+    own ratio. pi_theta is held still here: its gradient is the objective's.
+    """
+    if not keys.teacher_weight:
+        return inputs
+    assert inputs.teacher is not None
+    gap = inputs.teacher - inputs.logprobs.detach()
+    return replace(inputs, advantages=inputs.advantages + keys.teacher_weight * gap)
+
+
 def needs_proximal(keys: Objective) -> bool:
     """Whether it must compute those of the step's first weights."""
     return keys.proximal == "recomputed"
@@ -101,6 +116,7 @@ def terms_of(inputs: Inputs, keys: Objective) -> Terms:
     """
     kind = objective_kind(keys.kind)
     argument = kind.argument(keys)
+    inputs = with_teacher(inputs, keys)
     if keys.mask in (None, "none"):
         return _with_kl(kind.terms(inputs, argument), inputs, keys)
     assert keys.mask_low is not None

@@ -33,6 +33,9 @@ class Inputs:
     """Of the step's first weights, as the trainer computed them (p)."""
     reference: Tensor | None = None
     """Of version 0; needed for a KL term."""
+    teacher: Tensor | None = None
+    """Of the teacher; needed for `objective.teacher_weight`, which makes advantages of it before an
+    objective has them."""
     kept: Tensor | None = None
     """Bool: False where a mask leaves the token out; None where there is no mask."""
 

@@ -17,6 +17,7 @@ from typing import Final
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import write_contributions
 from dora_pipe.consumers.learners.port import Learner, StepResult, TrainBatch
+from dora_pipe.consumers.learners.taught import taught, waits_for
 from dora_pipe.consumers.place_reader import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import (
     BYTES_MAX,
@@ -47,10 +48,9 @@ from dora_pipe.consumers.trainer.effects import (
 from dora_pipe.consumers.trainer.recovery import read_commits
 from dora_pipe.consumers.trainer.replay_steps import (
     ReplayedStep,
+    StepFiles,
     load_base,
-    references_in,
     steps_again,
-    with_reference,
 )
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.clock import Clock
@@ -136,9 +136,9 @@ class EffectHandlers:
         yield from self._unreadable()
 
     def gauges(self) -> Gauges:
-        """How it is with the reader, or with the store while that has no room."""
-        waits_for = self._no_room or self.reader.waits_for
-        return Gauges(self.reader.records, self.reader.bytes, waits_for)
+        """How it is with the reader, the teacher, or the store while that has no room."""
+        waiting = self._no_room or waits_for(self._learner) or self.reader.waits_for
+        return Gauges(self.reader.records, self.reader.bytes, waiting)
 
     def close(self) -> None:
         """Close the reader; idempotent."""
@@ -160,10 +160,8 @@ class EffectHandlers:
             self._bus, self._setup.topics, effect.notes[base : effect.step], self._clock
         )
         digests = [self._setup.initial.digest, *(note.digest for note in effect.notes)]
-        references = references_in(self._store, digests.__getitem__)
-        for replayed in steps_again(
-            self.reader, learner, commits, references=references, strict=True
-        ):
+        files = StepFiles(self._store, digests.__getitem__)
+        for replayed in steps_again(self.reader, learner, commits, files=files, strict=True):
             if replayed is None:
                 yield None
             elif replayed.equal:
@@ -246,14 +244,15 @@ class EffectHandlers:
             return Arrived(why=f"unreadable: {error.message}"), Unreadable(dead_letter=letter)
         return Arrived(headers=at.headers, sha256=at.sha256, trajectory=trajectory), None
 
-    def _train(self, effect: TrainStep) -> Iterator[Event]:
+    def _train(self, effect: TrainStep) -> Iterator[Event | None]:
         key = (effect.step, effect.attempt)
         assert self._fetched is not None
         assert self._fetched[0] == key
         batch = self._fetched[1]
         self._fetched = None
-        references = references_in(self._store, lambda version: effect.reference)
-        batch = with_reference(batch, effect.settings, references)
+        files = StepFiles(self._store, lambda version: effect.reference)
+        batch = files.with_reference(batch, effect.settings)
+        batch = yield from taught(self.learner, batch, effect.settings)
         result = self.learner.train(batch, effect.settings)
         self._trained = key, result
         yield StepTrained(

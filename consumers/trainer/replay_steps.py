@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.logged import REFERENCE
+from dora_pipe.consumers.contributions import TEACHER, stored_contributions
 from dora_pipe.consumers.learners.port import Learner, Reference, Settings, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
+from dora_pipe.consumers.learners.taught import Column, taught
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.core.clock import Clock
@@ -63,24 +66,32 @@ class ReplayedStep:
         )
 
 
-References = Callable[[int], Reference]
-"""The weights of a committed version, as what a KL is to. Raises PolicyError."""
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """What a step needs beside trajectories, in a store; `digest_of` knows committed versions."""
 
+    store: PolicyStore
+    digest_of: Callable[[int], str]
 
-def references_in(store: PolicyStore, digest_of: Callable[[int], str]) -> References:
-    """Those that lie in a store; `digest_of` knows the committed versions."""
+    def with_reference(self, batch: TrainBatch, settings: Settings) -> TrainBatch:
+        """The batch with what its settings name as the reference, if they do. Raises
+        PolicyError."""
+        version = settings.get(REFERENCE)
+        if version is None:
+            return batch
+        digest = self.digest_of(int(version))
+        found = Reference(version=int(version), digest=digest, weights=self.store.weights(digest))
+        return replace(batch, reference=found)
 
-    def find(version: int) -> Reference:
-        digest = digest_of(version)
-        return Reference(version=version, digest=digest, weights=store.weights(digest))
-
-    return find
-
-
-def with_reference(batch: TrainBatch, settings: Settings, references: References) -> TrainBatch:
-    """The batch with what its settings name as the reference, if they do. Raises PolicyError."""
-    version = settings.get(REFERENCE)
-    return batch if version is None else replace(batch, reference=references(int(version)))
+    def column(self, commit: StepCommitted) -> Column:
+        """What the teacher said of a step. Raises PolicyError where that is not kept any more."""
+        rows = stored_contributions(self.store, commit.contributions.sha256)
+        if not rows or TEACHER not in rows[0]:
+            raise PolicyError(
+                f"step {commit.step}: what its teacher said is not in the store any more",
+                hint="an endpoint does not say the same again: this step cannot be replayed",
+            )
+        return {row["trajectory"]: row[TEACHER] for row in rows}
 
 
 def replay_steps(
@@ -89,7 +100,7 @@ def replay_steps(
     learner: Learner,
     commits: Iterable[StepCommitted],
     *,
-    references: References,
+    files: StepFiles,
     clock: Clock,
 ) -> Iterator[ReplayedStep]:
     """Train the steps of `commits` (contiguous, in order) again, one by one.
@@ -100,7 +111,7 @@ def replay_steps(
     """
     reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
     try:
-        for step in steps_again(reader, learner, commits, references=references, strict=False):
+        for step in steps_again(reader, learner, commits, files=files, strict=False):
             if step is not None:
                 yield step
     finally:
@@ -135,7 +146,7 @@ def steps_again(
     learner: Learner,
     commits: Iterable[StepCommitted],
     *,
-    references: References,
+    files: StepFiles,
     strict: bool,
 ) -> Iterator[ReplayedStep | None]:
     """See `replay_steps`; yields None while waiting. `strict` refuses changed trajectories."""
@@ -145,7 +156,9 @@ def steps_again(
         tokens = commit.numerics.get("micro_batch_tokens")
         if tokens is not None:
             settings[MICRO_BATCH_TOKENS] = int(tokens)
-        result = learner.train(with_reference(batch, settings, references), settings)
+        batch = files.with_reference(batch, settings)
+        batch = yield from taught(learner, batch, settings, partial(files.column, commit))
+        result = learner.train(batch, settings)
         manifest = learner.manifest()
         yield ReplayedStep(
             step=commit.step,

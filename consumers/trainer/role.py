@@ -244,5 +244,11 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
     )
     task = msgspec.structs.replace(config.task, directory=local.task.directory)
     return msgspec.structs.replace(
-        config, task=task, trainer=trainer, timing=local.timing, bus=local.bus, store=local.store
+        config,
+        task=task,
+        teacher=config.teacher.on(local.teacher),
+        trainer=trainer,
+        timing=local.timing,
+        bus=local.bus,
+        store=local.store,
     )

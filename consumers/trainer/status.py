@@ -19,7 +19,8 @@ class Gauges(NamedTuple):
     """In its cache."""
     bytes: int
     waits_for: str = ""
-    """What it has not reached yet, or why it cannot publish, in words."""
+    """What it has not reached yet, or what a teacher has not said, or why it cannot publish, in
+    words."""
 
 
 def waits(
@@ -34,8 +35,8 @@ def waits(
     """What stands between the trainer and the next step; nothing while it works.
 
     `step` is the next one, `replayed` the committed step that a restart comes to next, `refused`
-    the (step, attempt) that was refused last, `reading` what the reader waits for, or a store
-    without room.
+    the (step, attempt) that was refused last, `reading` what the reader waits for, a teacher, or a
+    store without room.
 
     Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
     """
@@ -50,6 +51,8 @@ def waits(
         case "reading":
             words = f"{batch}: {reading or 'its trajectories are being read'}"
             return [_found("trajectories", words, key, "short", (_topic("trajectories"), *here))]
+        case "training" if reading:
+            return [_found("teacher", f"{batch}: {reading}", key, "work", here)]
         case "publishing" if reading:
             return [_found("room", f"policy of step {step}: {reading}", key, "short", here)]
         case "refusing":

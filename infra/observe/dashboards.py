@@ -392,7 +392,11 @@ TRAINER: Final = Dashboard(
             "Trained policy to sampler, over the tokens of the newest step.",
             figures("ratio_mean", "ratio_min", "ratio_max"),
         ),
-        panel("Clipped share and KL", "Of the newest step.", figures("clipped_share", "kl")),
+        panel(
+            "Clipped share and KL",
+            "Of the newest step; the KL to the reference, and to a teacher where there is one.",
+            figures("clipped_share", "kl", "teacher_kl"),
+        ),
         panel(
             "Read ahead",
             "Trajectories in the trainer's cache.",

@@ -47,7 +47,7 @@ FIGURES: Final = {
     "staleness/max": "The largest of them.",
     "staleness/bound": "`max_staleness` as it stood at the newest dispatch.",
     "train/*": "Every figure of the commit: `loss`, `grad_norm`, `ratio_mean`, `clipped_share`, "
-    "`kl`, `tokens` and so on.",
+    "`kl`, `teacher_kl`, `tokens` and so on.",
     "train/learning_rate": "Of the step, as its batch decision has it.",
     "ratio/effective_sample_ratio": "Effective sample size over the number of trajectories.",
     "ratio/mismatch_staleness_*": "Mean |ln(mean ratio)| of the trajectories of this staleness, "

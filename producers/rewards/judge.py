@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from dora_pipe.core.errors import ConfigError, TaskError, one_line
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.json_endpoint import (
+    EndpointAway,
+    EndpointRefused,
+    JsonEndpoint,
+    quoted,
+    variable,
+)
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.rewards.texts import last_block
@@ -35,7 +41,6 @@ from dora_pipe.schemas.wire import canonical
 
 if TYPE_CHECKING:
     import jinja2
-    import requests
 
 SCORE: Final = r"(?i)\bscore\b\W{0,9}?(-?\d+(?:\.\d+)?)"
 """What counts as a score by default: "Score: 7", "**score** = 0.5"."""
@@ -44,9 +49,6 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_CHARACTERS_MAX: Final = 20_000
 """Of the judge's words, in which the score is looked for."""
 
-_QUOTED: Final = 200
-_PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
-"""Statuses that another time may be other ones."""
 _OBJECT: Final = re.compile(r"\{[^{}]*\}")
 
 Count = Annotated[int, Meta(ge=1)]
@@ -139,8 +141,14 @@ class JudgeClient:
         """Raises ConfigError for a template or pattern that is none, a variable that is not set."""
         self._options = options
         self._template = _template(where, options.template(where, context))
-        self._url = (options.url or _variable(where, "url_env", options.url_env)).rstrip("/")
-        self._key = _variable(where, "key_env", options.key_env) if options.key_env else ""
+        self._endpoint = JsonEndpoint(
+            "the judge",
+            options.url or variable(f"{where}: ", "url_env", options.url_env),
+            key=variable(f"{where}: ", "key_env", options.key_env) if options.key_env else "",
+            timeout_s=options.timeout_s,
+            at_once=options.at_once,
+            bytes_max=ANSWER_BYTES_MAX,
+        )
         try:
             groups = re.compile(options.pattern).groups
         except re.error as error:
@@ -151,8 +159,6 @@ class JudgeClient:
         self._kept = Path(context.directory) / kept
         self._threads = ThreadPoolExecutor(options.at_once, thread_name_prefix="judge")
         self._asked: dict[str, asyncio.Future[Reward]] = {}
-        self._session: requests.Session | None = None
-        self._opening = threading.Lock()
 
     async def score(
         self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
@@ -173,8 +179,7 @@ class JudgeClient:
     def close(self) -> None:
         """Let go of connections and threads."""
         self._threads.shutdown()
-        if self._session is not None:
-            self._session.close()
+        self._endpoint.close()
 
     def _question(self, prompt: str) -> dict[str, Any]:
         options = self._options
@@ -213,54 +218,17 @@ class JudgeClient:
             )
         low, high = self._options.range
         if found is None or not low <= found <= high:
-            raise Retry(f"the judge gave no score from {low:g} to {high:g}: {_quoted(said)}")
+            raise Retry(f"the judge gave no score from {low:g} to {high:g}: {quoted(said)}")
         return (found - low) / (high - low)
 
     def _ask(self, question: Mapping[str, Any]) -> JudgeAnswer:
-        import requests
-
-        end = time.monotonic() + self._options.timeout_s
         try:
-            with self._connected().post(
-                f"{self._url}/chat/completions",
-                json=question,
-                auth=self._sign,
-                timeout=self._options.timeout_s,
-                allow_redirects=False,
-                stream=True,
-            ) as answer:
-                body = _body(answer, end)
-                status = answer.status_code
-        except requests.RequestException as error:
-            raise Retry(f"the judge at {self._url} does not answer: {error}") from None
-        if status in _PASSES:
-            raise Retry(f"the judge at {self._url} says {status}: {self._shown(body)}")
-        if status != 200:
-            raise TaskError(f"the judge at {self._url} refuses with {status}: {self._shown(body)}")
+            body = self._endpoint.post("/chat/completions", question)
+        except EndpointAway as error:
+            raise Retry(error.message) from None
+        except EndpointRefused as error:
+            raise TaskError(error.message) from None
         return _judge_answer(body)
-
-    def _connected(self) -> requests.Session:
-        import requests
-        from requests.adapters import HTTPAdapter
-
-        with self._opening:
-            if self._session is None:
-                self._session = requests.Session()
-                adapter = HTTPAdapter(pool_maxsize=self._options.at_once)
-                self._session.mount("http://", adapter)
-                self._session.mount("https://", adapter)
-            return self._session
-
-    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """The key goes into this request's header, and nothing of a .netrc does."""
-        if self._key:
-            request.headers["Authorization"] = f"Bearer {self._key}"
-        return request
-
-    def _shown(self, body: bytes) -> str:
-        """What an endpoint says of a failure, without the key, should it repeat that."""
-        said = body.decode(errors="replace")
-        return _quoted(said.replace(self._key, "...") if self._key else said)
 
 
 def cache_folder() -> Path:
@@ -278,23 +246,6 @@ def _template(where: str, text: str) -> jinja2.Template:
         return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{where}: prompt, line {error.lineno}: {error.message}") from None
-
-
-def _variable(where: str, option: str, name: str) -> str:
-    value = os.environ.get(name, "")
-    if not value:
-        raise ConfigError(f"{where}: {option}: the environment variable {name} is not set")
-    return value
-
-
-def _body(answer: requests.Response, end: float) -> bytes:
-    """What comes until `end`, and no more than `ANSWER_BYTES_MAX`."""
-    body = b""
-    for piece in answer.iter_content(1 << 16):
-        body += piece
-        if len(body) > ANSWER_BYTES_MAX or time.monotonic() > end:
-            raise Retry(f"the judge's answer is too long or too late ({len(body)} bytes)")
-    return body
 
 
 class _Said(msgspec.Struct):
@@ -370,7 +321,3 @@ def _number(value: object) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _quoted(said: str) -> str:
-    return one_line(" ".join(said.split()), _QUOTED)

@@ -64,6 +64,7 @@ class BuiltIn:
 BUILT_IN: Final[Mapping[str, BuiltIn]] = {
     "math": BuiltIn(options="texts:Math", needs="math-verify", sources=("bounded",)),
     "exact": BuiltIn(options="texts:Exact"),
+    "none": BuiltIn(options="texts:NoReward"),
     "regex": BuiltIn(options="texts:Regex", sources=("bounded",)),
     "json-schema": BuiltIn(options="texts:JsonSchema", needs="jsonschema", sources=("bounded",)),
     "judge": BuiltIn(options="judge:Judge", needs="jinja2", sources=("bounded", "texts")),

@@ -76,6 +76,18 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+class NoReward(Options, frozen=True, kw_only=True):
+    """0 for everything: what is learnt comes from a teacher."""
+
+    def open(self, where: str, context: RewardContext) -> Function:
+        """See Options."""
+        return self.score
+
+    def score(self, text: str) -> float:
+        """0."""
+        return 0.0
+
+
 class Exact(Options, frozen=True, kw_only=True):
     """Whether the text is the row's answer, character for character."""
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dora_pipe.config.model import Objective
-from dora_pipe.config.objectives import BUILT_IN, Advantage, Level, Mask, uses
+from dora_pipe.config.objectives import BUILT_IN, MAY_LACK, Advantage, Level, Mask, uses
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.consumers.objectives.registry import (
     ESTIMATES,
@@ -29,7 +29,7 @@ from dora_pipe.consumers.objectives.registry import (
 from dora_pipe.consumers.objectives.terms import Inputs
 from dora_pipe.core.own_code import importable
 from dora_pipe.schemas.wire import REWARD_MAX
-from tests.support.objectives import chosen, gradient, random_inputs, rows, weights_of
+from tests.support.objectives import chosen, gradient, random_inputs, rows, weights_of, worth_of
 
 Value = Callable[[Inputs, Objective, Tensor], Callable[[Tensor], Tensor]]
 """With inputs, keys and the tokens that are kept: J of every token as a function of log-probs
@@ -43,6 +43,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 def clipped(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor], Tensor]:
     weight = torch.ones_like(inputs.behaviour)
+    worth = worth_of(inputs, keys)
     if inputs.proximal is not None and keys.weight_max is not None:
         log_weight = inputs.proximal - inputs.behaviour
         if keys.level == "sequence":
@@ -65,14 +66,14 @@ def clipped(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor],
         ratio = ratio_of(logprobs - inputs.around)
         assert keys.clip_low is not None and keys.clip_high is not None
         cut = ratio.clip(1 - keys.clip_low, 1 + keys.clip_high)
-        return weight * torch.minimum(ratio * inputs.advantages, cut * inputs.advantages)
+        return weight * torch.minimum(ratio * worth, cut * worth)
 
     return value
 
 
 def weighted(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor], Tensor]:
-    held = weights_of(inputs, keys)
-    return lambda logprobs: held * inputs.advantages * logprobs
+    held = weights_of(inputs, keys) * worth_of(inputs, keys)
+    return lambda logprobs: held * logprobs
 
 
 def gated(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor], Tensor]:
@@ -93,7 +94,7 @@ class Subject:
     keys: dict[str, Any] = field(default_factory=dict)
 
     def chosen(self, **keys: Any) -> Objective:
-        known = uses({"kind": self.kind, **keys}) | {"options"}
+        known = uses({"kind": self.kind, **keys}) | MAY_LACK | {"options"}
         return chosen(self.kind, **{k: v for k, v in {**self.keys, **keys}.items() if k in known})
 
 
@@ -108,7 +109,7 @@ def sapo(tmp_path_factory: pytest.TempPathFactory) -> None:
         __import__("sapo")
 
 
-WEIGHTED = ("cispo", "topr", "weighted-topr")
+WEIGHTED = ("cispo", "topr", "weighted-topr", "distill")
 SUBJECTS = [
     *(
         Subject(kind, weighted if kind in WEIGHTED else clipped, keys)
@@ -118,6 +119,9 @@ SUBJECTS = [
     Subject("gspo", clipped, {"clip_low": 0.1, "clip_high": 0.15}),
     Subject("cispo", weighted, {"clip_low": 0.1, "clip_high": 0.1}),
     Subject("weighted-topr", weighted, {"positive_weight": 0.7, "negative_weight": 1.6}),
+    Subject("distill", weighted, {"teacher_weight": 0.3, "clip_high": 0.1}),
+    Subject("grpo", clipped, {"teacher_weight": 0.5}),
+    Subject("weighted-topr", weighted, {"teacher_weight": 2.0, "negative_weight": 0.5}),
     Subject("sapo:SAPO", gated, {"options": {"tau_good": 2.0}}),
 ]
 subjects = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: f"{one.kind}-{one.keys}")
@@ -169,7 +173,7 @@ def test_on_policy_every_objective_has_the_gradient_of_plain_policy_gradient(
 ) -> None:
     keys = subject.chosen(proximal=proximal, positive_weight=1.0, negative_weight=1.0)
     inputs = random_inputs(seed, lengths, on_policy=True, proximal=needs_proximal(keys))
-    assert torch.allclose(gradient(inputs, keys), -inputs.advantages, atol=1e-12)
+    assert torch.allclose(gradient(inputs, keys), -worth_of(inputs, keys), atol=1e-12)
 
 
 @subjects
@@ -188,6 +192,7 @@ def test_what_one_trajectory_loses_does_not_depend_on_its_neighbours(
             logprobs=inputs.logprobs[part],
             behaviour=inputs.behaviour[part],
             advantages=inputs.advantages[part],
+            teacher=None if inputs.teacher is None else inputs.teacher[part],
             proximal=None if inputs.proximal is None else inputs.proximal[part],
             lengths=(length,),
         )
@@ -200,7 +205,11 @@ def test_what_one_trajectory_loses_does_not_depend_on_its_neighbours(
 def test_a_trajectory_without_advantage_has_no_gradient(subject: Subject, seed: int) -> None:
     keys = subject.chosen()
     inputs = random_inputs(seed, [4, 2], proximal=needs_proximal(keys))
-    nothing = replace(inputs, advantages=torch.zeros(6, dtype=torch.float64))
+    nothing = replace(
+        inputs,
+        advantages=torch.zeros(6, dtype=torch.float64),
+        teacher=inputs.logprobs.detach(),
+    )
     assert not gradient(nothing, keys).any()
 
 

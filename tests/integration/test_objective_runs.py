@@ -58,7 +58,9 @@ def commits_of(cluster: Cluster) -> list[StepCommitted]:
     return list(read_commits(cluster.bus, cluster.topics, history.notes, cluster.clock))
 
 
-def again(cluster: Cluster, first: int = 0, last: int = STEPS, **changed: str) -> list[StepLine]:
+def again(
+    cluster: Cluster, first: int = 0, last: int = STEPS, **changed: str | float
+) -> list[StepLine]:
     reference = cluster.store.weights_path(cluster.run_started.policy.digest)
     lines = replay(
         cluster.bus,

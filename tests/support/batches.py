@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
@@ -115,6 +118,21 @@ def make_batch(
             )
         made.append(TrainGroup(group=group, version=0, trajectories=rows))
     return TrainBatch(step=step, groups=made)
+
+
+def with_teacher(batch: TrainBatch, seed: int = 1) -> TrainBatch:
+    """The batch with a teacher's log-probs, made from a seed."""
+    chance = random.Random(seed)
+    return replace(
+        batch,
+        teacher={
+            one.trajectory: [
+                float(np.float32(-4.3 - chance.random())) for _ in range(sum(one.loss_mask))
+            ]
+            for group in batch.groups
+            for one in group.trajectories
+        },
+    )
 
 
 def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:

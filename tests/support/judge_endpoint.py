@@ -1,4 +1,4 @@
-"""A stand-in for the endpoint of a judge: it answers, late or at once, or refuses."""
+"""A stand-in for the endpoint of a judge or a teacher: it answers, late or at once, or refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(text: str) -> Answer:
 class Endpoint:
     """What was asked of it, and what it answers to the prompt of the n-th question."""
 
-    answer: Callable[[int, str], Answer]
+    answer: Callable[[int, Any], Answer]
     delay_s: float = 0.0
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -40,9 +40,16 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 256
 
 
+def last_message(body: dict[str, Any]) -> Any:
+    """What a judge is asked."""
+    return body["messages"][-1]["content"]
+
+
 @contextmanager
 def judge_endpoint(
-    answer: Callable[[int, str], Answer], delay_s: float = 0.0
+    answer: Callable[[int, Any], Answer],
+    delay_s: float = 0.0,
+    asked: Callable[[dict[str, Any]], Any] = last_message,
 ) -> Iterator[Endpoint]:
     """Listens on this machine while the block lasts."""
     endpoint = Endpoint(answer, delay_s)
@@ -62,7 +69,7 @@ def judge_endpoint(
                 endpoint.asked.append(body)
                 endpoint.keys.append(self.headers.get("Authorization", ""))
             time.sleep(endpoint.delay_s)
-            status, text = endpoint.answer(number, body["messages"][-1]["content"])
+            status, text = endpoint.answer(number, asked(body))
             with lock:
                 now -= 1
             self.send_response(status)

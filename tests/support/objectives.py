@@ -64,11 +64,13 @@ def random_inputs(
     apart = 0.0 if on_policy else spread
     behaviour, near, reference = (logprobs + noise(apart) for _ in range(3))
     advantages = torch.randn(len(lengths), generator=made, dtype=torch.float64)
+    teacher = logprobs + noise(0.5)
     return Inputs(
         logprobs=logprobs.clone().requires_grad_(),
         behaviour=behaviour,
         proximal=near if proximal else None,
         reference=reference,
+        teacher=teacher,
         advantages=advantages.repeat_interleave(torch.tensor(lengths)),
         lengths=tuple(lengths),
     )
@@ -86,12 +88,23 @@ def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
     return list(torch.split(values, list(inputs.lengths)))
 
 
+def worth_of(inputs: Inputs, settings: Objective) -> Tensor:
+    """The advantage of every token: of its trajectory, and what the teacher thinks of it."""
+    if not settings.teacher_weight:
+        return inputs.advantages
+    assert inputs.teacher is not None
+    gap = inputs.teacher - inputs.logprobs.detach()
+    return inputs.advantages + settings.teacher_weight * gap
+
+
 def weights_of(inputs: Inputs, settings: Objective) -> Tensor:
     """The weights in J = sg(weight) A log pi, from the equations, trajectory by trajectory."""
     found = []
     log_ratio = (inputs.logprobs - inputs.around).detach()
-    for part, worth in zip(rows(inputs, log_ratio), rows(inputs, inputs.advantages), strict=True):
-        if settings.kind == "cispo":
+    for part, worth in zip(
+        rows(inputs, log_ratio), rows(inputs, worth_of(inputs, settings)), strict=True
+    ):
+        if settings.kind in ("cispo", "distill"):
             assert settings.clip_low is not None
             assert settings.clip_high is not None
             found.append(part.exp().clip(1 - settings.clip_low, 1 + settings.clip_high))

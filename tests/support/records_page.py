@@ -121,7 +121,7 @@ def _contributions() -> list[str]:
             f"`{_arrow_type(field.type)}`" + (" (may be null)" if field.nullable else ""),
             CONTRIBUTIONS.get(field.name) or COMMON[field.name],
         )
-        for field in contributions.SCHEMA
+        for field in contributions.WITH_TEACHER
     ]
     return _table(("column", "type", "meaning"), rows)
 

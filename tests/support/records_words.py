@@ -79,6 +79,7 @@ CONTRIBUTIONS = {
     "micro_batch": "Which pass of that update, from 0.",
     "weight_mean": "Mean weight, proximal by behaviour policy; null where the objective has none.",
     "masked_share": "Share of its tokens that the objective left out; null where it has no mask.",
+    "teacher_logprobs": "Only in a step with a teacher: its log-probs of the tokens that count.",
 }
 """Columns of a contributions file whose meaning is not that of the field of their name."""
 

@@ -84,6 +84,8 @@ class TrainerStage:
         self.writer = self.bus.writer()
         self.policy = self.store.publish_weights(initial_weights)
         self.digests = {0: self.policy.digest}
+        self.settings: dict[str, Any] = {}
+        """Of batches that are decided from now on, beside the usual ones."""
         self.rounds = 0
 
     def open_memory(self) -> Bus:
@@ -200,7 +202,7 @@ class TrainerStage:
             step=step,
             attempt=attempt,
             groups=tuple(groups),
-            settings=dict(SETTINGS),
+            settings={**SETTINGS, **self.settings},
             pins=pins,
         )
         self.decide(decision)

@@ -67,6 +67,8 @@ class RowCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     advantage: float
     weight: float
     """Of each of its tokens in the mean over the minibatch."""
+    teacher: list[float] | None = None
+    """Log-probs of its counted tokens under the teacher, which rank 0 alone asks."""
 
 
 class PassCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -194,6 +196,7 @@ def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
             at=places.get(item.trajectory.trajectory, _NOWHERE),
             advantage=item.advantage or 0.0,
             weight=weight,
+            teacher=None if item.teacher is None else list(item.teacher),
         )
         for item, weight in zip(one.items, one.weights, strict=True)
     ]

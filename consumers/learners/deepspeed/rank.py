@@ -109,6 +109,7 @@ class _Pass:
     weights: Tensor
     idle: bool
     padded_tokens: int
+    teacher: Sequence[Sequence[float] | None] = ()
     proximal: Tensor | None = None
 
 
@@ -271,6 +272,7 @@ class Rank:
             weights=per_token([row.weight for row in one.rows], passage),
             idle=False,
             padded_tokens=len(one.rows) * one.width,
+            teacher=[row.teacher for row in one.rows],
         )
 
     def _score_later(self, updates: Sequence[Sequence[_Pass]]) -> None:
@@ -303,6 +305,7 @@ class Rank:
             weights=one.weights,
             proximal=one.proximal,
             reference=self._reference_logprobs if base is None else lambda _: base,
+            teacher=one.teacher,
             step=step,
         )
         update.loss += float(loss.detach())

@@ -22,11 +22,9 @@ from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, T
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import (
     Pass,
-    RowSize,
     Sums,
     contribution,
     figures_of,
-    pack,
     updates_of,
 )
 from dora_pipe.consumers.learners.torch.device import (
@@ -42,6 +40,7 @@ from dora_pipe.consumers.learners.torch.model import (
     pass_loss,
     passage_of,
     per_token,
+    score_rows,
     temperature_numerics,
 )
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
@@ -129,25 +128,14 @@ class TorchLearner:
 
         The first token of a row is predicted by nothing and has none.
         """
-        found: list[list[float]] = [[] for _ in rows]
-        sized = [
-            RowSize(ordinal=place, sibling=0, tokens=len(ids))
-            for place, (ids, _) in enumerate(rows)
-        ]
-        chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
-        micros = pack(
-            [sized[place] for place in chosen],
-            padded_tokens_max=self._options.micro_batch_tokens,
-        )
-        with deterministic(self._options.threads), torch.no_grad():
-            for micro in micros:
-                places = [chosen[row] for row in micro.rows]
-                parts = [(*rows[place], [0.0] * len(rows[place][0])) for place in places]
-                passage = passage_of(parts, width=micro.width, device=self._options.device)
-                scored = torch.split(self._model.logprobs(passage), list(passage.lengths))
-                for place, part in zip(places, scored, strict=True):
-                    found[place] = part.tolist()
-        return found
+        options = self._options
+        with deterministic(options.threads):
+            return score_rows(
+                rows,
+                self._model.logprobs,
+                padded_tokens_max=options.micro_batch_tokens,
+                device=options.device,
+            )
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights."""
@@ -221,6 +209,7 @@ class TorchLearner:
             weights=per_token(one.weights, passage),
             proximal=one.proximal,
             reference=self._reference_logprobs,
+            teacher=[item.teacher for item in one.items],
             step=step,
         )
         torch.autograd.backward(loss)

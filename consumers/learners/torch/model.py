@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dora_pipe.consumers.learners.settings import StepSettings
+from dora_pipe.consumers.learners.step import RowSize, pack
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
@@ -260,12 +261,13 @@ def pass_loss(
     weights: Tensor,
     proximal: Tensor | None,
     reference: Callable[[Passage], Tensor],
+    teacher: Sequence[Sequence[float] | None],
     step: StepSettings,
 ) -> tuple[Tensor, list[RowFigures]]:
     """The weighted loss of a pass, and what each of its rows did; tensors are per token, [N].
 
     `proximal` is None in a step's first update, whose own weights are the step's first ones.
-    `reference` is called where the objective needs it.
+    `reference` is called where the objective needs it; `teacher` is by row, none for none.
     """
     objective = step.objective
     if not needs_proximal(objective):
@@ -277,11 +279,43 @@ def pass_loss(
         behaviour=passage.behaviour,
         proximal=proximal,
         reference=reference(passage) if needs_reference(objective) else None,
+        teacher=_teacher(teacher, passage) if objective.teacher_weight else None,
         advantages=advantages,
         lengths=passage.lengths,
     )
     terms = terms_of(inputs, objective)
     return (terms.loss * weights).sum(), row_figures(terms, weights, passage.lengths)
+
+
+def _teacher(rows: Sequence[Sequence[float] | None], passage: Passage) -> Tensor:
+    known = [one for row in rows for one in row or ()]
+    assert len(known) == len(passage.targets), "a row without what the teacher says of it"
+    return torch.tensor(known, dtype=torch.float32, device=passage.ids.device)
+
+
+def score_rows(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    logprobs: Callable[[Passage], Tensor],
+    *,
+    padded_tokens_max: int,
+    device: str,
+) -> list[list[float]]:
+    """Log-probs of rows (token ids, mask) where the mask is 1, in passes as a step packs them.
+
+    The first token of a row is predicted by nothing and has none.
+    """
+    found: list[list[float]] = [[] for _ in rows]
+    chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
+    sized = [RowSize(ordinal=at, sibling=0, tokens=len(rows[at][0])) for at in chosen]
+    with torch.no_grad():
+        for micro in pack(sized, padded_tokens_max=padded_tokens_max):
+            places = [chosen[row] for row in micro.rows]
+            parts = [(*rows[place], [0.0] * len(rows[place][0])) for place in places]
+            passage = passage_of(parts, width=micro.width, device=device)
+            scored = torch.split(logprobs(passage), list(passage.lengths))
+            for place, part in zip(places, scored, strict=True):
+                found[place] = part.tolist()
+    return found
 
 
 def temperature_numerics(temperature: float) -> dict[str, str]:

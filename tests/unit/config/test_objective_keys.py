@@ -24,7 +24,8 @@ PLAIN: dict[str, Any] = {
 
 
 def config(**objective: Any) -> Config:
-    return from_plain({**PLAIN, "objective": objective})
+    teacher = {"teacher": {"path": "t"}} if objective.get("kind") == "distill" else {}
+    return from_plain({**PLAIN, **teacher, "objective": objective})
 
 
 def objective_of(made: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, with_teacher
 from tests.support.models import make_qwen2
 from tests.support.objectives import KINDS, OF_TRAINER, objective_settings
 
@@ -60,7 +60,7 @@ def settings_for(kind: str, *, minibatches: int = 2, **keys: Any) -> dict[str, A
 def batch_of(seed: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0)) -> TrainBatch:
     made = make_batch(seed=seed, step=max(versions), groups=len(versions), siblings=3, valid=0.9)
     groups = [replace(one, version=v) for one, v in zip(made.groups, versions, strict=True)]
-    return replace(made, groups=groups)
+    return with_teacher(replace(made, groups=groups))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import load_base, references_in, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
 from dora_pipe.core.errors import (
     InvariantBroken,
     LogTruncated,
@@ -102,7 +102,7 @@ def replayed(stage: TrainerStage, commits: list[StepCommitted], first: int) -> l
         stage.topics,
         trainer,
         commits[base:],
-        references=references_in(stage.store, history.digest_of),
+        files=StepFiles(stage.store, history.digest_of),
         clock=stage.clock,
     )
     return [one for one in steps if one.step >= first]

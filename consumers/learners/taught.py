@@ -1,0 +1,119 @@
+"""A learner with a teacher beside it: decides when that is asked, and what of its answers is kept.
+
+It is asked where a step's settings give it a weight, before anything is trained. Its log-probs go
+to the learner as a column of the batch, and into the contributions file of the step as one: with a
+teacher whose bits are not repeatable, that column is what a replay trains on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from dora_pipe.consumers.contributions import TEACHER
+from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch
+from dora_pipe.consumers.teachers.port import Teacher
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.trajectory import Trajectory
+
+WEIGHT: Final = "objective.teacher_weight"
+
+Column = Mapping[str, Sequence[float]]
+"""By trajectory, the log-probs of its counted tokens under a teacher."""
+
+
+def with_teacher(learner: Learner, teacher: Teacher | None) -> Learner:
+    """The learner of a run that has this teacher, or none."""
+    return learner if teacher is None else cast("Learner", TaughtLearner(learner, teacher))
+
+
+def taught(
+    learner: Learner,
+    batch: TrainBatch,
+    settings: Settings,
+    kept: Callable[[], Column] | None = None,
+) -> Generator[None, None, TrainBatch]:
+    """The batch with what the teacher says of it, where the settings ask for it; `kept` gives what
+    it said when the step was committed. Yields while it waits.
+
+    Raises ConfigError where there is no teacher, and what `Teacher.logprobs` raises.
+    """
+    if not settings.get(WEIGHT) or batch.teacher is not None:
+        return batch
+    if not isinstance(learner, TaughtLearner):
+        raise ConfigError(f"{WEIGHT}: this run has no teacher")
+    if kept is not None and not learner.teacher.repeatable:
+        return replace(batch, teacher=kept())
+    return (yield from learner.asked(batch))
+
+
+def waits_for(learner: Learner | None) -> str:
+    """What its teacher waits for, in words; empty for nothing."""
+    return learner.teacher.waits_for if isinstance(learner, TaughtLearner) else ""
+
+
+class TaughtLearner:
+    """See the module. Everything else is the learner's own."""
+
+    def __init__(self, learner: Learner, teacher: Teacher) -> None:
+        self._learner = learner
+        self.teacher = teacher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def asked(self, batch: TrainBatch) -> Generator[None, None, TrainBatch]:
+        """The batch with what the teacher says now."""
+        trajectories = [one for group in batch.groups for one in group.trajectories]
+        rows = [(one.token_ids, one.loss_mask) for one in trajectories]
+        said = yield from self.teacher.logprobs(rows)
+        names = [one.trajectory for one in trajectories]
+        return replace(batch, teacher=dict(zip(names, said, strict=True)))
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        """One training step, with the teacher's column in its contributions."""
+        batch = _driven(taught(cast("Learner", self), batch, settings))
+        result = self._learner.train(batch, settings)
+        column = batch.teacher
+        if column is None:
+            return result
+        return replace(
+            result,
+            figures={**result.figures, **_teacher_kl(batch, column)},
+            contributions=[
+                {**row, TEACHER: column[row["trajectory"]]} for row in result.contributions
+            ],
+        )
+
+    def numerics(self) -> dict[str, str]:
+        """The learner's, and which teacher there is."""
+        return {**self._learner.numerics(), "teacher": self.teacher.name()}
+
+
+def _driven(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
+    """What it ends with."""
+    while True:
+        try:
+            next(asking)
+        except StopIteration as ended:
+            return cast("TrainBatch", ended.value)
+
+
+def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
+    """Mean over the sampled tokens of log-prob when sampled less that under the teacher: estimates
+    the KL of what sampled to the teacher, in nats per token; nothing without tokens."""
+    gaps = [
+        gap
+        for group in batch.groups
+        for one in group.trajectories
+        for gap in _gaps(one, column[one.trajectory])
+    ]
+    return {"teacher_kl": math.fsum(gaps) / len(gaps)} if gaps else {}
+
+
+def _gaps(one: Trajectory, said: Sequence[float]) -> list[float]:
+    sampled = [at for at, mask in enumerate(one.loss_mask) if mask and at]
+    own = (one.logprobs[at] for at in sampled)
+    return [(behaviour or 0.0) - there for behaviour, there in zip(own, said, strict=True)]

@@ -1,0 +1,106 @@
+"""A teacher that is a model directory: computed by the trainer, beside what it trains.
+
+Its weights are frozen and loaded once. Log-probs are of softmax(logits / temperature), at the
+temperature of the policy's own: what is compared are two policies as they would sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.model import Passage, head_is_all, score, score_rows
+from dora_pipe.consumers.teachers.port import Row, Scores
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.model_dir import weights_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a directory is computed."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    temperature: float = 1.0
+    padded_tokens_max: int = 16384
+    """Of one pass (`trainer.micro_batch_tokens`)."""
+    threads: int = 1
+
+
+class ModelTeacher:
+    """Example: ``ModelTeacher(Path("teacher"), digest="", options=ModelOptions())``."""
+
+    repeatable = True
+    waits_for = ""
+
+    def __init__(self, directory: Path, *, digest: str, options: ModelOptions) -> None:
+        """Raises PolicyError for a directory that is no model, or has other weights than those of
+        `digest`, where that is given."""
+        self._digest = weights_digest(directory)
+        if digest and digest != self._digest:
+            raise PolicyError(
+                f"teacher.path: the weights of {directory} have digest {self._digest[:12]}, those"
+                f" of the run's teacher {digest[:12]}",
+                hint="bring the teacher back, or start a new run",
+            )
+        self._directory = directory
+        self._options = options
+        self._network = _network(directory, options)
+        self._lean = head_is_all(self._network, options.device)
+
+    def name(self) -> str:
+        """Its weights, and the type they are computed in."""
+        return f"{self._options.dtype} {self._digest}"
+
+    def logprobs(self, rows: Sequence[Row]) -> Scores:
+        """See Teacher; without waiting."""
+        known = self._network.config.vocab_size
+        largest = max((max(ids) for ids, _ in rows if len(ids)), default=0)
+        if largest >= known:
+            raise PolicyError(f"{self._directory} has no token {largest}: it has {known}")
+        options = self._options
+        with deterministic(options.threads):
+            found = score_rows(
+                rows,
+                self._logprobs,
+                padded_tokens_max=options.padded_tokens_max,
+                device=options.device,
+            )
+        yield from ()
+        return found
+
+    def _logprobs(self, passage: Passage) -> Tensor:
+        return score(
+            self._network,
+            passage.ids,
+            passage.places,
+            passage.targets,
+            lean=self._lean,
+            temperature=self._options.temperature,
+        )
+
+
+def _network(directory: Path, options: ModelOptions) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    quiet: Any = logging.disable_progress_bar
+    quiet()
+    read: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        network = read(
+            directory,
+            dtype=getattr(torch, options.dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
+        raise PolicyError(f"no causal LM can be read from {directory}: {error}") from error
+    return network.to(options.device).eval().requires_grad_(False)

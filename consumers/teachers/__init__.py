@@ -1,0 +1,1 @@
+"""Teachers: models whose log-probs of sampled tokens are learnt from."""

@@ -1,0 +1,199 @@
+"""A teacher behind an endpoint of OpenAI's completions that gives log-probs of prompts, as vLLM's
+does (`prompt_logprobs`).
+
+A trajectory is a prompt of token ids; one more token is sampled and thrown away. Requests go out by
+`at_once` threads, which take the next one as soon as one has its answer; one that fails for a while
+is made again, `retries_max` times. What comes back depends on the endpoint's company: its bits are
+not repeatable.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from dora_pipe.consumers.objectives.advantage import FLOAT32_MAX
+from dora_pipe.consumers.teachers.port import Row, Scores
+from dora_pipe.core.errors import DoraError, NonFinite, ResourceError
+from dora_pipe.core.json_endpoint import EndpointAway, JsonEndpoint
+
+ANSWER_BYTES_MAX: Final = 256 << 20
+"""About a hundred bytes per token of a request."""
+
+PAUSE_S: Final = 0.5
+PAUSE_MAX_S: Final = 15.0
+"""Before a request is made again; twice as long each time."""
+
+_TURN_S: Final = 0.2
+"""How often one that waits for answers looks up, so that a stop is heard."""
+
+Numbered = tuple[int, Sequence[Row]]
+Said = tuple[int, list[list[float]] | DoraError]
+
+
+class _Seen(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    prompt_logprobs: list[dict[int, _Seen] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """How an endpoint is asked; see `dora_pipe.config.outside.Teacher`."""
+
+    model: str
+    batch: int = 8
+    at_once: int = 8
+    timeout_s: float = 60.0
+    retries_max: int = 5
+
+
+class EndpointTeacher:
+    """Example: ``EndpointTeacher("http://host:8000/v1", EndpointOptions(model="teacher"))``."""
+
+    repeatable = False
+
+    def __init__(self, url: str, options: EndpointOptions, *, key: str = "") -> None:
+        self.waits_for = ""
+        self._options = options
+        self._endpoint = JsonEndpoint(
+            "the teacher",
+            url,
+            key=key,
+            timeout_s=options.timeout_s,
+            at_once=options.at_once,
+            bytes_max=ANSWER_BYTES_MAX,
+        )
+
+    def name(self) -> str:
+        """The model by its name there; the address is no property of it."""
+        return f"endpoint {self._options.model}"
+
+    def logprobs(self, rows: Sequence[Row]) -> Scores:
+        """See Teacher. Raises ResourceError for an endpoint that refuses, or fails for too long."""
+        size = self._options.batch
+        todo: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
+        for start in range(0, len(rows), size):
+            todo.put((start, rows[start : start + size]))
+        requests = todo.qsize()
+        done: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        over = threading.Event()
+        # Daemons: a process that is asked to end does not wait for an answer.
+        threads = [
+            threading.Thread(
+                target=self._ask_all, args=(todo, done, over), name="teacher", daemon=True
+            )
+            for _ in range(min(self._options.at_once, requests))
+        ]
+        for thread in threads:
+            thread.start()
+        found: list[list[float]] = [[] for _ in rows]
+        try:
+            for answered in range(requests):
+                self.waits_for = f"{self._endpoint.where}: {requests - answered} of {requests}"
+                self.waits_for += " requests open"
+                start, said = yield from _next(done, threads)
+                if isinstance(said, DoraError):
+                    raise said
+                found[start : start + len(said)] = said
+        finally:
+            over.set()
+            self.waits_for = ""
+        return found
+
+    def _ask_all(
+        self,
+        todo: queue.SimpleQueue[Numbered],
+        done: queue.SimpleQueue[Said],
+        over: threading.Event,
+    ) -> None:
+        """In a thread: one request after the other, as long as there are any."""
+        while not over.is_set():
+            try:
+                start, rows = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((start, self._ask(rows, over)))
+            except DoraError as error:
+                done.put((start, error))
+
+    def _ask(self, rows: Sequence[Row], over: threading.Event) -> list[list[float]]:
+        options, pause_s = self._options, PAUSE_S
+        body = {
+            "model": options.model,
+            "prompt": [list(ids) for ids, _ in rows],
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        for _ in range(options.retries_max):
+            try:
+                return self._read(self._endpoint.post("/completions", body), rows)
+            except EndpointAway:
+                if over.wait(pause_s):
+                    break
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        try:
+            return self._read(self._endpoint.post("/completions", body), rows)
+        except EndpointAway as error:
+            lasted = f"{error.message} (asked {options.retries_max + 1} times)"
+            hint = "nothing is lost: run --resume goes on with this step once it answers"
+            given_up = ResourceError(lasted, hint=hint)
+            given_up.waited_out = True
+            raise given_up from error
+
+    def _read(self, answer: bytes, rows: Sequence[Row]) -> list[list[float]]:
+        """The wanted log-probs in an answer. Raises ResourceError for one without them."""
+        where = self._endpoint.where
+        try:
+            choices = msgspec.json.decode(answer, type=_Completion).choices
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ResourceError(f"the answer of {where} is no completion: {error}") from None
+        by_place = {choice.index: choice.prompt_logprobs for choice in choices}
+        found = []
+        for place, (ids, mask) in enumerate(rows):
+            seen = by_place.get(place)
+            if seen is None or len(seen) != len(ids):
+                raise ResourceError(
+                    f"{where} gives no log-probs of the prompt's tokens",
+                    hint="it has to know `prompt_logprobs` and prompts of token ids, as vLLM does",
+                )
+            wanted = [at for at in range(1, len(ids)) if mask[at]]
+            found.append([_of(seen[at], ids[at], where) for at in wanted])
+        return found
+
+
+def _of(seen: dict[int, _Seen] | None, token: int, where: str) -> float:
+    own = None if seen is None else seen.get(token)
+    if own is None:
+        raise ResourceError(f"{where} has no log-prob of token {token} in the prompt")
+    if not abs(own.logprob) <= FLOAT32_MAX:
+        raise NonFinite(f"{where} gives token {token} the log-prob {own.logprob}")
+    return float(np.float32(own.logprob))
+
+
+def _next(
+    done: queue.SimpleQueue[Said], threads: Sequence[threading.Thread]
+) -> Generator[None, None, Said]:
+    """The next answer; yields while there is none."""
+    while True:
+        asked = any(thread.is_alive() for thread in threads)
+        try:
+            return done.get(timeout=_TURN_S)
+        except queue.Empty:
+            assert asked, "nobody asks the teacher any more"
+            yield

@@ -1,0 +1,107 @@
+"""Which teacher a run has, and whether it fits: its tokens must be those of the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.teachers.port import Teacher
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.json_endpoint import variable
+from dora_pipe.store.model_dir import read_config, weights_digest
+
+TOKENIZER: Final = "tokenizer.json"
+
+
+def with_digest(config: Config, policy: Path) -> Config:
+    """The configuration of a run that starts: its teacher fits `policy`, a model directory, and is
+    named by its weights. Raises ConfigError, PolicyError."""
+    teacher = config.teacher
+    if not teacher.path:
+        return config
+    check_directory(config, policy)
+    found = msgspec.structs.replace(teacher, digest=weights_digest(Path(teacher.path)))
+    if teacher.digest and teacher.digest != found.digest:
+        raise ConfigError(f"teacher.digest: the weights of {teacher.path} have {found.digest}")
+    return msgspec.structs.replace(config, teacher=found)
+
+
+def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
+    """The teacher of a run; `assets` has the policy's tokenizer.
+
+    Raises ConfigError, PolicyError.
+    """
+    teacher, trainer = config.teacher, config.trainer
+    if teacher.path:
+        from dora_pipe.consumers.learners.torch.teacher import ModelOptions, ModelTeacher
+
+        check_directory(config, assets)
+        options = ModelOptions(
+            dtype=teacher.dtype,
+            device=device,
+            temperature=config.sampling.logprob_temperature,
+            padded_tokens_max=trainer.micro_batch_tokens,
+            threads=trainer.threads,
+        )
+        return ModelTeacher(Path(teacher.path), digest=teacher.digest, options=options)
+    if teacher.url:
+        from dora_pipe.consumers.teachers.endpoint import EndpointOptions, EndpointTeacher
+
+        asked = EndpointOptions(
+            model=teacher.model,
+            batch=teacher.batch,
+            at_once=teacher.at_once,
+            timeout_s=teacher.timeout_s,
+            retries_max=teacher.retries_max,
+        )
+        return EndpointTeacher(teacher.url, asked, key=key_of(config))
+    return None
+
+
+def key_of(config: Config) -> str:
+    """The endpoint's key, empty where it needs none. Raises ConfigError where it is not set."""
+    name = config.teacher.key_env
+    return variable("teacher.", "key_env", name) if name else ""
+
+
+def check_directory(config: Config, policy: Path) -> None:
+    """Raise ConfigError for a teacher with other tokens, or with too few positions."""
+    path = Path(config.teacher.path)
+    longest = read_config(path).get("max_position_embeddings")
+    if isinstance(longest, int) and longest < config.workers.context_tokens:
+        raise ConfigError(
+            f"teacher.path: {path} has {longest} positions, fewer than a context of"
+            f" {config.workers.context_tokens} tokens",
+            hint="lower workers.context_tokens",
+        )
+    ours, theirs = _vocabulary(policy), _vocabulary(path)
+    odd = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)
+    if odd:
+        number, token = odd[0]
+        there = theirs.get(token)
+        said = "has no such token" if there is None else f"calls it {there}"
+        raise ConfigError(
+            f"teacher.path: token {number} of the policy is {token!r}, and {path} {said}: ids must"
+            " mean the same",
+            hint="a teacher of the policy's own family, with its tokenizer",
+        )
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    file = directory / TOKENIZER
+    if not file.is_file():
+        raise ConfigError(
+            f"teacher.path: {directory} has no {TOKENIZER}, so that tokens cannot be compared",
+            hint="save it with `save_pretrained` of a fast tokenizer",
+        )
+    try:
+        backend = Tokenizer.from_buffer(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"teacher.path: {file} is not a tokenizer: {error}") from None
+    found: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    return found

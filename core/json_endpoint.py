@@ -1,0 +1,135 @@
+"""Asks an HTTP endpoint that takes and gives JSON; decides which failures may pass.
+
+One that is busy or away may do better another time (`EndpointAway`), one that refuses will not
+(`EndpointRefused`). An answer has a time and a size that it must not exceed. The key goes into a
+header, and into no message.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from dora_pipe.core.errors import ConfigError, ResourceError, one_line
+
+if TYPE_CHECKING:
+    import requests
+
+_PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
+"""Statuses that another time may be other ones."""
+
+_QUOTED: Final = 200
+
+
+class EndpointAway(ResourceError):
+    """It does not answer, or not now; asked again it may."""
+
+
+class EndpointRefused(ResourceError):
+    """It does not take what it is asked; it will not another time."""
+
+
+class JsonEndpoint:
+    """Any number of threads may ask.
+
+    Example: ``JsonEndpoint("the judge", "http://host:8000/v1").post("/completions", {...})``
+    """
+
+    def __init__(
+        self,
+        who: str,
+        url: str,
+        *,
+        key: str = "",
+        timeout_s: float,
+        at_once: int,
+        bytes_max: int,
+    ) -> None:
+        self.where = f"{who} at {url.rstrip('/')}"
+        """For messages."""
+        self._url = url.rstrip("/")
+        self._key = key
+        self._timeout_s = timeout_s
+        self._at_once = at_once
+        self._bytes_max = bytes_max
+        self._session: requests.Session | None = None
+        self._opening = threading.Lock()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """What it answers. Raises EndpointAway, EndpointRefused."""
+        import requests
+
+        end = time.monotonic() + self._timeout_s
+        try:
+            with self._connected().post(
+                self._url + path,
+                json=body,
+                auth=self._sign,
+                timeout=self._timeout_s,
+                allow_redirects=False,
+                stream=True,
+            ) as answer:
+                said = self._body(answer, end)
+                status = answer.status_code
+        except requests.RequestException as error:
+            raise EndpointAway(f"{self.where} does not answer: {error}") from None
+        if status in _PASSES:
+            raise EndpointAway(f"{self.where} says {status}: {self._shown(said)}")
+        if status != 200:
+            raise EndpointRefused(f"{self.where} refuses with {status}: {self._shown(said)}")
+        return said
+
+    def close(self) -> None:
+        """Let go of connections; idempotent."""
+        if self._session is not None:
+            self._session.close()
+
+    def _connected(self) -> requests.Session:
+        import requests
+        from requests.adapters import HTTPAdapter
+
+        with self._opening:
+            if self._session is None:
+                self._session = requests.Session()
+                adapter = HTTPAdapter(pool_maxsize=self._at_once)
+                self._session.mount("http://", adapter)
+                self._session.mount("https://", adapter)
+            return self._session
+
+    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """The key goes into this request's header, and nothing of a .netrc does."""
+        if self._key:
+            request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
+
+    def _body(self, answer: requests.Response, end: float) -> bytes:
+        """What comes until `end`, and no more than may."""
+        body = bytearray()
+        for piece in answer.iter_content(1 << 16):
+            body += piece
+            if len(body) > self._bytes_max or time.monotonic() > end:
+                raise EndpointAway(
+                    f"the answer of {self.where} is too long or too late ({len(body)} bytes)"
+                )
+        return bytes(body)
+
+    def _shown(self, body: bytes) -> str:
+        """What it says of a failure, without the key, should it repeat that."""
+        said = body.decode(errors="replace")
+        return quoted(said.replace(self._key, "...") if self._key else said)
+
+
+def quoted(said: str) -> str:
+    """The beginning of what was said, on one line."""
+    return one_line(" ".join(said.split()), _QUOTED)
+
+
+def variable(where: str, option: str, name: str) -> str:
+    """The value of an environment variable that `option` names. Raises ConfigError."""
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(f"{where}{option}: the environment variable {name} is not set")
+    return value

@@ -1,0 +1,157 @@
+"""Runs that learn from a teacher, a directory or an endpoint: they come near it, hold, and their
+steps come out bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.replay_step import raise_if_diverged
+from dora_pipe.bus.port import Append
+from dora_pipe.consumers.contributions import TEACHER, read_contributions
+from dora_pipe.core.errors import PolicyError, ReplayDiverged
+from dora_pipe.schemas.control import Command, StepCommitted
+from dora_pipe.schemas.wire import encode
+from tests.integration.test_objective_runs import again, commits_of
+from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.models import make_qwen2
+from tests.support.teachers import teacher_endpoint
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A student and a teacher, which is surer of itself."""
+    folder = tmp_path_factory.mktemp("models")
+    return make_qwen2(folder / "student"), make_qwen2(folder / "teacher", seed=1, scale=4.0)
+
+
+def config_of(**keys: Any) -> Any:
+    given: dict[str, Any] = {
+        "run__name": "distil",
+        "run__steps": STEPS,
+        "sampling__max_tokens": 16,
+        "groups__per_step": 4,
+        "groups__size": 4,
+        "trainer__learning_rate": 1e-3,
+        "trainer__checkpoint_every": 4,
+        "objective__kind": "distill",
+    }
+    return make_config(**{**given, **keys})
+
+
+def finished(running: Cluster, kill_at: int) -> list[StepCommitted]:
+    """The commits of a run whose trainer is killed on the way, between what the teacher says and
+    the commit of a step."""
+    running.until(lambda: running.version >= kill_at)
+    trainer = running.roles["trainer"].machine
+    running.until(lambda: trainer.phase == "publishing")
+    running.restart("trainer")
+    running.run()
+    report = audit(running.bus, running.topics, running.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    return commits_of(running)
+
+
+def mean(commits: list[StepCommitted]) -> float:
+    return sum(one.figures["teacher_kl"] for one in commits) / len(commits)
+
+
+@pytest.fixture(scope="module")
+def by_directory(
+    tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path]
+) -> Iterator[Cluster]:
+    config = config_of(teacher__path=str(models[1]))
+    folder = tmp_path_factory.mktemp("directory")
+    with Cluster(folder / "run", config, parts=TorchParts(models[0]), workers=("w0",)) as running:
+        finished(running, 5)
+        yield running
+
+
+def test_student_comes_near_its_teacher(by_directory: Cluster) -> None:
+    commits = commits_of(by_directory)
+    assert len(commits) == STEPS
+    assert mean(commits[:2]) > 0.3
+    assert mean(commits[-4:]) < mean(commits[:2]) / 2
+    for one in commits:
+        assert one.settings["objective.teacher_weight"] == 1.0
+        assert one.figures["without_gradient"] == one.figures["masked"]
+
+
+def test_steps_of_a_directory_come_out_bit_for_bit_and_the_teacher_is_computed_again(
+    by_directory: Cluster,
+) -> None:
+    lines = again(by_directory, 0, STEPS)
+    for line in lines:
+        raise_if_diverged(line)
+    assert [line.equal for line in lines] == [True] * STEPS
+    row = lines[0].replayed.contributions_committed
+    rows = read_contributions(by_directory.store.blob("contributions", row))
+    assert all(len(one[TEACHER]) == one["tokens"] for one in rows)
+
+
+def test_another_directory_is_named_by_replay(
+    by_directory: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_qwen2(tmp_path / "other", seed=2)
+    monkeypatch.setattr(by_directory, "config", config_of(teacher__path=str(other)))
+    (line,) = again(by_directory, 0, 1)
+    with pytest.raises(ReplayDiverged, match="numerics differ in teacher"):
+        raise_if_diverged(line)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora__rank": 4}], ids=["whole", "adapter"])
+def test_steps_of_an_endpoint_come_out_bit_for_bit_when_it_is_gone(
+    tmp_path: Path, models: tuple[Path, Path], lora: dict[str, int]
+) -> None:
+    student, teacher = models
+    with teacher_endpoint(teacher) as there:
+        config = config_of(
+            run__steps=5,
+            teacher__url=there.url,
+            teacher__model="big",
+            teacher__batch=3,
+            teacher__timeout_s=30.0,
+            objective__kind="grpo",
+            objective__teacher_weight=0.5,
+            objective__kl=0.01,
+            trainer__minibatches=2,
+            **lora,
+        )
+        running = Cluster(tmp_path / "run", config, parts=TorchParts(student), workers=("w0",))
+        commits = finished(running, 2)
+        asked = len(there.asked)
+    with running:
+        assert {one.numerics["teacher"] for one in commits} == {"endpoint big"}
+        lines = again(running, 0, 5)
+        assert [line.equal for line in lines] == [True] * 5, [line.figures for line in lines]
+        assert asked == len(there.asked) > 0
+        (other,) = again(running, 0, 1, teacher_weight=0.1)  # with what was said then
+        assert not other.replayed.equal
+        running.store.blob("contributions", commits[0].contributions.sha256).unlink()
+        with pytest.raises(PolicyError, match="step 0: what its teacher said"):
+            again(running, 0, 1)
+
+
+def test_run_without_a_teacher_does_not_take_a_weight_for_one(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    config = config_of(run__steps=2, objective__kind="grpo")
+    with Cluster(tmp_path / "run", config, parts=TorchParts(models[0]), workers=("w0",)) as running:
+        for args in ({"objective.teacher_weight": 0.5}, {"objective.kind": "distill"}):
+            command = Command(at_ns=1, user="u", verb="set", args=args)
+            writer = running.bus.writer()
+            writer.append(
+                [Append(topic=running.topics.control, key=b"user", value=encode(command))]
+            )
+        running.run()
+        report = audit(running.bus, running.topics, running.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        for one in commits_of(running):
+            assert one.settings["objective.kind"] == "grpo"
+            assert "teacher" not in one.numerics

@@ -1,0 +1,93 @@
+"""Teachers for tests: one that is a formula, and an endpoint that scores with a model directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.consumers.teachers.port import Row, Scores
+from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint
+
+
+class HashTeacher:
+    """Without a model: its log-probs are hashes of ids, or, with `forgets`, of how often it was
+    asked, too."""
+
+    waits_for = ""
+
+    def __init__(self, *, forgets: bool = False) -> None:
+        self.repeatable = not forgets
+        self.asked = 0
+
+    def name(self) -> str:
+        return "hash"
+
+    def logprobs(self, rows: Sequence[Row]) -> Scores:
+        self.asked += 1
+        yield
+        return [
+            [self._of(ids[: at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in rows
+        ]
+
+    def _of(self, ids: Sequence[int]) -> float:
+        salt = "" if self.repeatable else str(self.asked)
+        return -hashlib.sha256(f"{salt}{list(ids)}".encode()).digest()[0] / 64
+
+
+def own_logprobs(directory: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Log-prob of every token but the first, by transformers and a plain softmax."""
+    read: Any = AutoModelForCausalLM.from_pretrained
+    network = read(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([list(ids)])).logits[0].double() / temperature
+    whole = torch.log_softmax(logits, dim=-1)
+    found: list[float] = [float(whole[at, one]) for at, one in enumerate(ids[1:])]
+    return found
+
+
+@contextmanager
+def teacher_endpoint(
+    directory: Path, *, fails: int = 0, delay_s: float = 0.0
+) -> Iterator[Endpoint]:
+    """Answers as vLLM does, by this model; the first `fails` requests get 503."""
+    read: Any = AutoModelForCausalLM.from_pretrained
+    network = read(directory, dtype=torch.float32)
+    alone = threading.Lock()
+
+    def seen(ids: list[int]) -> list[dict[str, Any] | None]:
+        with alone, torch.no_grad():
+            logits = network(torch.tensor([ids])).logits[0]
+        whole = torch.log_softmax(logits, dim=-1)
+        values = [float(whole[at, one]) for at, one in enumerate(ids[1:])]
+        assert all(map(math.isfinite, values))
+        return [
+            None,
+            *(
+                {str(one): {"logprob": value, "rank": 1}}
+                for one, value in zip(ids[1:], values, strict=True)
+            ),
+        ]
+
+    def answer(number: int, body: dict[str, Any]) -> Answer:
+        if number < fails:
+            return 503, b"busy"
+        choices = [
+            {"index": at, "text": "x", "prompt_logprobs": seen(ids)}
+            for at, ids in enumerate(body["prompt"])
+        ]
+        return 200, json.dumps({"choices": choices}).encode()
+
+    opened: AbstractContextManager[Endpoint] = judge_endpoint(
+        answer, delay_s, asked=lambda body: body
+    )
+    with opened as endpoint:
+        yield endpoint

@@ -25,7 +25,13 @@ from dora_pipe.producers.tasks.calls import (
     Rewarded,
     TaskFailed,
 )
-from dora_pipe.producers.worker.effects import EnvObserved, EnvStep, PromptReady, RewardCall
+from dora_pipe.producers.worker.effects import (
+    EnvObserved,
+    EnvStep,
+    GroupCall,
+    PromptReady,
+    RewardCall,
+)
 from dora_pipe.schemas.control import INFRASTRUCTURE, error_class
 from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, turns_of
 
@@ -39,7 +45,7 @@ POLL_S: Final = 0.005
 class Tasks(Protocol):
     """What asks the task: `producers.worker.ports.TaskPorts`."""
 
-    def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
+    def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None:
         """Begin a call."""
         ...
 

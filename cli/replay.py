@@ -23,6 +23,7 @@ from dora_pipe.audit.replay_trajectory import (
 )
 from dora_pipe.audit.rescore import Rescored, rescore
 from dora_pipe.audit.rescore import raise_if_different as raise_if_rewarded_otherwise
+from dora_pipe.audit.rescore_groups import Counted, rescore_groups
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
@@ -312,6 +313,7 @@ def replay_rewards(
         names = chosen(tables, wanted, random, seed) if wanted or random else None
         asked = COUNTS if names is None else f"{COUNTS} and trajectory_id in (select unnest(?))"
         left = logged_records(tables, asked, [] if names is None else [names])
+        together = {} if names is not None else _scored_together(tables)
         digests = {one for (one,) in tables.query("select reward_digest from workers")}
         config = worker_config(started, run.config)
         assets = run.policies.assets(started.assets_digest)
@@ -323,20 +325,36 @@ def replay_rewards(
         for (one, _), its in zip(pools, facts, strict=True):
             check_data(its, started, one.sources)
         _say_other_code("reward's code", digests, reward_digest_of(facts))
-        damage = Damage()
+        damage, again_left, ports = Damage(), dict(left), task_ports(pools, tokenizer, chats)
         again = rescore(
-            task_ports(pools, tokenizer, chats),
+            ports,
             _trajectories(run, left, damage),
             clock=SystemClock(),
             stopped=_stopped(config, tokenizer, chats),
         )
         first = _report(again, as_json=as_json, every=names is not None)
+        if together:
+            records = _trajectories(run, again_left, Damage())
+            scored = rescore_groups(ports, records, together, clock=SystemClock())
+            second = _report(scored, as_json=as_json, every=False, what="rewards of groups")
+            first = first or second
     raise_if_damaged(damage, ", and not asked for")
     if first is not None:
         raise_if_rewarded_otherwise(first)
 
 
-def _report(again: Iterator[Rescored], *, as_json: bool, every: bool) -> Rescored | None:
+def _scored_together(tables: Catalogue) -> dict[str, Counted]:
+    """What siblings count that were scored together, by trajectory."""
+    query = "select trajectory_id, reward, group_parts from trajectories"
+    return {
+        name: Counted(reward, msgspec.json.decode(parts, type=dict[str, float]))
+        for name, reward, parts in tables.query(f"{query} where group_parts is not null")
+    }
+
+
+def _report(
+    again: Iterator[Rescored], *, as_json: bool, every: bool, what: str = "rewards"
+) -> Rescored | None:
     """Print every answer that says something; the first that differs."""
     said_s, equal, asked = time.monotonic(), 0, 0
     left: list[Rescored] = []
@@ -354,9 +372,9 @@ def _report(again: Iterator[Rescored], *, as_json: bool, every: bool) -> Rescore
             emit_line(_line(one))
         if time.monotonic() - said_s >= LINE_S:
             said_s = time.monotonic()
-            say(f"{asked} rewards asked for, {equal} as recorded")
+            say(f"{asked} {what} asked for, {equal} as recorded")
     skipped = f", {len(left)} not compared" if left else ""
-    say(f"{equal} of {asked} rewards as recorded{skipped}")
+    say(f"{equal} of {asked} {what} as recorded{skipped}")
     return first
 
 

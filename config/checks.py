@@ -64,6 +64,7 @@ _TAKEN_BYTES: Final = _item_bytes(
         sha256=_DIGEST,
     )
 )
+_SCORED_BYTES: Final = len(f'"g{_NUMBER}-999":{-1e6 / 3!r},')
 _SPEC: Final = GroupSpec(
     group=f"g{_NUMBER}",
     ordinal=_NUMBER,
@@ -118,7 +119,7 @@ def round_bytes(config: Config) -> int:
     )
     return (
         _ROUND_BYTES
-        + groups.per_step * _taken_bytes(groups.size)
+        + groups.per_step * _taken_bytes(config)
         + admitted * (dispatched + to_place + groups.size * _PLACED_BYTES)
         + evaluated
     )
@@ -131,9 +132,12 @@ def _names_bytes(config: Config) -> int:
     return longest + len(b',"task":"","evaluation":""') if longest else 0
 
 
-def _taken_bytes(size: int) -> int:
-    """Of one group of a batch, as `take batch` and the commit write it."""
-    return _TAKEN_GROUP_BYTES + size * _TAKEN_BYTES
+def _taken_bytes(config: Config) -> int:
+    """Of one group of a batch, as `take batch` and the commit write it; the rewards of siblings
+    that are scored together stand in it."""
+    scored = any(use.group for task in config.tasks for use in task.rewards)
+    each = _TAKEN_BYTES + (_SCORED_BYTES if scored else 0)
+    return _TAKEN_GROUP_BYTES + config.groups.size * each
 
 
 def _check_several(config: Config) -> Iterator[Problem]:

@@ -54,6 +54,7 @@ from dora_pipe.schemas.rounds import (
     Move,
     Place,
     PlacedSibling,
+    ScoreGroup,
     StopRun,
     TakeBatch,
 )
@@ -112,7 +113,7 @@ class Draft:
         """One more decision; whatever is decided after it sees what it did."""
         apply_decision(self.state, decision)
         self._decisions.append(decision)
-        self._size += 1
+        self._size += size_of([decision], self.state.planner)
 
     def take(self, decision: TakeBatch) -> None:
         """The batch that was just made of this state is taken."""
@@ -446,13 +447,16 @@ _STAGES: Final = (
 
 def size_of(decisions: Sequence[AnyDecision], planner: str = PLANNER) -> int:
     """What a plan costs to make and to write, in decisions about one request: a placement counts
-    once for each of its requests, a batch once for each of its groups."""
+    once for each of its requests, a batch once for each of its groups, a group that is scored once
+    for each of its siblings."""
     size = 0
     for one in decisions:
         if isinstance(one, Place):
             size += len(one.siblings)
         elif isinstance(one, TakeBatch) and planner == PLANNER:
             size += len(one.groups)
+        elif isinstance(one, ScoreGroup):
+            size += len(one.trajectories)
         else:
             size += 1
     return size

@@ -257,12 +257,13 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
 
 
 def _make_several(plain: dict[str, Any]) -> None:
-    """Every other round has two tasks, 3 to 1, the rows of one drawn by weights, and two
-    evaluations of periods of their own."""
+    """Every other round has two tasks, 3 to 1, the rows of one drawn by weights and its siblings
+    scored together, and two evaluations of periods of their own."""
     task, evaluation = plain["task"], plain["evaluation"]
     plain["task"] = task | {"name": "often", "ratio": 3.0}
     drawn = {"options": {"sigma": 0.3}, "sampler": "dora_pipe.sim.parts:weights"}
-    plain["more_tasks"] = [task | drawn | {"name": "seldom"}]
+    ranked = {"kind": "dora_pipe.bench.faults.task:Ranked"}
+    plain["more_tasks"] = [task | drawn | ranked | {"name": "seldom"}]
     plain["evaluation"] = evaluation | {"name": "often"}
     own = {"name": "seldom", "task": "seldom", "every": 2, "prompts": 2, "siblings": 2}
     plain["more_evaluations"] = [evaluation | own]

@@ -239,7 +239,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "place": f"trajectories:{named.partition}:{named.offset}",
         "bytes": len(record.value),
         "reward_raw": meta.reward_raw,
-        "reward_parts": meta.reward_parts,
+        "reward_parts": meta.reward_parts | _group_parts(view, name),
         "reward_answer": source.said(meta.reward_answer),
         "reward_error": source.said(meta.reward_error),
         "error": source.said(meta.error),
@@ -251,6 +251,15 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "segments": _segments(source, found),
         "tokens": _tokens(source, found, start),
     }
+
+
+def _group_parts(view: RunView, name: str) -> dict[str, float]:
+    """Scores beside those of its record, where its siblings were scored together."""
+    rows = view.catalogue.keyed(
+        "group_parts", "trajectories", "trajectory_id", name, order="trajectory_id"
+    )
+    parts = next((one for (one,) in rows), None)
+    return msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
 
 
 def _times(found: Trajectory) -> list[list[Any]]:

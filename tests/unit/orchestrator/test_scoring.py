@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from dora_pipe.config.checks import round_bytes
+from dora_pipe.config.model import RewardUse
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.digest import digest_of
-from dora_pipe.orchestrator.planner import plan
+from dora_pipe.orchestrator.planner import plan, size_of
 from dora_pipe.orchestrator.scoring import GROUPS_MAX
 from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.waits import blockers, waits
 from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.rounds import Drain, End, Fence, ScoreGroup, TakeBatch
+from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -170,6 +175,19 @@ def test_an_answer_about_other_siblings_or_without_bounds_is_rejected() -> None:
     stage.tell(msgspec.structs.replace(answer, siblings=answer.siblings[:1]))
     assert "other siblings" in stage.state.counters.rejection
     assert stage.state.groups[G0].phase == "scoring"
+
+
+def test_a_question_costs_a_plan_as_much_as_it_has_siblings() -> None:
+    assert size_of([complete(stage_of())]) == 2
+
+
+def test_the_largest_round_has_room_for_what_a_batch_was_scored() -> None:
+    plain = records.make_config()
+    task = replace(plain.task, rewards=(RewardUse(use="mine:rank", group=True),))
+    more = round_bytes(replace(plain, task=task)) - round_bytes(plain)
+    rewards = {f"g9999999999-{at:03}": -1e6 / 3 for at in range(4)}
+    bare = TakenGroup(group="g", version=0, deadline=1, trajectories=())
+    assert more >= len(encode(replace(bare, rewards=rewards))) - len(encode(bare)) - 16
 
 
 def test_a_worker_that_drains_is_not_asked() -> None:

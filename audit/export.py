@@ -7,7 +7,7 @@ It decides how turns are cut and what type a column of the data has; what is not
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,6 +27,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
+from dora_pipe.orchestrator import watched
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import TRAJECTORY
@@ -141,6 +142,14 @@ def _cell(value: Any, kind: pa.DataType) -> Any:
 
 NO_TEXTS: Final = TextColumns()
 """Columns that people read, and nothing in them."""
+
+ENDED: Final = """
+    select g.version, list(t.reward order by t.sibling)
+    from groups_ended g join trajectories t using (group_id)
+    where g.fate = 'evaluated' and g.evaluation = ?
+    group by g.rowid, g.version order by g.rowid
+"""
+"""The groups of an evaluation in the order in which they ended."""
 
 ROWS_PER_GROUP: Final = 1024
 """Trajectories in one Parquet row group; so many are in memory at a time."""
@@ -282,22 +291,21 @@ def export_policy(
 
 
 def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | None:
-    """The version that the watched evaluation found the best, and its figure; of equal ones the
-    first. None where no evaluation is watched, or none of its figures is there.
+    """The version that the watched evaluation found the best, and its figure. None where no
+    evaluation is watched, or none of its figures is there.
 
-    A version counts when all its groups have ended, as in the fold (`orchestrator.watched`).
+    It is found as in the fold, by the same sums in the same order, so that they agree about equals.
     """
-    watched = next((one for one in config.evaluations if one.best or one.patience), None)
-    if watched is None:
+    evaluation = watched.watched_evaluation(config)
+    if evaluation is None:
         return None
-    rows = [
-        row
-        for row in catalogue.records("select * from evaluations where reward is not null")
-        if row.get("evaluation", watched.name) == watched.name
-    ]
-    whole = max((row["groups"] for row in rows), default=0)
-    known = [(row["version"], row["reward"]) for row in rows if row["groups"] == whole]
-    return min(known, key=lambda one: (-one[1], one[0]), default=None)
+    rows = catalogue.query(ENDED, [evaluation.name])
+    groups = Counter(version for version, _ in rows)
+    found = watched.Watched(open=tuple(watched.Evaluated(version=one) for one in sorted(groups)))
+    for version, rewards in rows:
+        valid = [one for one in rewards if one is not None]
+        found = watched.ended(found, version, valid, groups=max(groups.values()))
+    return (found.best, found.reward) if found.best >= 0 else None
 
 
 def _tables(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.Table]:

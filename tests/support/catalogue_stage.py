@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -113,8 +115,9 @@ class ToldRun(ABC):
         attempt: int = 1,
         tokens: int = 20,
         offset: int = 0,
+        said: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """w0 says that siblings lie in the log, a second later."""
+        """w0 says that siblings lie in the log, a second later; `said` is more of some of them."""
         self.now_ns += SECOND_NS
         entries = tuple(
             LoggedEntry(
@@ -127,6 +130,7 @@ class ToldRun(ABC):
                 tokens=tokens,
                 reward=reward,
                 finish="stop",
+                **said.get(sibling, {}),
             )
             for sibling, reward in enumerate(rewards)
         )

@@ -12,6 +12,7 @@ from dora_pipe.config.load import changed_keys, dump_toml, from_plain, leaves, l
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.several import pool_specs, with_tasks_of
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.tasks.registry import open_task
 
 ONE = """
 [run]
@@ -133,6 +134,19 @@ def test_task_processes_are_shared_where_the_data_are(file: Path) -> None:
         ("tools", "", ("train/tools", "eval/easy")),
         ("tools", "hard.jsonl", ("eval/hard",)),
     ]
+
+
+def test_processes_of_an_evaluation_with_data_of_its_own_open_no_others(tmp_path: Path) -> None:
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (path := tmp_path / "run.toml").write_text(
+        f"{ONE}[task]\nkind = 'dataset'\ndata = 'gone.jsonl'\nreward = 'exact'\n"
+        "[evaluation]\ndata = 'hard.jsonl'\n"
+    )
+    *_, pool = pool_specs(load_config(path, ()))
+    task = open_task(pool.task)
+    task.check()
+    assert pool.sources == ("eval",)
+    assert [len(task.rows(split)) for split in ("train", "eval")] == [1, 1]
 
 
 def test_each_machine_has_its_own_processes_and_folders(file: Path) -> None:

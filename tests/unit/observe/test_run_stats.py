@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -241,6 +242,34 @@ def test_rewards_of_a_step_are_told_by_task() -> None:
     assert 'dora_pipe_step_reward{run="tiny"} 0.5' in text
     for task, value in (("a", "0.25"), ("b", "1")):
         assert f'dora_pipe_step_task_reward{{run="tiny",task="{task}"}} {value}' in text
+
+
+def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
+    stage = Stage(evaluation__prompts=1)
+    epoch = stage.worker()
+    spec = stage.group(0, epoch, task="add")
+    said: dict[int, dict[str, Any]] = {
+        0: {"parts": {"math": 1.0, "form": 0.5}},
+        1: {"error": "Retry: busy"},
+    }
+    stage.logged(spec, epoch, (1.0, None), said=said)
+    taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
+    stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
+    stage.fact(records.committed(0, taken))
+    (step,) = stage.stats.steps
+    assert (step.parts, step.errors) == ({"add": {"math": 1.0, "form": 0.5}}, {"Retry": 1})
+    spec = stage.group(0, epoch, purpose="eval")
+    said = {one: {"parts": {"math": float(one)}, "answer": "4"} for one in range(2)}
+    stage.logged(spec, epoch, (0.0, 1.0), said=said)
+    stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
+    (ended,) = stage.stats.evaluated.values()
+    assert ended.figures["part/math"] == 0.5
+    text = exposition(METRICS, stage.stats)
+    assert 'dora_pipe_step_reward_part{run="tiny",task="add",part="form"} 0.5' in text
+    invalid = (
+        'dora_pipe_trajectories_invalid_total{run="tiny",fault="infrastructure",error="Retry"}'
+    )
+    assert f"{invalid} 1" in text
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:

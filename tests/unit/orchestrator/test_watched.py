@@ -24,6 +24,7 @@ from dora_pipe.core.errors import ConfigError, InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision, pinned
 from dora_pipe.orchestrator.watched import Watched, begun, ended, kept, stop_due
 from dora_pipe.schemas.rounds import EarlyStop, TakeBatch
+from tests.support.catalogue_stage import CatalogueStage
 from tests.support.cluster import ORCHESTRATOR, Cluster
 from tests.support.cluster import make_config as cluster_config
 from tests.support.orchestrator_records import make_config
@@ -134,6 +135,25 @@ def test_batches_pin_the_best_version_only_where_it_is_asked_for() -> None:
             step(stage)
         batch = [one for one in stage.decided if isinstance(one, TakeBatch)][-1]
         assert {1} & set(batch.pins) == expected
+
+
+@pytest.mark.parametrize("orders", [((0, 1, 2), (2, 1, 0)), ((2, 1, 0), (0, 1, 2))])
+def test_catalogue_finds_the_same_best_where_only_the_order_of_sums_differs(
+    orders: tuple[tuple[int, ...], ...],
+) -> None:
+    stage, rewards = CatalogueStage(), (0.1, 0.2, 0.3)
+    epoch, found = stage.worker(), Watched()
+    for version, order in enumerate(orders):
+        found = begun(found, version)
+        specs = [stage.group(3 * version + at, version, "eval") for at in range(3)]
+        for at in order:
+            stage.place(specs[at], epoch)
+            stage.log(specs[at], epoch, rewards=(rewards[at], None), offset=10 * (3 * version + at))
+            stage.end(specs[at], "evaluated")
+            found = ended(found, version, [rewards[at]], groups=3)
+    config = make_config(evaluation__best=True, evaluation__prompts=3, evaluation__every=1)
+    assert best_version(stage.catalogue, config) == (found.best, found.reward)
+    assert found.best == (0 if orders[0][0] == 0 else 1)
 
 
 def test_stop_that_is_not_due_is_refused_and_changes_nothing() -> None:

@@ -119,6 +119,26 @@ def test_lengths_lie_in_the_bucket_of_audit(stage: CatalogueStage, tokens: int) 
     assert row["low"] <= tokens <= row["high"] and row["high"] in (0, 1, 2 * (row["low"] - 1))
 
 
+def test_parts_and_faults_are_drawn_by_step(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec, failed = stage.group(0), stage.group(1)
+    for one in (spec, failed):
+        stage.place(one, epoch)
+    stage.logged(
+        spec, epoch, (1.0, None), said={0: {"parts": {"math": 0.5}}, 1: {"error": "KeyError: 'x'"}}
+    )
+    stage.logged(failed, epoch, (None, None), said={0: {"error": "TimedOut: 10 s"}}, offset=9)
+    stage.train(0, spec)
+    stage.end(failed, "failed", "no sibling is valid")
+    found = _overview(stage)
+    assert found["parts"] == {"step": [0], "series": {"math": [0.5]}}
+    assert found["invalid"] == {
+        "step": [0],
+        **{"infrastructure": [0], "answer": [0], "code": [1]},
+        "errors": {"infrastructure": {"TimedOut": 1}, "answer": {}, "code": {"KeyError": 1}},
+    }
+
+
 def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
     epoch = stage.worker()
     spec = stage.group(0, purpose="eval")

@@ -9,7 +9,7 @@ import pytest
 from dora_pipe.consumers.learners.port import Reference, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite
 from tests.deepspeed.conftest import Bench
-from tests.support.batches import SETTINGS, make_batch, poisoned
+from tests.support.batches import SETTINGS, make_batch, poisoned, with_teacher
 
 DISTANCE_MAX = 2e-4
 """Largest distance of a weight after three steps at a learning rate of 1e-3: sums have another
@@ -23,12 +23,14 @@ HARD = {
     "objective.proximal": "recomputed",
     "objective.level": "token",
     "objective.weight_max": 2.0,
+    "objective.teacher_weight": 0.5,
 }
-"""Log-probs of three policies: trained, proximal, reference."""
+"""Log-probs of four policies: trained, proximal, reference, teacher."""
 
 
 def three_batches() -> list[TrainBatch]:
-    return [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
+    made = [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
+    return [with_teacher(one) for one in made]
 
 
 def assert_same_steps(

@@ -258,7 +258,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
     """The run ends, as by a user's `stop`, after so many evaluations in a row without a better
     one; 0: it does not."""
     success: float = 1.0
-    """A reward of at least so much is a success, for `pass@k` (docs/observe.md)."""
+    """A reward of at least so much is a success, for `pass@k` and `maj@k` (docs/observe.md)."""
     sampling: Sampling = Sampling()
     """Keys that are not given are as in [sampling]."""
 

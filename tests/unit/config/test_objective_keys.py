@@ -194,3 +194,47 @@ def test_own_kind_neither_comes_nor_goes_while_a_run_lasts(before: str, after: s
     assert with_settings(old, {"objective.kl": 0.5}).objective.kl == 0.5
     with pytest.raises(ValueError, match="not a logged key"):
         with_settings(old, {"objective.options": {}})
+
+
+# A teacher.
+
+THERE = {"path": "t"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"teacher": THERE}, "teacher: nothing is learnt from it"),
+        ({"objective": {"teacher_weight": 0.5}}, r"objective.teacher_weight: there is no teacher"),
+        ({"objective": {"kind": "distill"}}, r"objective.teacher_weight: there is no teacher"),
+        ({"teacher": {**THERE, "url": "http://h", "model": "m"}}, r"teacher.url: stands in place"),
+        ({"teacher": {"url": "http://h"}}, r"teacher.model: belongs to teacher.url"),
+        ({"teacher": {**THERE, "model": "m"}}, r"teacher.model: belongs to teacher.url"),
+        ({"teacher": {"url": "http://me:pw@h", "model": "m"}}, "no names and passwords"),
+        (
+            {"teacher": {"url": "http://h", "model": "m"}, "sampling": {"temperature": 0.7}},
+            "of temperature 1, the policy's 0.7",
+        ),
+        (
+            {
+                "teacher": THERE,
+                "objective": {"kind": "distill"},
+                "groups": {"filter_zero_advantage": True},
+            },
+            "rewards make no advantage",
+        ),
+    ],
+)
+def test_teacher_that_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> None:
+    objective = {} if "teacher: nothing" in words else {"objective": {"kind": "distill"}}
+    with pytest.raises(ConfigError, match=words) as refused:
+        from_plain({**PLAIN, **objective, **changed})
+    assert "pw" not in refused.value.message
+
+
+def test_teacher_goes_with_any_kind_and_any_temperature_of_a_directory() -> None:
+    for kind in BUILT_IN:
+        weight = {} if kind == "distill" else {"teacher_weight": 0.1}
+        plain = {**PLAIN, "teacher": THERE, "sampling": {"temperature": 0.7}}
+        found = from_plain({**plain, "objective": {"kind": kind, **weight}})
+        assert found.objective.teacher_weight == weight.get("teacher_weight", 1.0)

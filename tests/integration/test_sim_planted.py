@@ -14,6 +14,7 @@ SEEDS_MAX = 500
 RARE = frozenset(
     {
         "attempts-for-ever",
+        "counted-at-once",
         "fenced-counts",
         "first-finished",
         "gate-from-0",
@@ -26,6 +27,7 @@ RARE = frozenset(
         "short-batch",
         "too-many",
         "unknown-is-done",
+        "weights-stay",
     }
 )
 """Found after many seeds, some after hundreds: below, at length."""

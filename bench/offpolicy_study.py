@@ -74,6 +74,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.schedule_steps": 0,
     "trainer.weight_decay_exclude": "vectors",
     "objective.reference_every": None,
+    "objective.teacher_weight": None,
     **dict.fromkeys(("evaluation.name", "evaluation.task", "evaluation.data"), ""),
     "evaluation.split": "",
     "evaluation.success": 1.0,

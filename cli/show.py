@@ -184,7 +184,7 @@ def print_overview(found: Overview) -> None:
     if stats.errors:
         share = stats.errors.total() / max(1, stats.trajectories.total())
         pairs["no reward"] = f"{share:.1%} of the trajectories; {_errors(stats.errors)}"
-    if stats.steps and stats.steps[-1].parts:
+    if stats.steps and any(len(one) > 1 for one in stats.steps[-1].parts.values()):
         pairs["parts"] = _parts(stats.steps[-1])
     if stats.steps and stats.steps[-1].task_rewards:
         last = stats.steps[-1].task_rewards
@@ -215,7 +215,8 @@ def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
-    """The first and the newest ones, each figure with its interval."""
+    """The first and the newest ones, each figure with its interval; a part that is all of a reward
+    says nothing new."""
     if not evaluations:
         return
     shown = shown_evaluations(evaluations)
@@ -235,7 +236,7 @@ def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
         ]
         columns = ("version", *(["evaluation"] if named else []), "prompts")
         heads = (name.removeprefix("part/") for name in names)
-        if names:
+        if names and (names is figures or len(names) > 1):
             emit_table((*columns, *heads), rows, title=f"{title}, with 95 % intervals over prompts")
             emit_line()
 

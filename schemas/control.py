@@ -231,7 +231,8 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     answer: str = ""
     """What its reward read as its answer, as its record has it; empty where none said one."""
     parts: dict[str, float] = {}
-    """What its reward is made of (see `parts_in_control`)."""
+    """What its reward is made of: the first 16 of its record's parts with names of at most 64
+    characters."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):

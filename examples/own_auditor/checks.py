@@ -140,8 +140,20 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
     for what, value in _said_by(row).items():
         check = "C1" if what in ("version", "digest") else "records"
         findings.same(check, who, f"{what} in its value", headers.get(what), value)
-    findings.same("records", who, "finish logged", entry["finish"], row["meta"]["finish"])
+    meta = row["meta"]
+    findings.same("records", who, "finish logged", entry["finish"], meta["finish"])
+    said = entry.get("answer", ""), meta.get("reward_answer", "")
+    findings.same("records", who, "answer logged", *said)
+    if "parts" in entry:
+        known = _repeated(meta.get("reward_parts", {}))
+        findings.same("records", who, "parts logged", entry["parts"], known)
     _check_value(ledger, who, spec, row)
+
+
+def _repeated(parts: Json) -> Json:
+    """What control repeats of them: the first 16 with names of 64 characters or less."""
+    short = [name for name in parts if len(name) <= 64]
+    return {name: parts[name] for name in short[:16]}
 
 
 def _numbers(headers: dict[str, str]) -> Json:

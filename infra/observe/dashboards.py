@@ -385,6 +385,11 @@ TRAINER: Final = Dashboard(
             kind="state-timeline",
         ),
         REWARD,
+        panel(
+            "Parts of rewards",
+            "Means of the newest step's batch, before weights.",
+            ("dora_pipe_step_reward_part{RUN}", "{{run}} {{task}} {{part}}"),
+        ),
         panel("Loss", "Of the newest step.", figures("loss")),
         panel("Gradient norm", "Of the newest step.", figures("grad_norm", "grad_norm_max")),
         panel(
@@ -456,6 +461,13 @@ WORKERS: Final = Dashboard(
             "Trajectories by how they ended",
             "Per second.",
             (rate("trajectories_total", by="finish, valid"), "{{finish}}, valid {{valid}}"),
+            unit="ops",
+            stacked=True,
+        ),
+        panel(
+            "Trajectories without a valid reward",
+            "Per second, by whose fault it is and class of error.",
+            (rate("trajectories_invalid_total", by="fault, error"), "{{fault}}: {{error}}"),
             unit="ops",
             stacked=True,
         ),

@@ -44,8 +44,11 @@ from dora_pipe.producers.worker.effects import (
     EngineFailed,
     EngineStarted,
     EnvStep,
+    FetchGroup,
     FetchKv,
     FetchProgress,
+    GroupCall,
+    GroupFetched,
     KvFetched,
     KvPut,
     LoadFailed,
@@ -53,18 +56,24 @@ from dora_pipe.producers.worker.effects import (
     ProgressFetched,
     PutKv,
     RewardCall,
+    SampledTurns,
 )
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.schemas.control import Resume
+from dora_pipe.producers.worker.scoring import GroupPort
+from dora_pipe.schemas.control import Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from tests.support.tidy import ROOT
 
 LIMIT_S = 10.0
 BLOB = Blob(sha256="a" * 64, bytes=5)
 LABEL = KvLabel(trajectory="g0000000001-000", prefix="p")
+TAKEN = TakenTrajectory(
+    trajectory="g0000000001-000", attempt=1, epoch=1, partition=0, offset=0, sha256="a" * 64
+)
 KV = Kv(tokens=1, layout="x", weights="b" * 64, arrays={})
+SAID = SampledTurns(answer=[1], turns=[[1]], before=[])
 ODD: Any = object()
 """What a codec cannot encode."""
 
@@ -120,6 +129,11 @@ def _codec_port(error: BaseException, folder: Path) -> CodecPort:
 def _progress_port(error: BaseException, folder: Path) -> ProgressPort:
     broken: Any = Failing(error)
     return ProgressPort(broken, "r.progress", Meter(), clock=SystemClock())
+
+
+def _group_port(error: BaseException, folder: Path) -> GroupPort:
+    broken: Any = Failing(error)
+    return GroupPort(broken, "r.trajectories", "r", Meter(), clock=SystemClock())
 
 
 def _handover_port(error: BaseException, folder: Path) -> HandoverPort:
@@ -185,6 +199,7 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
                 RewardCall(request="a", split="train", index=0, answer=[1], turns=[[1]]),
                 (TaskFailed,),
             ),
+            Case(GroupCall(request="a", split="train", index=0, completions=[SAID]), (TaskFailed,)),
             Case(Forget(request="a"), ()),
         ],
     ),
@@ -203,6 +218,10 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
                 (ProgressFetched,),
             )
         ],
+    ),
+    GroupPort: (
+        _group_port,
+        [Case(FetchGroup(request="a", trajectories=(TAKEN,)), (GroupFetched,))],
     ),
     HandoverPort: (
         _handover_port,

@@ -80,18 +80,19 @@ def specs(place: Path) -> list[GroupSpec]:
 
 @pytest.mark.slow
 def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(place: Path) -> None:
-    running = start(place, "run", "config.toml", "-o", "run.steps=30")
+    running = start(place, "run", "config.toml", "-o", "run.steps=30", "-o", "groups.per_step=20")
     until(lambda: b"step    2 " in (place / "said").read_bytes())
     running.send_signal(signal.SIGKILL)
     running.wait(WAIT_S)
     inside = "runs/tiny"
     frozen = call(place, "run", inside, "--resume", "-o", "task.other.ratio=2")
     assert frozen == 3, (place / "said").read_text()
-    done = len(steps(place, "tiny")) + 3
+    done = len(steps(place, "tiny")) + 8
     words = ("run", inside, "--resume", "-o", f"run.steps={done}")
     assert call(place, *words) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
     train = Counter(one.task for one in specs(place) if one.purpose == "train")
+    assert train.total() > 200
     assert abs(train["letters"] - 3 * train.total() / 4) < 1
     evaluated = {(one.evaluation, one.size, one.version) for one in specs(place) if one.evaluation}
     assert {("letters", 1, 0), ("few", 2, 2), ("other", 1, done)} <= evaluated

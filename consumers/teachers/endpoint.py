@@ -37,13 +37,13 @@ Numbered = tuple[int, Sequence[Row]]
 Said = tuple[int, list[list[float]] | DoraError]
 
 
-class _Seen(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct):
     logprob: float
 
 
 class _Choice(msgspec.Struct):
     index: int
-    prompt_logprobs: list[dict[int, _Seen] | None] | None = None
+    prompt_logprobs: list[dict[int, _TokenLogprob] | None] | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -177,7 +177,7 @@ class EndpointTeacher:
         return found
 
 
-def _of(seen: dict[int, _Seen] | None, token: int, where: str) -> float:
+def _of(seen: dict[int, _TokenLogprob] | None, token: int, where: str) -> float:
     own = None if seen is None else seen.get(token)
     if own is None:
         raise ResourceError(f"{where} has no log-prob of token {token} in the prompt")

@@ -61,9 +61,9 @@ def by_fault(errors: Mapping[str, int]) -> dict[Fault, dict[str, int]]:
 
 
 def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
-    """Those of a record's parts that control repeats: the first ones, with short names."""
-    short = [name for name in parts if len(name) <= PART_CHARACTERS_MAX]
-    return {name: parts[name] for name in short[:PARTS_MAX]}
+    """Those of a record's parts that control repeats: with short names, the first ones by name."""
+    short = sorted(name for name in parts if len(name) <= PART_CHARACTERS_MAX)[:PARTS_MAX]
+    return {name: value for name, value in parts.items() if name in short}
 
 
 class Control(
@@ -231,8 +231,8 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     answer: str = ""
     """What its reward read as its answer, as its record has it; empty where none said one."""
     parts: dict[str, float] = {}
-    """What its reward is made of: the first 16 of its record's parts with names of at most 64
-    characters."""
+    """What its reward is made of: of its record's parts with names of at most 64 characters the
+    first 16 by name."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,9 +151,9 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
 
 
 def _repeated(parts: Json) -> Json:
-    """What control repeats of them: the first 16 with names of 64 characters or less."""
-    short = [name for name in parts if len(name) <= 64]
-    return {name: parts[name] for name in short[:16]}
+    """What control repeats: of those with names of 64 characters or less the first 16 by name."""
+    short = sorted(name for name in parts if len(name) <= 64)[:16]
+    return {name: parts[name] for name in short}
 
 
 def _numbers(headers: dict[str, str]) -> Json:

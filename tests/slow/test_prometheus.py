@@ -38,7 +38,11 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         pytest.skip(missing())
     folder = tmp_path_factory.mktemp("prometheus")
     config = make_config(
-        run__steps=6, run__name="scraped", sampling__max_tokens=24, evaluation__every=1
+        run__steps=6,
+        run__name="scraped",
+        task__name="sums",
+        sampling__max_tokens=24,
+        evaluation__every=1,
     )
     parts = TorchParts(make_qwen2(folder / "model"))
     with Cluster(folder / "run", config, parts=parts, workers=("w0", "w1")) as cluster:

@@ -42,6 +42,9 @@ FAULTY_SHARE: Final = 0.7
 
 FAULTS_MIN: Final = 3
 
+HALTS_MAX: Final = 5
+"""So often a user lets a run go on that was halted because its groups failed."""
+
 EVENTS_MIN: Final = 2000
 """A seed that comes to fewer is played again with `MORE_STEPS`: about one in a thousand."""
 
@@ -174,8 +177,19 @@ class SeedRun:
         self._audit(world)
 
     def _live(self, world: World) -> None:
-        """The run ends, and every role with it."""
-        if not world.run(until_ns=world.clock.ns + LIVE_NS, done=lambda: self.monitor.stopped):
+        """The run ends, and every role with it; one that is halted for what failed before, a user
+        lets go on."""
+        until_ns = world.clock.ns + LIVE_NS
+        for _ in range(HALTS_MAX):
+            world.run(
+                until_ns=until_ns,
+                done=lambda: self.monitor.stopped or world.present(ORCHESTRATOR) is None,
+            )
+            if self.monitor.stopped or world.present(ORCHESTRATOR) is not None:
+                break
+            self.injector.command("resume")
+            world.start(ORCHESTRATOR)
+        if not self.monitor.stopped:
             raise InvariantBroken(
                 f"live: not over after {LIVE_NS / 1e9:.0f} s; {waiting(world, self.monitor.waits)}"
             )

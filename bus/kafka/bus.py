@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
@@ -64,6 +64,9 @@ from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Topi
 from dora_pipe.core.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
+LEADER_LIMIT_S: Final = 10.0
+"""A cluster of several brokers has chosen new leaders by then."""
+
 _Answer = TypeVar("_Answer")
 
 IN_FLIGHT_RECORDS_MAX = 4096
@@ -188,7 +191,9 @@ class KafkaBus(Bus):
         check_exists(tp, {tp.topic: self.spec(tp.topic)})
         at = KafkaPartition(*tp)
         with self.errors(needs=f"DESCRIBE on topic {tp.topic}"), self._lock:
-            found = self._admin.list_partition_offsets({at: which}, isolation_level=sees)
+            found = _led(
+                lambda: self._admin.list_partition_offsets({at: which}, isolation_level=sees)
+            )
         return int(found[at].offset)
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:
@@ -226,7 +231,7 @@ class KafkaBus(Bus):
         """What the cluster answers an administrator, one question at a time."""
         self._here.check()
         with self.errors(needs=needs), self._lock:
-            return call(self._admin)
+            return _led(lambda: call(self._admin))
 
     def close(self) -> None:
         for part in self._parts:
@@ -234,6 +239,19 @@ class KafkaBus(Bus):
         self._parts.clear()
         if self._here.close():
             self._admin.close()
+
+
+def _led(call: Callable[[], _Answer]) -> _Answer:
+    """What a cluster answers that may just be losing a broker: it names that no more, and yet it
+    is the leader of partitions for a while. Asked again for `LEADER_LIMIT_S`."""
+    until_s = time.monotonic() + LEADER_LIMIT_S
+    while True:
+        try:
+            return call()
+        except kafka_errors.UnknownBrokerIdError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(NEWS_S)
 
 
 def kafka_of(bus: Bus) -> KafkaBus | None:

@@ -121,12 +121,30 @@ class _AtOnce:
 class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
     """Lets no request to a broker get lost that cannot be reached, as a transaction's coordinator.
 
+    A broker that dies is still the leader of partitions for a while when the cluster names it no
+    more. Where the client raises then, it is one that is not ready, and news is asked for.
+
     The sender means to look for the new coordinator and to try again when it hears `False`; when
     `await_ready` raises instead, as it does for a broker that refuses the connection, it forgets
     the request, and its transaction waits for the whole delivery limit.
     """
 
     refusals: type[Exception] = kafka_errors.KafkaError
+
+    def ready(self, node_id: Any, **settings: Any) -> bool:
+        """Whether there is a connection; begins one where there is none."""
+        try:
+            return bool(super().ready(node_id, **settings))
+        except kafka_errors.UnknownBrokerIdError:
+            self._manager.cluster.request_update()
+            return False
+
+    def maybe_connect(self, node_id: Any, **settings: Any) -> None:
+        """Begin a connection."""
+        try:
+            super().maybe_connect(node_id, **settings)
+        except kafka_errors.UnknownBrokerIdError:
+            self._manager.cluster.request_update()
 
     def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
         """Whether there is a connection now; a refused one is no error, and asked a bit later."""

@@ -16,6 +16,7 @@ from kafka.net.selector import NetworkSelector
 from kafka.producer import kafka as kafka_producer
 from kafka.protocol.frame import KafkaBytes
 
+from dora_pipe.bus.kafka.bus import _led
 from dora_pipe.bus.kafka.client import NEWS_S
 from dora_pipe.bus.kafka.driven import (
     RECEIVE_BYTES,
@@ -193,6 +194,37 @@ def test_a_closed_door_is_no_error_and_is_not_tried_again_at_once(
     assert client.await_ready("coordinator-1", timeout_ms=5) is True
     assert slept == [NEWS_S], "one that is there is ready at once"
     client.close()
+
+
+@pytest.mark.parametrize("kind", [DrivenClient, PatientClient])
+def test_a_broker_that_the_cluster_names_no_more_is_one_that_is_not_ready(
+    kind: Callable[..., KafkaNetClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that dies is still the leader of partitions until there is another."""
+    client = kind(bootstrap_servers=NOBODY)
+    asked = counted(monkeypatch, type(client._manager.cluster), "request_update")
+    assert client.ready(3) is False
+    client.maybe_connect(3)
+    assert len(asked) == 2
+    client.close()
+
+
+def test_a_question_to_such_a_broker_is_asked_again_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[object] = [kafka_errors.UnknownBrokerIdError(3), "offset"]
+
+    def call() -> object:
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    assert _led(call) == "offset"
+    answers[:] = [kafka_errors.UnknownBrokerIdError(3)]
+    monkeypatch.setattr("dora_pipe.bus.kafka.bus.LEADER_LIMIT_S", 0.1)
+    with pytest.raises(kafka_errors.UnknownBrokerIdError):
+        _led(call)
 
 
 @pytest.mark.parametrize("kind", [DrivenProducer, DrivenConsumer])

@@ -48,6 +48,7 @@ from dora_pipe.bus.kafka.client import (
     PROBE_LIMIT_S,
     QUIET_LIMIT_S,
     Admin,
+    PatientClient,
     bounded,
     client_settings,
     consumer_settings,
@@ -58,7 +59,7 @@ from dora_pipe.bus.kafka.client import (
     topic_settings,
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
-from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer, PatientClient
+from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing

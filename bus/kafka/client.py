@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka import errors as kafka_errors
+from kafka.net.compat import KafkaNetClient
 
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.security import KafkaSecurity
@@ -87,6 +89,43 @@ class Admin(KafkaAdminClient):  # type: ignore[misc]  # the client has no types
             if hasattr(self, "_net") and not hasattr(self, "_closed"):
                 self._closed = False  # without it `close` does nothing
                 self.close()
+
+
+class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
+    """Lets no request to a broker get lost that cannot be reached, as a transaction's coordinator.
+
+    A broker that dies is still the leader of partitions for a while when the cluster names it no
+    more. Where the client raises then, it is one that is not ready, and news is asked for.
+
+    The sender means to look for the new coordinator and to try again when it hears `False`; when
+    `await_ready` raises instead, as it does for a broker that refuses the connection, it forgets
+    the request, and its transaction waits for the whole delivery limit.
+    """
+
+    refusals: type[Exception] = kafka_errors.KafkaError
+
+    def ready(self, node_id: Any, **settings: Any) -> bool:
+        """Whether there is a connection; begins one where there is none."""
+        try:
+            return bool(super().ready(node_id, **settings))
+        except kafka_errors.UnknownBrokerIdError:
+            self._manager.cluster.request_update()
+            return False
+
+    def maybe_connect(self, node_id: Any, **settings: Any) -> None:
+        """Begin a connection."""
+        try:
+            super().maybe_connect(node_id, **settings)
+        except kafka_errors.UnknownBrokerIdError:
+            self._manager.cluster.request_update()
+
+    def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
+        """Whether there is a connection now; a refused one is no error, and asked a bit later."""
+        try:
+            return bool(super().await_ready(node_id, timeout_ms=timeout_ms))
+        except self.refusals:
+            time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
+            return False
 
 
 def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, Any]:

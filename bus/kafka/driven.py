@@ -32,7 +32,6 @@ from typing import Any, Final
 from kafka import KafkaConsumer, KafkaProducer
 from kafka import errors as kafka_errors
 from kafka.consumer.fetcher import Fetcher
-from kafka.net.compat import KafkaNetClient
 from kafka.net.selector import NetworkSelector, Task
 from kafka.producer import kafka as kafka_producer
 from kafka.producer.sender import Sender
@@ -40,7 +39,7 @@ from kafka.protocol.consumer import IsolationLevel
 from kafka.protocol.frame import KafkaBytes
 from kafka.record.default_records import DefaultRecordBatch
 
-from dora_pipe.bus.kafka.client import NEWS_S
+from dora_pipe.bus.kafka.client import PatientClient
 from dora_pipe.bus.port import Record
 
 CLOSE_LIMIT_S: Final = 1.0
@@ -116,43 +115,6 @@ class _AtOnce:
 
     def __await__(self) -> Iterator[None]:
         return iter(())
-
-
-class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
-    """Lets no request to a broker get lost that cannot be reached, as a transaction's coordinator.
-
-    A broker that dies is still the leader of partitions for a while when the cluster names it no
-    more. Where the client raises then, it is one that is not ready, and news is asked for.
-
-    The sender means to look for the new coordinator and to try again when it hears `False`; when
-    `await_ready` raises instead, as it does for a broker that refuses the connection, it forgets
-    the request, and its transaction waits for the whole delivery limit.
-    """
-
-    refusals: type[Exception] = kafka_errors.KafkaError
-
-    def ready(self, node_id: Any, **settings: Any) -> bool:
-        """Whether there is a connection; begins one where there is none."""
-        try:
-            return bool(super().ready(node_id, **settings))
-        except kafka_errors.UnknownBrokerIdError:
-            self._manager.cluster.request_update()
-            return False
-
-    def maybe_connect(self, node_id: Any, **settings: Any) -> None:
-        """Begin a connection."""
-        try:
-            super().maybe_connect(node_id, **settings)
-        except kafka_errors.UnknownBrokerIdError:
-            self._manager.cluster.request_update()
-
-    def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
-        """Whether there is a connection now; a refused one is no error, and asked a bit later."""
-        try:
-            return bool(super().await_ready(node_id, timeout_ms=timeout_ms))
-        except self.refusals:
-            time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
-            return False
 
 
 class DrivenClient(PatientClient):

@@ -17,14 +17,13 @@ from kafka.producer import kafka as kafka_producer
 from kafka.protocol.frame import KafkaBytes
 
 from dora_pipe.bus.kafka.bus import _led
-from dora_pipe.bus.kafka.client import NEWS_S
+from dora_pipe.bus.kafka.client import NEWS_S, PatientClient
 from dora_pipe.bus.kafka.driven import (
     RECEIVE_BYTES,
     DrivenClient,
     DrivenConsumer,
     DrivenLoop,
     DrivenProducer,
-    PatientClient,
     _receive,
 )
 

@@ -48,8 +48,8 @@ END_S: Final = 105.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """What requests wait for. Example: ``Waiting(what="judge", sampling_s=2.0, reward_s=2.0)``"""
+class WaitCase:
+    """What requests wait for. Example: ``WaitCase(what="judge", sampling_s=2.0, reward_s=2.0)``"""
 
     what: str
     sampling_s: float
@@ -65,10 +65,10 @@ class Waiting:
 
 
 CASES: Final = (
-    Waiting(what="nothing", sampling_s=2.0),
-    Waiting(what="a judge", sampling_s=2.0, reward_s=2.0),
-    Waiting(what="a slow judge", sampling_s=2.0, reward_s=10.0),
-    Waiting(what="a tool", sampling_s=2.0, tool_s=10.0, turns=4),
+    WaitCase(what="nothing", sampling_s=2.0),
+    WaitCase(what="a judge", sampling_s=2.0, reward_s=2.0),
+    WaitCase(what="a slow judge", sampling_s=2.0, reward_s=10.0),
+    WaitCase(what="a tool", sampling_s=2.0, tool_s=10.0, turns=4),
 )
 
 
@@ -89,12 +89,12 @@ class SlotFigure:
     rounds_per_s: float
 
 
-def bench_slots(cases: Sequence[Waiting] = CASES, *, end_s: float = END_S) -> list[SlotFigure]:
+def bench_slots(cases: Sequence[WaitCase] = CASES, *, end_s: float = END_S) -> list[SlotFigure]:
     """A figure per case."""
     return [_measure(case, end_s) for case in cases]
 
 
-def _measure(case: Waiting, end_s: float) -> SlotFigure:
+def _measure(case: WaitCase, end_s: float) -> SlotFigure:
     plan = WorkerPlan(
         name="w0",
         slots=SLOTS,
@@ -131,7 +131,7 @@ def _lengths(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts(PlainParts):
-    case: Waiting
+    case: WaitCase
 
     @property
     def single_turn(self) -> bool:
@@ -143,7 +143,7 @@ class _Parts(PlainParts):
 
 
 class _Tasks:
-    def __init__(self, case: Waiting) -> None:
+    def __init__(self, case: WaitCase) -> None:
         self._case = case
         self._turns: dict[str, int] = {}
 
@@ -163,7 +163,7 @@ class _Tasks:
         return observed_of(call, done=turn > self._case.turns)
 
 
-def _config(case: Waiting) -> Config:
+def _config(case: WaitCase) -> Config:
     plain: dict[str, Any] = {
         "run": {"name": "slots", "steps": 1000},
         "model": {"path": "none"},

@@ -19,7 +19,7 @@ from typing import Final
 from dora_pipe.config.model import Config, Task
 from dora_pipe.core.errors import ConfigError, reason
 from dora_pipe.core.own_code import importable, load_attribute, source_sha256
-from dora_pipe.orchestrator.rows import UNSEEN, Curriculum, Held, RowStats, Weights
+from dora_pipe.orchestrator.rows import UNSEEN, Curriculum, PendingOutcome, RowStats, Weights
 from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.identity import derive_seed, prompt_index, source_of
 
@@ -108,19 +108,19 @@ def note_ended(state: State, group: Group) -> None:
         return
     rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
     held = state.curricula.setdefault(spec.source, Curriculum()).held
-    held.append(Held(spec.index, fsum(rewards) / len(rewards), spec.version))
+    held.append(PendingOutcome(spec.index, fsum(rewards) / len(rewards), spec.version))
     if len(held) >= HELD_BATCHES * state.config.groups.per_step:
-        take_in(state, spec.source)
+        count_pending(state, spec.source)
 
 
 def new_version(state: State) -> None:
     """A version was committed: what was held back counts from now on."""
     for source in state.curricula:
-        take_in(state, source)
+        count_pending(state, source)
     state.weights.clear()
 
 
-def take_in(state: State, source: str) -> None:
+def count_pending(state: State, source: str) -> None:
     """The outcomes of a source enter its counters."""
     held = state.curricula[source].held
     for one in held:

@@ -57,7 +57,7 @@ class RowStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 UNSEEN: Final = RowStats()
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PendingOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The outcome of a group that is not in the counters yet."""
 
     index: int
@@ -71,7 +71,7 @@ class Curriculum(msgspec.Struct, kw_only=True):
 
     passed: int = 0
     """Places of the order whose rows were skipped."""
-    held: list[Held] = []
+    held: list[PendingOutcome] = []
     """In the order in which the groups ended; bounded."""
 
 

@@ -380,7 +380,7 @@ def _counted_at_once(patches: Patches) -> None:
     def note(state: State, group: Group) -> None:
         right(state, group)
         for source in state.curricula:
-            curriculum.take_in(state, source)
+            curriculum.count_pending(state, source)
 
     right = curriculum.note_ended
     patches.everywhere(right, note)

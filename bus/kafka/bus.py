@@ -192,7 +192,7 @@ class KafkaBus(Bus):
         check_exists(tp, {tp.topic: self.spec(tp.topic)})
         at = KafkaPartition(*tp)
         with self.errors(needs=f"DESCRIBE on topic {tp.topic}"), self._lock:
-            found = _led(
+            found = _retry_without_leader(
                 lambda: self._admin.list_partition_offsets({at: which}, isolation_level=sees)
             )
         return int(found[at].offset)
@@ -232,7 +232,7 @@ class KafkaBus(Bus):
         """What the cluster answers an administrator, one question at a time."""
         self._here.check()
         with self.errors(needs=needs), self._lock:
-            return _led(lambda: call(self._admin))
+            return _retry_without_leader(lambda: call(self._admin))
 
     def close(self) -> None:
         for part in self._parts:
@@ -242,7 +242,7 @@ class KafkaBus(Bus):
             self._admin.close()
 
 
-def _led(call: Callable[[], _Answer]) -> _Answer:
+def _retry_without_leader(call: Callable[[], _Answer]) -> _Answer:
     """What a cluster answers that may just be losing a broker: it names that no more, and yet it
     is the leader of partitions for a while. Asked again for `LEADER_LIMIT_S`."""
     until_s = time.monotonic() + LEADER_LIMIT_S

@@ -18,7 +18,7 @@ from dora_pipe.config.model import Trainer as Section
 from dora_pipe.config.objectives import is_own
 from dora_pipe.consumers.learners.deepspeed import HINT, NAME, prepare
 from dora_pipe.consumers.learners.port import Learner
-from dora_pipe.consumers.learners.taught import with_teacher
+from dora_pipe.consumers.learners.with_teacher import with_teacher
 from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.consumers.teachers.registry import key_of, open_teacher
 from dora_pipe.core.errors import ConfigError

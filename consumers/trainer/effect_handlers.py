@@ -17,7 +17,7 @@ from typing import Final
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import write_contributions
 from dora_pipe.consumers.learners.port import Learner, StepResult, TrainBatch
-from dora_pipe.consumers.learners.taught import taught, waits_for
+from dora_pipe.consumers.learners.with_teacher import add_teacher_logprobs, waits_for
 from dora_pipe.consumers.place_reader import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import (
     BYTES_MAX,
@@ -252,7 +252,7 @@ class EffectHandlers:
         self._fetched = None
         files = StepFiles(self._store, lambda version: effect.reference)
         batch = files.with_reference(batch, effect.settings)
-        batch = yield from taught(self.learner, batch, effect.settings)
+        batch = yield from add_teacher_logprobs(self.learner, batch, effect.settings)
         result = self.learner.train(batch, effect.settings)
         self._trained = key, result
         yield StepTrained(

@@ -17,7 +17,7 @@ from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.contributions import TEACHER, stored_contributions
 from dora_pipe.consumers.learners.port import Learner, Reference, Settings, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
-from dora_pipe.consumers.learners.taught import Column, taught
+from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logprobs
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.core.clock import Clock
@@ -157,7 +157,9 @@ def steps_again(
         if tokens is not None:
             settings[MICRO_BATCH_TOKENS] = int(tokens)
         batch = files.with_reference(batch, settings)
-        batch = yield from taught(learner, batch, settings, partial(files.column, commit))
+        batch = yield from add_teacher_logprobs(
+            learner, batch, settings, partial(files.column, commit)
+        )
         result = learner.train(batch, settings)
         manifest = learner.manifest()
         yield ReplayedStep(

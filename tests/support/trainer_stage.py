@@ -379,6 +379,26 @@ def train(stage: TrainerStage, trainer: StagedTrainer, *steps: int) -> None:
         trainer.train_to(step + 1)
 
 
+def train_killed(
+    stage: TrainerStage, lives: Sequence[int], make: Callable[[], StagedTrainer], *, steps: int
+) -> None:
+    """Train so many steps by one trainer after the other, each of which lives so many ticks; what
+    is in memory is lost then, files and log stay."""
+    taken = 0
+    for life in lives:
+        trainer = make()
+        for _ in range(life):
+            done = trainer.machine.history.next_step
+            if done == taken < steps:
+                stage.commits()
+                stage.take_new(taken)
+                taken += 1
+            if done == steps:
+                break
+            trainer.tick()
+        trainer.close()
+
+
 def digests(stage: TrainerStage) -> list[str]:
     """Weights after each committed step."""
     return [one.digest_after for one in stage.commits()]

@@ -16,7 +16,7 @@ from kafka.net.selector import NetworkSelector
 from kafka.producer import kafka as kafka_producer
 from kafka.protocol.frame import KafkaBytes
 
-from dora_pipe.bus.kafka.bus import _led
+from dora_pipe.bus.kafka.bus import _retry_without_leader
 from dora_pipe.bus.kafka.client import NEWS_S, PatientClient
 from dora_pipe.bus.kafka.driven import (
     RECEIVE_BYTES,
@@ -219,11 +219,11 @@ def test_a_question_to_such_a_broker_is_asked_again_but_not_for_ever(
             raise found
         return found
 
-    assert _led(call) == "offset"
+    assert _retry_without_leader(call) == "offset"
     answers[:] = [kafka_errors.UnknownBrokerIdError(3)]
     monkeypatch.setattr("dora_pipe.bus.kafka.bus.LEADER_LIMIT_S", 0.1)
     with pytest.raises(kafka_errors.UnknownBrokerIdError):
-        _led(call)
+        _retry_without_leader(call)
 
 
 @pytest.mark.parametrize("kind", [DrivenProducer, DrivenConsumer])

@@ -19,7 +19,7 @@ from dora_pipe.schemas.control import (
     RoleStarted,
 )
 from dora_pipe.schemas.identity import group_id, trajectory_id
-from tests.support.trainer_stage import TrainerStage, digests, train
+from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 
 
 @pytest.fixture
@@ -50,23 +50,15 @@ def test_restarted_trainer_replays_and_goes_on_as_if_it_had_never_stopped(
 def test_killed_at_any_tick_the_weights_are_those_of_a_run_that_never_was(
     tmp_path_factory: pytest.TempPathFactory, lives: list[int], checkpoint_every: int
 ) -> None:
-    """Every life lasts so many ticks; what is in memory is lost, files and log stay."""
     steps = 4
     stage = TrainerStage(tmp_path_factory.mktemp("killed"))
     stage.start_run()
-    taken = 0
-    for life in [*lives, 3000]:
-        trainer = stage.trainer(checkpoint_every=checkpoint_every)
-        for _ in range(life):
-            done = trainer.machine.history.next_step
-            if done == taken < steps:
-                stage.commits()
-                stage.take_new(taken)
-                taken += 1
-            if done == steps:
-                break
-            trainer.tick()
-        trainer.close()
+    train_killed(
+        stage,
+        [*lives, 3000],
+        lambda: stage.trainer(checkpoint_every=checkpoint_every),
+        steps=steps,
+    )
     assert [one.step for one in stage.commits()] == list(range(steps))
     unkilled = TrainerStage(tmp_path_factory.mktemp("unkilled"))
     unkilled.start_run()

@@ -26,10 +26,10 @@ Column = Mapping[str, Sequence[float]]
 
 def with_teacher(learner: Learner, teacher: Teacher | None) -> Learner:
     """The learner of a run that has this teacher, or none."""
-    return learner if teacher is None else cast("Learner", TaughtLearner(learner, teacher))
+    return learner if teacher is None else cast("Learner", LearnerWithTeacher(learner, teacher))
 
 
-def taught(
+def add_teacher_logprobs(
     learner: Learner,
     batch: TrainBatch,
     settings: Settings,
@@ -42,7 +42,7 @@ def taught(
     """
     if not settings.get(WEIGHT) or batch.teacher is not None:
         return batch
-    if not isinstance(learner, TaughtLearner):
+    if not isinstance(learner, LearnerWithTeacher):
         raise ConfigError(f"{WEIGHT}: this run has no teacher")
     if kept is not None and not learner.teacher.repeatable:
         return replace(batch, teacher=kept())
@@ -51,10 +51,10 @@ def taught(
 
 def waits_for(learner: Learner | None) -> str:
     """What its teacher waits for, in words; empty for nothing."""
-    return learner.teacher.waits_for if isinstance(learner, TaughtLearner) else ""
+    return learner.teacher.waits_for if isinstance(learner, LearnerWithTeacher) else ""
 
 
-class TaughtLearner:
+class LearnerWithTeacher:
     """See the module. Everything else is the learner's own."""
 
     def __init__(self, learner: Learner, teacher: Teacher) -> None:
@@ -74,7 +74,7 @@ class TaughtLearner:
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """One training step, with the teacher's column in its contributions."""
-        batch = _driven(taught(cast("Learner", self), batch, settings))
+        batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
         result = self._learner.train(batch, settings)
         column = batch.teacher
         if column is None:
@@ -92,7 +92,7 @@ class TaughtLearner:
         return {**self._learner.numerics(), "teacher": self.teacher.name()}
 
 
-def _driven(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
+def _result_of(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
     """What it ends with."""
     while True:
         try:

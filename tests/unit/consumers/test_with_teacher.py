@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 
 from dora_pipe.consumers.contributions import SCHEMA, TEACHER, read_contributions
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.consumers.learners.taught import WEIGHT, taught, with_teacher
+from dora_pipe.consumers.learners.with_teacher import WEIGHT, add_teacher_logprobs, with_teacher
 from dora_pipe.core.errors import ConfigError, PolicyError, ReplayDiverged
 from dora_pipe.core.runtime import StopAsked
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.teachers import HashTeacher
-from tests.support.trainer_stage import TrainerStage, digests, train
+from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 
-TAUGHT: dict[str, Any] = {WEIGHT: 0.5}
+TEACHER_SETTINGS: dict[str, Any] = {WEIGHT: 0.5}
 
 
 def staged(folder: Path) -> TrainerStage:
     stage = TrainerStage(folder)
-    stage.settings = dict(TAUGHT)
+    stage.settings = dict(TEACHER_SETTINGS)
     stage.start_run()
     return stage
 
 
-def taught_by(teacher: HashTeacher) -> Any:
+def learner_with(teacher: HashTeacher) -> Any:
     return with_teacher(SimulatedLearner(), teacher)
 
 
@@ -42,7 +42,7 @@ def columns(stage: TrainerStage) -> list[list[dict[str, Any]]]:
 
 def test_what_the_teacher_says_is_kept_with_the_step_and_summed_up(tmp_path: Path) -> None:
     stage = staged(tmp_path)
-    trainer = stage.trainer(trainer=taught_by(HashTeacher()))
+    trainer = stage.trainer(trainer=learner_with(HashTeacher()))
     train(stage, trainer, 0)
     (commit,), (rows,) = stage.commits(), columns(stage)
     assert commit.numerics["teacher"] == "hash"
@@ -59,18 +59,18 @@ def test_step_without_a_weight_asks_nobody_and_has_the_files_that_it_had(tmp_pat
         stage.settings = dict(settings_)
         stage.start_run()
         teacher = HashTeacher()
-        train(stage, stage.trainer(trainer=taught_by(teacher)), 0)
+        train(stage, stage.trainer(trainer=learner_with(teacher)), 0)
         assert not teacher.asked
         assert [set(row) for (row, *_) in columns(stage)] == [set(SCHEMA.names)]
         assert "teacher_kl" not in stage.commits()[0].figures
 
 
 def test_trainer_by_itself_asks_too() -> None:
-    batch, settings_ = make_batch(seed=1), {**SETTINGS, **TAUGHT}
-    result = taught_by(HashTeacher()).train(batch, settings_)
+    batch, settings_ = make_batch(seed=1), {**SETTINGS, **TEACHER_SETTINGS}
+    result = learner_with(HashTeacher()).train(batch, settings_)
     assert all(row[TEACHER] for row in result.contributions)
     with pytest.raises(ConfigError, match=r"teacher_weight: this run has no teacher"):
-        list(taught(SimulatedLearner(), batch, settings_))
+        list(add_teacher_logprobs(SimulatedLearner(), batch, settings_))
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.booleans())
@@ -78,39 +78,33 @@ def test_trainer_by_itself_asks_too() -> None:
 def test_killed_at_any_tick_replay_takes_what_was_said_and_comes_to_the_same_weights(
     tmp_path_factory: pytest.TempPathFactory, lives: list[int], forgets: bool
 ) -> None:
-    steps, taken = 4, 0
+    steps = 4
     stage = staged(tmp_path_factory.mktemp("killed"))
     teacher = HashTeacher(forgets=forgets)
-    for life in [*lives, 3000]:
-        trainer = stage.trainer(trainer=taught_by(teacher), checkpoint_every=2)
-        for _ in range(life):
-            done = trainer.machine.history.next_step
-            if done == taken < steps:
-                stage.commits()
-                stage.take_new(taken)
-                taken += 1
-            if done == steps:
-                break
-            trainer.tick()
-        trainer.close()
+    train_killed(
+        stage,
+        [*lives, 3000],
+        lambda: stage.trainer(trainer=learner_with(teacher), checkpoint_every=2),
+        steps=steps,
+    )
     assert [one.step for one in stage.commits()] == list(range(steps))
     if not forgets:
         unkilled = staged(tmp_path_factory.mktemp("unkilled"))
-        train(unkilled, unkilled.trainer(trainer=taught_by(teacher)), *range(steps))
+        train(unkilled, unkilled.trainer(trainer=learner_with(teacher)), *range(steps))
         assert digests(stage) == digests(unkilled)
 
 
 def test_step_of_a_teacher_that_forgets_needs_its_file(tmp_path: Path) -> None:
     stage = staged(tmp_path)
-    trainer = stage.trainer(trainer=taught_by(HashTeacher(forgets=True)), checkpoint_every=100)
+    trainer = stage.trainer(trainer=learner_with(HashTeacher(forgets=True)), checkpoint_every=100)
     train(stage, trainer, 0, 1)
     trainer.close()
-    again = stage.trainer(trainer=taught_by(HashTeacher(forgets=True)))
+    again = stage.trainer(trainer=learner_with(HashTeacher(forgets=True)))
     again.until(lambda: again.idle)
     again.close()
     stage.store.blob("contributions", stage.commits()[1].contributions.sha256).unlink()
     with pytest.raises(PolicyError, match="step 1: what its teacher said is not in the store"):
-        last = stage.trainer(trainer=taught_by(HashTeacher(forgets=True)))
+        last = stage.trainer(trainer=learner_with(HashTeacher(forgets=True)))
         last.until(lambda: last.idle)
 
 
@@ -123,10 +117,10 @@ def test_other_teacher_is_named_when_the_weights_come_out_otherwise(tmp_path: Pa
             return super()._of(ids) - 1
 
     stage = staged(tmp_path)
-    trainer = stage.trainer(trainer=taught_by(HashTeacher()), checkpoint_every=100)
+    trainer = stage.trainer(trainer=learner_with(HashTeacher()), checkpoint_every=100)
     train(stage, trainer, 0)
     trainer.close()
-    again = stage.trainer(trainer=taught_by(Other()))
+    again = stage.trainer(trainer=learner_with(Other()))
     with pytest.raises(ReplayDiverged, match=r"\(other teacher\)"):
         again.until(lambda: again.idle)
 
@@ -146,7 +140,7 @@ def test_trainer_says_what_its_teacher_keeps_it_waiting_for_and_stops_meanwhile(
                 self.waits_for = ""
 
     stage = staged(tmp_path)
-    trainer = stage.trainer(trainer=taught_by(Silent()))
+    trainer = stage.trainer(trainer=learner_with(Silent()))
     stage.take_new(0)
     trainer.until(lambda: trainer.machine.phase == "training")
     trainer.tick(700)
@@ -158,5 +152,5 @@ def test_trainer_says_what_its_teacher_keeps_it_waiting_for_and_stops_meanwhile(
     assert trainer.machine.finished
     trainer.close()
     assert not stage.commits()
-    again = stage.trainer(trainer=taught_by(HashTeacher()))
+    again = stage.trainer(trainer=learner_with(HashTeacher()))
     again.train_to(1)

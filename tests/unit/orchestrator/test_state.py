@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "efb2acbb8ab6d09aa7ec36bf6556757f50203e129a01e29be126358c9e5b917e"
+        == "2d33fea8278b6bec897f49ac5eb0ae9cefa1b0c9e9d29bea8f1133b8def8fa35"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

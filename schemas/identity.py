@@ -88,6 +88,13 @@ def trajectory_seed(seed: int, sibling: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def call_seed(seed: int, prompt_digest: str, occurrence: int) -> int:
+    """The seed of an agent's call, from its trajectory's seed, the digest of its prompt's token ids
+    (`wire.sha256_hex` of int32, little endian) and how many calls had the same before: parallel
+    calls draw the same streams, whichever comes first."""
+    return derive_seed("call", seed, prompt_digest, occurrence)
+
+
 def source_of(purpose: Purpose, name: str) -> str:
     """Where a group comes from: ``source_of("eval", "hard") == "eval/hard"``; the purpose alone
     where tasks or evaluations have no names."""

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.contexts import Call, Context, check_contexts
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
 
@@ -102,6 +103,11 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """As its group's dispatch has it."""
     reward_answer: str = ""
     """What the reward read as the answer: equal ones are one vote. Empty where none said one."""
+    contexts: tuple[Context, ...] = ()
+    """Those behind the first; see `schemas.contexts`."""
+    calls: tuple[Call, ...] = ()
+    """Of an agent to the model, in the order in which they were answered; none where an environment
+    or nobody answered the model."""
     extra: dict[str, Any] = {}
 
     @property
@@ -267,6 +273,7 @@ def check_fields(trajectory: Described) -> None:
     if trajectory.version < 0:
         raise SchemaError(f"version {trajectory.version} is none", path="$.version")
     _check_weights(trajectory)
+    check_contexts(meta.contexts, meta.calls, trajectory.segments, trajectory.length)
     if not 0 <= meta.prompt_tokens <= trajectory.length:
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
     purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)

@@ -20,6 +20,7 @@ from dora_pipe.schemas.trajectory import Meta
 from dora_pipe.schemas.trajectory_codec import encode_progress, encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from tests.golden import arrow_values, later_values, values
+from tests.golden.branched_values import BRANCHED_TRAJECTORY
 
 FOLDER = Path(__file__).parent / f"v{SCHEMA_VERSION}"
 RECORD_BYTES_MAX = 10 * 1024 * 1024
@@ -101,6 +102,7 @@ def files() -> dict[str, bytes]:
         "control/group-scored-error.json": encode(later_values.NOT_SCORED),
         "decisions/round-scored.json": encode(later_values.ROUND_SCORED),
         "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],
+        "trajectories/branched.arrow.zst": encode_trajectory(BRANCHED_TRAJECTORY)[0],
         "trajectories/answered.arrow.zst": encode_trajectory(later_values.ANSWERED_TRAJECTORY)[0],
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
         "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],

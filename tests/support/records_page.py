@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from dora_pipe.consumers import contributions
 from dora_pipe.schemas import (
+    contexts,
     control,
     dead_letter,
     identity,
@@ -46,7 +47,7 @@ from tests.support.records_words import (
 
 TEXTS = Path(__file__).parent / "records_texts"
 
-MODULES = (control, rounds, metrics, policy, trajectory)
+MODULES = (control, rounds, metrics, policy, trajectory, contexts)
 
 WORDS: dict[str, Any] = {
     "ExclusiveRole": control.ExclusiveRole,

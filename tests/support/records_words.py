@@ -55,6 +55,8 @@ PARTS = (
     ("Blob", "policy"),
     ("Times", "trajectory"),
     ("Sampler", "trajectory"),
+    ("Context", "contexts"),
+    ("Call", "contexts"),
     ("Wait", "metrics"),
     ("Blocker", "metrics"),
     ("Cost", "metrics"),

@@ -6,6 +6,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dora_pipe.schemas import control, metrics, policy, rounds
+from dora_pipe.schemas.contexts import Call, Context, lengths
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.trajectory import (
@@ -95,9 +97,12 @@ def segments(draw: st.DrawFn) -> list[Segment]:
     at = 0
     for _ in range(draw(st.integers(0, 4))):
         end = at + draw(st.integers(0, 6))
+        kind = draw(st.sampled_from(_words(SegmentKind)))
+        if kind == "prompt" and not end:  # It would open a context of nothing.
+            kind = "tool"
         found.append(
             Segment(
-                kind=draw(st.sampled_from(_words(SegmentKind))),
+                kind=kind,
                 start=at,
                 end=end,
                 turn=draw(st.integers(0, 9)),
@@ -135,8 +140,34 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         loss_mask=mask,
         reward=reward,
         segments=tiles,
-        meta=msgspec.structs.replace(meta, weights=_weights(draw, tiles, version)),
+        meta=msgspec.structs.replace(
+            meta,
+            weights=_weights(draw, tiles, version),
+            contexts=_contexts(draw, tiles, size),
+            calls=_calls(draw, tiles),
+        ),
     )
+
+
+def _contexts(draw: st.DrawFn, tiles: Sequence[Segment], size: int) -> tuple[Context, ...]:
+    """One for each prompt behind the first; an empty one is a beginning of an earlier one."""
+    starts = [one.start for one in tiles if one.kind == "prompt"][1:]
+    found: list[Context] = []
+    for start, end in pairwise([*starts, size]):
+        before = lengths(found, start)  # of those that end where this one starts
+        parent = draw(st.sampled_from([at for at, one in enumerate(before) if one] or [-1]))
+        most = before[parent] if parent >= 0 else 0
+        shared = draw(st.integers(1 if start == end else 0, most)) if most else 0
+        found.append(Context(start=start, parent=parent if shared else -1, shared=shared))
+    return tuple(found)
+
+
+def _calls(draw: st.DrawFn, tiles: Sequence[Segment]) -> tuple[Call, ...]:
+    models = [one for one in tiles if one.kind == "model"]
+    if draw(st.booleans()):
+        return ()
+    call = draw(struct(Call))
+    return tuple(msgspec.structs.replace(call, start=one.start, end=one.end) for one in models)
 
 
 def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[Sampler, ...]:

@@ -21,7 +21,7 @@ from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajectory
 from dora_pipe.schemas.wire import encode
-from tests.golden import arrow_values, later_values, make, values
+from tests.golden import arrow_values, branched_values, later_values, make, values
 
 V1 = Path(make.__file__).parent / "v1"
 
@@ -64,6 +64,7 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("plain", arrow_values.PLAIN_TRAJECTORY),
         ("mixed", arrow_values.MIXED_TRAJECTORY),
         ("named", later_values.NAMED_TRAJECTORY),
+        ("branched", branched_values.BRANCHED_TRAJECTORY),
     ],
 )
 def test_trajectory_has_its_golden_value(name: str, expected: Any) -> None:
@@ -157,6 +158,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         arrow_values.MIXED_TRAJECTORY,
         later_values.NAMED_TRAJECTORY,
         later_values.ANSWERED_TRAJECTORY,
+        branched_values.BRANCHED_TRAJECTORY,
     )
     for meta in (one.meta for one in trajectories):
         _note_fields(meta, msgspec.json.decode(encode(meta)), seen)

@@ -1,0 +1,166 @@
+"""Contexts of a trajectory: the sequences that an episode's calls to the model have seen.
+
+An episode whose calls extend what was said before has one context, which is the record's sequence.
+A call whose prompt does not (a compaction, a sub-agent, a template that rewrites history, a second
+answer to one prompt) opens another one. The record has the contexts' own tokens one behind another;
+a context that begins as an earlier one does names it, so that no token stands there twice::
+
+    record    [ prompt model environment model | prompt model | prompt model ]
+    contexts    0                                1              2: 9 tokens of 0, and these
+
+What another context has sampled is given here: each sampled token is trained once, in the context
+that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.control import FinishReason
+
+if TYPE_CHECKING:
+    from dora_pipe.schemas.trajectory import Segment, Trajectory
+
+
+class Context(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A context behind the first.
+
+    Example: ``Context(start=40, parent=0, shared=12)``: the first 12 tokens of context 0, then the
+    record's tokens from 40 to where the next context starts.
+    """
+
+    start: int
+    """Where its own tokens begin in the record; a segment of kind "prompt" begins there."""
+    parent: int = -1
+    """Number of the earlier context that it begins as; -1: none."""
+    shared: int = 0
+    """How many tokens of its parent's sequence stand before its own."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call of an agent to the model: tokens [start, end) of the record were sampled for it.
+
+    Example: ``Call(start=9, end=31, seed=77, asked_ns=..., answered_ns=..., api="chat")``.
+    """
+
+    start: int
+    end: int
+    seed: int
+    """Of its random stream: `identity.call_seed`."""
+    occurrence: int = 0
+    """How many calls of the trajectory had these very prompt ids before."""
+    finish: FinishReason = "stop"
+    asked_ns: int
+    """Wall clock, ns since 1970."""
+    answered_ns: int
+    """When it was durable in the log, before the agent had its answer."""
+    api: str = ""
+    """Which form it came in: "chat", "responses", "messages" or "generate"."""
+    caller: str = ""
+    """What the agent called itself; empty where it did not."""
+    asked: dict[str, Any] = {}
+    """Sampling settings that it asked for and that the run does not follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextTokens:
+    """A context as a sequence of its own; arrays have an entry per token, NaN where not sampled."""
+
+    number: int
+    own: int
+    """Where its own tokens begin: those before are its parent's, and given here."""
+    start: int
+    """Where its own tokens begin in the record."""
+    token_ids: np.ndarray[Any, Any]  # int32
+    logprobs: np.ndarray[Any, Any]  # float32
+    sampler_logprobs: np.ndarray[Any, Any]  # float32
+    loss_mask: np.ndarray[Any, Any]  # uint8
+
+
+def bounds(contexts: Sequence[Context], length: int) -> list[tuple[int, int]]:
+    """Where each context's own tokens lie in a record of this length, the first one's too."""
+    starts = [0, *(one.start for one in contexts), length]
+    return list(pairwise(starts))
+
+
+def lengths(contexts: Sequence[Context], length: int) -> list[int]:
+    """Tokens of each context's whole sequence."""
+    shared = [0, *(one.shared for one in contexts)]
+    places = zip(shared, bounds(contexts, length), strict=True)
+    return [before + end - start for before, (start, end) in places]
+
+
+def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[int, int]]:
+    """Stretches [start, end) of the record that make up a context's sequence, in order."""
+    start, end = bounds(contexts, length)[number]
+    if number == 0:
+        return [(start, end)]
+    context = contexts[number - 1]
+    found: list[tuple[int, int]] = []
+    left = context.shared
+    for first, last in pieces(contexts, context.parent, length) if left else ():
+        taken = min(left, last - first)
+        if taken:
+            found.append((first, first + taken))
+        left -= taken
+    return [*found, (start, end)]
+
+
+def contexts_of(trajectory: Trajectory) -> Iterator[ContextTokens]:
+    """Every context of a trajectory as a sequence of its own, in order."""
+    contexts, length = trajectory.meta.contexts, trajectory.length
+    ids = np.asarray(trajectory.token_ids, np.int32)
+    logprobs = np.asarray(trajectory.logprobs, np.float32)
+    sampler = np.asarray(trajectory.sampler_logprobs, np.float32)
+    mask = np.asarray(trajectory.loss_mask, np.uint8)
+    for number, (start, _) in enumerate(bounds(contexts, length)):
+        *shared, (_, _) = parts = pieces(contexts, number, length)
+        own = sum(last - first for first, last in shared)
+
+        def joined(
+            values: np.ndarray[Any, Any], parts: list[tuple[int, int]] = parts
+        ) -> np.ndarray[Any, Any]:
+            return np.concatenate([values[first:last] for first, last in parts])
+
+        yield ContextTokens(
+            number=number,
+            own=own,
+            start=start,
+            token_ids=joined(ids),
+            logprobs=_given(joined(logprobs), own, np.nan),
+            sampler_logprobs=_given(joined(sampler), own, np.nan),
+            loss_mask=_given(joined(mask), own, 0),
+        )
+
+
+def _given(values: np.ndarray[Any, Any], own: int, empty: float) -> np.ndarray[Any, Any]:
+    """`joined` has made a copy."""
+    values[:own] = empty
+    return values
+
+
+def check_contexts(
+    contexts: Sequence[Context], calls: Sequence[Call], segments: Sequence[Segment], length: int
+) -> None:
+    """Raise SchemaError unless contexts are what the segments say, and calls are sampled there."""
+    prompts = [one.start for one in segments if one.kind == "prompt"]
+    if [one.start for one in contexts] != prompts[1:]:
+        raise SchemaError("not where its prompts begin", path="$.meta.contexts")
+    sizes = lengths(contexts, length)
+    for place, one in enumerate(contexts):
+        none = one.parent == -1 and one.shared == 0
+        if not none and not (0 <= one.parent <= place and 0 < one.shared <= sizes[one.parent]):
+            raise SchemaError("shares what is not there", path=f"$.meta.contexts[{place}]")
+        if not sizes[place + 1]:
+            raise SchemaError("is empty", path=f"$.meta.contexts[{place}]")
+    sampled = {one.start for one in segments if one.kind == "model"}
+    for place, call in enumerate(calls):
+        if not 0 <= call.start <= call.end <= length or call.start not in sampled:
+            raise SchemaError("not what a model sampled", path=f"$.meta.calls[{place}]")

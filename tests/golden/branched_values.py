@@ -1,0 +1,68 @@
+"""A trajectory of several contexts, as an agent's calls leave it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from dora_pipe.schemas.contexts import Call, Context
+from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
+from tests.golden.arrow_values import PLAIN_TRAJECTORY
+
+PIECES: list[tuple[SegmentKind, int]] = [
+    ("prompt", 3),
+    ("model", 2),
+    ("environment", 1),
+    ("model", 2),
+    ("prompt", 2),  # context 1: of its own
+    ("model", 2),
+    ("prompt", 0),  # context 2: the first 3 tokens of context 0
+    ("model", 1),
+    ("prompt", 1),  # context 3: context 2 and one more
+    ("model", 2),
+]
+CONTEXTS = (
+    Context(start=8),
+    Context(start=12, parent=0, shared=3),
+    Context(start=13, parent=2, shared=4),
+)
+
+
+def branched(contexts: tuple[Context, ...] = CONTEXTS, calls: tuple[Call, ...] = ()) -> Trajectory:
+    """A trajectory of 16 tokens, whose ids are their places, in four contexts."""
+    tiles: list[Segment] = []
+    for kind, size in PIECES:
+        at = tiles[-1].end if tiles else 0
+        tiles.append(
+            Segment(kind=kind, start=at, end=at + size, turn=0, start_ns=0, end_ns=1, version=3)
+        )
+    mask = [int(one.kind == "model") for one in tiles for _ in range(one.start, one.end)]
+    logprobs = [-0.5 - place if one else None for place, one in enumerate(mask)]
+    return replace(
+        PLAIN_TRAJECTORY,
+        version=3,
+        token_ids=list(range(len(mask))),
+        logprobs=logprobs,
+        sampler_logprobs=logprobs,
+        loss_mask=mask,
+        segments=tiles,
+        meta=msgspec.structs.replace(
+            PLAIN_TRAJECTORY.meta, prompt_tokens=3, weights=(), contexts=contexts, calls=calls
+        ),
+    )
+
+
+CALL = Call(
+    start=3,
+    end=5,
+    seed=77,
+    occurrence=1,
+    finish="length",
+    asked_ns=1,
+    answered_ns=2,
+    api="chat",
+    caller="planner",
+    asked={"temperature": 0.5},
+)
+BRANCHED_TRAJECTORY = branched(calls=(CALL,))

@@ -28,6 +28,7 @@ those carry text, token ids stand here, for the machine knows no text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -40,7 +41,7 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.port import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
-from dora_pipe.schemas.control import Resume, TakenTrajectory
+from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.trajectory import Progress, Trajectory
 
@@ -86,6 +87,8 @@ class RewardCall(OfRequest, frozen=True, kw_only=True):
     """Token ids of the last model turn."""
     turns: Sequence[Sequence[int]]
     """Token ids of every turn but the prompt, in order."""
+    text: str | None = None
+    """What an agent says is the answer, in place of the text of `answer`."""
     source: str = ""
 
 
@@ -107,6 +110,81 @@ class GroupCall(OfRequest, frozen=True, kw_only=True):
     index: int
     completions: Sequence[SampledTurns]
     source: str = ""
+
+
+# Agents: requests whose source is one (`WorkerSetup.agents`)
+
+
+class AgentCall(OfRequest, frozen=True, kw_only=True):
+    """Run the agent on its row, until it returns: the TaskPort answers with `AgentEnded`,
+    `TaskFailed` or `EpisodeLost`. `Forget` stops it. It is called again for the same request where
+    its process was lost; then its calls are answered from the record as long as they are the
+    same."""
+
+    split: Split
+    index: int
+    source: str = ""
+
+
+class AgentEnded(OfRequest, frozen=True, kw_only=True):
+    """The agent has returned, and will call no more."""
+
+    rewarded: Rewarded | None = None
+    """Its reward, where it gave one; else a `RewardCall` follows."""
+    text: str | None = None
+    """What it says is the answer; None: what the model said last."""
+
+
+class OpenSession(OfRequest, frozen=True, kw_only=True):
+    """From now on the agent of this request may call the model: the SessionPort tells `CallAsked`,
+    any number of times. Said before its `AgentCall`."""
+
+    source: str = ""
+
+
+class CallAsked(OfRequest, frozen=True, kw_only=True):
+    """An agent calls the model. Answered by exactly one `AnswerCall` or `RefuseCall`, or by the
+    request's `CloseSession`. Several choices are as many calls with the same prompt."""
+
+    call: int
+    """The endpoint's own number of it, never given twice for a request."""
+    token_ids: Sequence[int]
+    """The whole prompt."""
+    max_tokens: int | None = None
+    """As asked for; None: as many as the run allows."""
+    api: str = ""
+    caller: str = ""
+    asked: dict[str, Any] = {}
+    """See `schemas.contexts.Call` for these three."""
+
+
+class AnswerCall(OfRequest, frozen=True, kw_only=True):
+    """What the model said. It is durable in the log."""
+
+    call: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish: FinishReason
+    prompt_tokens: int
+
+
+class RefuseCall(OfRequest, frozen=True, kw_only=True):
+    """The call gets no answer; `status` and `code` as HTTP and OpenAI's errors have them."""
+
+    call: int
+    status: int
+    code: str
+    message: str
+    """A sentence that says what to wait for."""
+
+
+class CloseSession(OfRequest, frozen=True, kw_only=True):
+    """The agent may call no more: open calls and later ones are answered with 410. The same key may
+    be opened again, where a request comes back to this worker."""
+
+
+SessionEffect = AgentCall | OpenSession | AnswerCall | RefuseCall | CloseSession
+SessionEvent = CallAsked | AgentEnded
 
 
 # The engine

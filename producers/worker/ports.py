@@ -347,6 +347,8 @@ class TaskPort:
         answer = self._texts.text(effect.answer)
         single = len(effect.turns) == 1
         turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
+        if effect.text is not None:
+            answer = effect.text
         if conversation is not None:
             if (
                 len(effect.turns) + 1

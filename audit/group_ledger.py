@@ -261,7 +261,18 @@ class GroupLedger:
         for worker in self.workers.values():
             if worker.joined.worker == fact.worker and not worker.departure:
                 self.depart(worker, "replaced", at)
+        self._note_packages(fact)
         self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
+
+    def _note_packages(self, fact: WorkerJoined) -> None:
+        """Environments of another version are no violation; rewards beside each other may be."""
+        for name, version in fact.packages.items():
+            others = {worker.joined.packages.get(name, version) for worker in self.workers.values()}
+            for other in sorted(others - {version}):
+                one, another = sorted((version, other))
+                note = f"workers played with different versions of {name}: {one} and {another}"
+                if note not in self._findings.notes:
+                    self._findings.notes.append(note)
 
     def depart(self, worker: WorkerEntry, departure: Departure, at: Moment) -> None:
         """An incarnation is out; its open requests wait for another one."""

@@ -86,7 +86,9 @@ class Task(Section, frozen=True, kw_only=True):
     """How many of the training groups are of this task, beside the ratios of the others. After any
     number of groups each task has had its share of them, to within one group."""
     kind: str
-    """`arithmetic`, `calculator`, `dataset` (once `jsonl`), or `module:attribute` of your own."""
+    """`arithmetic`, `calculator`, `dataset` (once `jsonl`), an environment of others
+    (`gymnasium:ID`, `textarena:ID`, `reasoning-gym:NAME`, `openenv:URL`; docs/environments.md), or
+    `module:attribute` of your own."""
     data: str | tuple[str, ...] = ""
     """Training data: a file, a glob, a directory that `save_to_disk` wrote, `hf:NAME:CONFIG` of the
     Hugging Face hub, or several; empty where the task makes its own rows. See docs/data.md."""

@@ -178,6 +178,9 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     on weights that all share."""
     template_digest: str = ""
     """Of how messages become token ids and turns are read; empty: its prompts are text."""
+    packages: dict[str, str] = {}
+    """Packages and servers of others that its tasks play with: by name, version and a digest of the
+    source."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):

@@ -204,6 +204,8 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """No prompt has an environment."""
     scores_groups: bool = False
     """The siblings of a group are also scored together."""
+    packages: dict[str, str] = {}
+    """See `Task.packages`."""
 
     def data(self, source: str) -> DataSet:
         """The rows of a source (`GroupSpec.source`) that this task serves."""

@@ -238,3 +238,8 @@ class Task:
         """Classes and functions whose modules decide the reward; their source is digested. A text
         is digested itself: options, versions of libraries."""
         return (type(self),)
+
+    def packages(self) -> Mapping[str, str]:
+        """Which packages and servers of others it plays with, each with its version and a digest of
+        its source; they stand in `worker joined`. By default none."""
+        return {}

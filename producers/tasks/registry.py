@@ -3,7 +3,9 @@ those are the run's."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +33,15 @@ BUILT_IN: Mapping[str, type[Task]] = {
     "jsonl": DatasetTask,
 }
 """`jsonl` is the name that `dataset` had when it read nothing else."""
+
+ADAPTERS: Final[Mapping[str, str]] = {
+    "gymnasium": "gymnasium:GymnasiumTask",
+    "textarena": "textarena:TextArenaTask",
+    "reasoning-gym": "reasoning_gym:ReasoningGymTask",
+    "openenv": "openenv:OpenEnvTask",
+}
+"""What stands before the colon of `task.kind` for environments of others: the module of
+`producers.adapters`, and its class, which is given what stands behind the colon."""
 
 HANDED: Final = (
     *("data", "eval_data", "split", "eval_split", "eval_share", "filter", "columns"),
@@ -72,16 +83,28 @@ def open_task(config: model.Task) -> Task:
 def _factory(kind: str) -> Task | Callable[..., Any]:
     if kind in BUILT_IN:
         return BUILT_IN[kind]
-    if ":" not in kind:
+    package, colon, name = kind.partition(":")
+    if package in ADAPTERS:
+        return _adapter(package, name)
+    if not colon:
         raise ConfigError(
             f"task.kind: unknown task `{kind}`",
             hint=nearest(kind, BUILT_IN)
-            or f"one of {', '.join(BUILT_IN)}, or module:attribute of your own",
+            or f"one of {', '.join(BUILT_IN)}, {', '.join(f'{one}:NAME' for one in ADAPTERS)}, or "
+            "module:attribute of your own",
         )
     found = load_attribute("task.kind", kind, TaskError)
     if isinstance(found, Task) or callable(found):
         return found  # type: ignore[no-any-return]
     raise TaskError(f"task.kind: `{kind}` is neither a Task nor a class or function that makes one")
+
+
+def _adapter(package: str, name: str) -> Callable[..., Any]:
+    if not name:
+        raise ConfigError(f"task.kind: `{package}:` lacks the name of what to play")
+    module, _, kind = ADAPTERS[package].partition(":")
+    found = getattr(importlib.import_module(f"dora_pipe.producers.adapters.{module}"), kind)
+    return functools.partial(found, name)
 
 
 def _check_arguments(
@@ -157,6 +180,11 @@ def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
     if len(digests) == 1 or "" in digests:
         return "" if "" in digests else digests[0]
     return sha256_hex("\n".join(digests).encode())
+
+
+def packages_of(facts: Iterable[TaskFacts]) -> dict[str, str]:
+    """Of all tasks of a run (`Task.packages`), in the order of their names."""
+    return dict(sorted(one for facts_of_task in facts for one in facts_of_task.packages.items()))
 
 
 def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:

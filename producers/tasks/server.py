@@ -150,6 +150,7 @@ class TaskServer:
             reward_digest=reward_digest(self._task),
             single_turn=self._task.single_turn(),
             scores_groups=self._task.scores_groups(),
+            packages=dict(self._task.packages()),
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:

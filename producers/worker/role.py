@@ -48,7 +48,7 @@ from dora_pipe.producers.engines.registry import capabilities, check_capabilitie
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
+from dora_pipe.producers.tasks.registry import check_data, packages_of, reward_digest_of
 from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
@@ -396,6 +396,7 @@ def _joined(
         package=__version__,
         versions_resident=engine.versions_resident,
         template_digest=template_digest,
+        packages=packages_of(facts.values()),
     )
 
 

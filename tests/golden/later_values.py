@@ -219,6 +219,11 @@ JOINED_CHAT = msgspec.structs.replace(
 )
 """A worker of a run whose prompts are messages."""
 
+JOINED_PLAYS = msgspec.structs.replace(
+    JOINED_CHAT, packages={"gymnasium": "1.4.0 53b537c816b0ed52"}
+)
+"""A worker whose task is an environment of another package."""
+
 ROUND_SKIPPED = msgspec.structs.replace(
     ROUND,
     decisions=tuple(

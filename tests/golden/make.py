@@ -83,6 +83,7 @@ def files() -> dict[str, bytes]:
         "control/request-released-peer.json": encode(values.RELEASED_PEER),
         "control/worker-joined-several.json": encode(values.JOINED_SEVERAL),
         "control/worker-joined-chat.json": encode(later_values.JOINED_CHAT),
+        "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),
         "decisions/round.json": encode(values.ROUND),

@@ -169,6 +169,8 @@ COMMON = {
     "phase": "What it does, in a word.",
     "pid": "Process id.",
     "placed": "It was placed on the worker that finished it.",
+    "packages": "Packages and servers of others that its tasks play with, each with its version "
+    "and a digest of its source.",
     "planner": "Name and version of the planner.",
     "policy": "The new version's weights.",
     "prefetch": "Placed requests it holds ahead of its slots.",

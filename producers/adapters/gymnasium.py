@@ -1,0 +1,299 @@
+"""Environments of Gymnasium as tasks: `gymnasium:FrozenLake-v1`. It decides how an observation is
+said, how an action is read, and what a turn that is no action means.
+
+    task.kind = "gymnasium:FrozenLake-v1"
+    prompt       You are on: 0           (what `options.first` makes of the observation)
+    model        right                   environment   1
+    model        ...
+
+The reward of an episode is the sum of what its steps gave; turns that are no action are told so,
+cost `options.mistake`, and end the episode when there are more than `options.mistakes_max`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.producers.adapters.episodes import SeededTask, Voice
+from dora_pipe.producers.adapters.packages import packages_of, required
+from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
+from dora_pipe.schemas.identity import derive_seed
+
+ACTIONS: Final[Mapping[str, Sequence[str]]] = {
+    "FrozenLake": ("left", "down", "right", "up"),
+    "FrozenLake8x8": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "CartPole": ("left", "right"),
+    "MountainCar": ("left", "none", "right"),
+    "Acrobot": ("left", "none", "right"),
+    "LunarLander": ("none", "left", "main", "right"),
+    "Blackjack": ("stick", "hit"),
+}
+"""Names of the actions of Gymnasium's own environments, in the order of their numbers; by the name
+of the environment without its version."""
+
+FIRST: Final = "{observation}\n"
+THEN: Final = "\n{observation}\n"
+
+_COLOURED: Final = re.compile(r"(?:\x1b\[[\d;]*m)+([^\x1b]*)(?:\x1b\[0m)+")
+
+
+class GymnasiumTask(SeededTask):
+    """The task `gymnasium:ID`.
+
+    Example: ``GymnasiumTask("FrozenLake-v1", arguments={"is_slippery": False})``.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        digits: int = 3,
+        render: bool = False,
+        observe: str = "",
+        act: str = "",
+        first: str = FIRST,
+        then: str = THEN,
+        mistake: float = 0.0,
+        mistakes_max: int = 2,
+        seed: int = 1,
+        count: int = 1024,
+        eval_count: int = 64,
+        chat: bool = False,
+        system_prompt: str = "",
+    ) -> None:
+        """Options of the task; docs/environments.md has them all.
+
+        `environment`: an id of Gymnasium's registry, with the module that registers it in front
+        where it needs one (`ale_py:ALE/Pong-v5`). `observe` and `act` are `module:function`:
+        (observation, info) to text, and text to action, with ValueError for a mistake. Raises
+        ConfigError where gymnasium is not installed, and for what it cannot make.
+        """
+        kind = f"gymnasium:{environment}"
+        super().__init__(
+            name=kind,
+            seed=seed,
+            count=count,
+            eval_count=eval_count,
+            voice=Voice(chat=chat, system_prompt=system_prompt),
+        )
+        self._gymnasium = required("gymnasium", package="gymnasium", extra="gymnasium", kind=kind)
+        self._spaces = required(
+            f"{__package__}.spaces", package="gymnasium", extra="gymnasium", kind=kind
+        )
+        self._kind, self._id = kind, environment
+        self._arguments = {**({"render_mode": "ansi"} if render else {}), **(arguments or {})}
+        self._actions = tuple(actions) or ACTIONS.get(_name(environment), ())
+        self.digits, self.render = digits, render
+        self._own = tuple(
+            _function(f"task.options.{key}", reference)
+            for key, reference in (("observe", observe), ("act", act))
+        )
+        for key, form in (("first", first), ("then", then)):
+            _check_form(f"task.options.{key}", form)
+        self.first, self.then = first, then
+        self.mistake, self.mistakes_max = mistake, mistakes_max
+        made = self.open()  # now, while modules of the user's are found
+        self._packages = packages_of("gymnasium", type(made.unwrapped).__module__)
+        made.close()
+
+    def open(self) -> Any:
+        """An environment of the package. Raises ConfigError where it cannot be made."""
+        try:
+            return self._gymnasium.make(self._id, **self._arguments)
+        except (self._gymnasium.error.Error, TypeError, ImportError) as error:
+            known = self._gymnasium.registry
+            hint = None if self._id in known else nearest(self._id, known)
+            raise ConfigError(f"task.kind: `{self._kind}`: {error}", hint=hint) from error
+
+    def check(self) -> None:
+        """Raises TaskError where an observation cannot be said or an action not be read."""
+        made = self.open()
+        observe, act = self._own
+        try:
+            said = observe or self.render
+            if problem := "" if said else self._spaces.unsaid(made.observation_space):
+                raise TaskError(
+                    f"{self._kind}: an observation cannot be said: {problem}",
+                    hint="task.options.observe names a function that says it",
+                )
+            if problem := "" if act else self._spaces.unread(made.action_space):
+                raise TaskError(
+                    f"{self._kind}: {problem}",
+                    hint="task.options.act names a function that reads it",
+                )
+            self._check_names(made.action_space)
+        finally:
+            made.close()
+
+    def environment(self, row: Row) -> Environment:
+        """See Task."""
+        return Game(self)
+
+    def packages(self) -> Mapping[str, str]:
+        """Of Gymnasium, and of whose code the environment is."""
+        return self._packages
+
+    def reward_sources(self) -> Sequence[Any]:
+        """See Task."""
+        own = [one for one in self._own if one is not None]
+        return (*super().reward_sources(), sys.modules[self._spaces.__name__].read, *own)
+
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """Conversations of episodes whose actions are drawn by chance: they show the form of an
+        action, and nothing of which one is good. Raises TaskError where prompts are text, and where
+        actions are read by a function of the user's."""
+        if not self.voice.chat or self._own[1]:
+            raise TaskError(
+                f"{self._kind} makes demonstrations only of messages, and of actions that it reads",
+                hint="task.chat = true, and no task.options.act",
+            )
+        drawn = (derive_seed(self._kind, "demonstrations", seed, at) for at in range(count))
+        return [self._conversation(one % 2**31) for one in drawn]
+
+    def said(self, made: Any, observation: Any, info: Any) -> str:
+        """An observation as text."""
+        observe = self._own[0]
+        if observe is not None:
+            return str(observe(observation, info))
+        if self.render:
+            return marked(made.render())
+        said: str = self._spaces.say(made.observation_space, observation, self.digits)
+        return said
+
+    def read(self, made: Any, text: str) -> Any:
+        """The action in a text. Raises ValueError, for the model, where there is none."""
+        act = self._own[1]
+        if act is not None:
+            return act(text)
+        return self._spaces.read(made.action_space, text, self._names(made.action_space))
+
+    def form(self, made: Any, form: str, observation: str) -> str:
+        """What the model is told: `first` or `then`, filled in."""
+        actions = ", ".join(self._names(made.action_space))
+        return form.replace("{observation}", observation).replace("{actions}", actions)
+
+    def _names(self, space: Any) -> Sequence[str]:
+        n = getattr(space, "n", None)
+        discrete = type(space).__name__ == "Discrete"
+        return self._actions if discrete and len(self._actions) == n else ()
+
+    def _check_names(self, space: Any) -> None:
+        names = self._actions
+        if len({name.lower() for name in names}) < len(names):
+            raise ConfigError("task.options.actions: a name stands there twice")
+        if names and not self._own[1] and self._names(space) != names:
+            raise ConfigError(f"task.options.actions: {len(names)} names for {space}")
+
+    def _conversation(self, seed: int) -> Row:
+        game, made = Game(self), self.open()
+        try:
+            made.action_space.seed(seed)
+            messages: list[Any] = [*game.reset({"seed": seed})]
+            done = False
+            while not done and len(messages) < DEMONSTRATED_MAX:
+                space = made.action_space
+                turn = self._spaces.say(space, space.sample(), self.digits, self._names(space))
+                seen = game.step(turn)
+                messages += [{"role": "assistant", "content": turn}, *seen.messages]
+                done = seen.done
+        finally:
+            game.close()
+            made.close()
+        return {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}
+
+
+DEMONSTRATED_MAX: Final = 16
+"""Messages of a demonstrated conversation."""
+
+
+class Game(Environment):
+    """One episode."""
+
+    def __init__(self, task: GymnasiumTask) -> None:
+        self._task = task
+        self._made: Any = None
+        self._total, self._steps, self._mistakes = 0.0, 0, 0
+        self._ended = False
+
+    def reset(self, row: Row) -> Prompt:
+        """See Environment."""
+        self._made = self._task.open()
+        self._chance = random.Random(row["seed"]).getstate()
+        with self._own_chance():
+            observation, info = self._made.reset(seed=row["seed"])
+        said = self._task.said(self._made, observation, info)
+        return self._task.voice.first(self._task.form(self._made, self._task.first, said))
+
+    def step(self, text: str) -> Observation:
+        """See Environment."""
+        task, made = self._task, self._made
+        try:
+            action = task.read(made, text)
+        except ValueError as error:
+            self._mistakes += 1
+            self._total += task.mistake
+            if self._mistakes > task.mistakes_max:
+                return Observation(done=True, ok=False)
+            return task.voice.then(task.form(made, task.then, f"error: {error}"), ok=False)
+        with self._own_chance():
+            observation, reward, ended, cut, info = made.step(action)
+        self._steps += 1
+        self._total += float(reward)
+        self._ended = bool(ended)
+        if ended or cut:
+            return Observation(done=True)
+        return task.voice.then(task.form(made, task.then, task.said(made, observation, info)))
+
+    def reward(self, text: str, turns: Sequence[str]) -> Reward:
+        """The sum of all steps' rewards, less mistakes; parts count."""
+        parts = {"steps": self._steps, "mistakes": self._mistakes, "ended": float(self._ended)}
+        return Reward(value=self._total, parts=parts)
+
+    def close(self) -> None:
+        """See Environment."""
+        if self._made is not None:
+            self._made.close()
+
+    @contextmanager
+    def _own_chance(self) -> Iterator[None]:
+        """Some environments draw from `random`, which all episodes of a process share."""
+        before = random.getstate()
+        random.setstate(self._chance)
+        try:
+            yield
+        finally:
+            self._chance = random.getstate()
+            random.setstate(before)
+
+
+def marked(drawn: Any) -> str:
+    """A drawing for terminals with brackets in place of colours, such as where the player is."""
+    return _COLOURED.sub(r"[\1]", str(drawn)).strip("\n")
+
+
+def _name(environment: str) -> str:
+    """``_name("FrozenLake-v1") == "FrozenLake"``"""
+    return re.sub(r"-v\d+$", "", environment.rpartition("/")[2].rpartition(":")[2])
+
+
+def _function(key: str, reference: str) -> Callable[..., Any] | None:
+    found = load_attribute(key, reference, TaskError) if reference else None
+    if found is not None and not callable(found):
+        raise TaskError(f"{key}: `{reference}` is not a function")
+    return found
+
+
+def _check_form(key: str, form: str) -> None:
+    if "{observation}" not in form:
+        raise ConfigError(f"{key}: it has no {{observation}}")

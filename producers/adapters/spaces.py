@@ -1,0 +1,121 @@
+"""How an observation of a Gymnasium space is said, and an action of one is read.
+
+space           said and read as
+Discrete        its number; an action by its name, where names are given
+Text            the text itself
+MultiDiscrete,  numbers with blanks between them, row by row; of floating point so many digits
+MultiBinary,    behind the point
+Box
+Tuple           its parts, with blanks between them; not read
+Dict            one line per part, `name: part`; not read
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+NUMBERS_MAX: Final = 256
+"""Of one observation: beyond it is an image, and no text."""
+
+_NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_READ: Final = (
+    *(spaces.Discrete, spaces.Text),
+    *(spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary),
+)
+
+
+class NotRead(ValueError):
+    """A text that is no action; the message is for the model."""
+
+
+def unsaid(space: gymnasium.Space[Any]) -> str:
+    """Why observations of a space cannot be said; empty: they can."""
+    match space:
+        case spaces.Discrete() | spaces.Text():
+            return ""
+        case spaces.Tuple():
+            return next(filter(None, map(unsaid, space.spaces)), "")
+        case spaces.Dict():
+            return next(filter(None, map(unsaid, space.spaces.values())), "")
+        case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            size = int(np.prod(space.shape))
+            return "" if size <= NUMBERS_MAX else f"{size} numbers are no text"
+        case _:
+            return f"{type(space).__name__} has no text"
+
+
+def unread(space: gymnasium.Space[Any]) -> str:
+    """Why actions of a space cannot be read; empty: they can."""
+    if isinstance(space, _READ):
+        return unsaid(space)
+    return f"actions of {type(space).__name__} cannot be read"
+
+
+def say(space: gymnasium.Space[Any], value: Any, digits: int, names: Sequence[str] = ()) -> str:
+    """A value of a space as text; `names` are those of a Discrete space's values, in order."""
+    match space:
+        case spaces.Discrete() if names:
+            return names[int(value) - int(space.start)]
+        case spaces.Discrete():
+            return str(int(value))
+        case spaces.Tuple():
+            parts = zip(space.spaces, value, strict=True)
+            return " ".join(say(part, one, digits) for part, one in parts)
+        case spaces.Dict():
+            named = space.spaces.items()
+            return "\n".join(f"{name}: {say(part, value[name], digits)}" for name, part in named)
+        case spaces.Text():
+            return str(value)
+        case _:
+            return " ".join(_number(one, digits) for one in np.asarray(value).ravel().tolist())
+
+
+def _number(value: float, digits: int) -> str:
+    if isinstance(value, float):
+        said = f"{value:.{digits}f}"
+        return said if float(said) else said.removeprefix("-")  # one zero, not two
+    return str(int(value))
+
+
+def read(space: gymnasium.Space[Any], text: str, names: Sequence[str] = ()) -> Any:
+    """The action in a text: of a Discrete space the last one that stands in it, of a Text space the
+    text without white space around it, else as many numbers as it takes. Raises NotRead."""
+    match space:
+        case spaces.Discrete():
+            return _chosen(space, text, names)
+        case spaces.Text():
+            action: Any = text.strip()
+        case _:
+            action = _numbers(space, text)
+    if not space.contains(action):
+        raise NotRead(f"{text.strip()!r} is not within {space}")
+    return action
+
+
+def _chosen(space: spaces.Discrete, text: str, names: Sequence[str]) -> int:
+    known = names or [str(int(space.start) + at) for at in range(int(space.n))]
+    longest_first = sorted(map(re.escape, known), key=len, reverse=True)
+    found = re.findall(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", text, re.IGNORECASE)
+    if not found:
+        raise NotRead(f"an action is one of {', '.join(known)}")
+    lowered = [name.lower() for name in known]
+    return int(space.start) + lowered.index(found[-1].lower())
+
+
+def _numbers(space: gymnasium.Space[Any], text: str) -> Any:
+    shape, size = space.shape or (), int(np.prod(space.shape or ()))
+    found = _NUMBER.findall(text)
+    if len(found) != size:
+        raise NotRead(f"an action has {size} numbers, not {len(found)}")
+    given = np.array([float(one) for one in found])
+    with np.errstate(all="ignore"):
+        action = given.astype(space.dtype).reshape(shape)
+    if np.issubdtype(action.dtype, np.integer) and not np.array_equal(action.ravel(), given):
+        raise NotRead(f"an action has whole numbers, not {text.strip()!r}")
+    return action

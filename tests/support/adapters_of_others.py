@@ -1,0 +1,34 @@
+"""What tests of environments of others share: a task opened as a run opens it, and an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dora_pipe.config import model
+from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Row, Task
+from dora_pipe.producers.tasks.registry import open_task
+
+
+def task_of(kind: str, *, chat: bool = False, **options: Any) -> Task:
+    """The task of a configuration, checked as every task process checks it."""
+    task = open_task(model.Task(kind=kind, options=options, chat=chat))
+    task.check()
+    return task
+
+
+def played(task: Task, row: Row, turns: Sequence[str]) -> tuple[Prompt, list[Observation], Any]:
+    """The prompt, what each turn was answered, and the reward."""
+    world = opened(task, row)
+    prompt = world.reset(row)
+    seen = [world.step(turn) for turn in turns]
+    reward = world.reward(turns[-1] if turns else "", turns)
+    world.close()
+    return prompt, seen, reward
+
+
+def opened(task: Task, row: Row) -> Environment:
+    """The environment of a row."""
+    world = task.environment(row)
+    assert world is not None
+    return world

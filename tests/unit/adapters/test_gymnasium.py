@@ -1,0 +1,211 @@
+"""Environments of Gymnasium as tasks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.adapters import packages
+from dora_pipe.producers.adapters.gymnasium import marked
+from dora_pipe.producers.adapters.packages import packages_of, required
+from dora_pipe.producers.tasks.port import Task
+from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from tests.support.adapters_of_others import opened, played, task_of
+
+WAY = ("down", "down", "right", "right", "down", "right")
+"""Over the ice of FrozenLake's 4x4, where nothing slips."""
+
+OWN = '''
+import random
+
+import gymnasium
+from gymnasium import spaces
+
+
+class Dice(gymnasium.Env):
+    """Draws from the chance of the whole process, as it should not."""
+
+    observation_space, action_space = spaces.Discrete(6), spaces.Text(8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return random.randrange(6), {"lucky": True}
+
+    def step(self, action):
+        return random.randrange(6), 0.5, action == "stop", False, {}
+
+
+gymnasium.register(id="Dice-v0", entry_point=Dice)
+
+
+def observe(observation, info):
+    return f"die {observation} {info}"
+
+
+def act(text):
+    if text == "no":
+        raise ValueError("say stop")
+    return text
+'''
+
+
+def lake(*, chat: bool = False, **options: Any) -> Task:
+    return task_of(
+        "gymnasium:FrozenLake-v1", chat=chat, arguments={"is_slippery": False}, **options
+    )
+
+
+def test_the_way_over_the_ice_is_worth_one() -> None:
+    task = lake()
+    prompt, seen, reward = played(task, task.rows("train")[0], WAY)
+    assert prompt == "0\n"
+    assert [one.text for one in seen] == ["\n4\n", "\n8\n", "\n9\n", "\n10\n", "\n14\n", ""]
+    assert [one.done for one in seen] == [False] * 5 + [True]
+    assert (reward.value, reward.parts) == (1.0, {"steps": 6, "mistakes": 0, "ended": 1.0})
+
+
+def test_a_hole_ends_the_episode_without_a_reward() -> None:
+    task = lake()
+    _, seen, reward = played(task, task.rows("train")[0], ("right", "down"))
+    assert [one.done for one in seen] == [False, True]
+    assert (reward.value, reward.parts["ended"]) == (0.0, 1.0)
+
+
+def test_a_turn_that_is_no_action_is_told_so_and_too_many_end_the_episode() -> None:
+    task = lake(mistake=-0.1, mistakes_max=1)
+    _, seen, reward = played(task, task.rows("train")[0], ("north", "south"))
+    assert seen[0].text == "\nerror: an action is one of left, down, right, up\n"
+    assert not seen[0].ok and not seen[0].done
+    assert seen[1].done
+    assert reward.value == pytest.approx(-0.2)
+
+
+def test_a_conversation_has_messages_of_a_user() -> None:
+    task = open_task(
+        model.Task(kind="gymnasium:CartPole-v1", system_prompt="Balance.", options={"digits": 2})
+    )
+    prompt, seen, _ = played(task, {"seed": 3}, ("left",))
+    assert prompt == [
+        {"role": "system", "content": "Balance."},
+        {"role": "user", "content": "-0.04 -0.03 0.03 0.01"},
+    ]
+    assert seen[0].messages == [{"role": "user", "content": "-0.04 -0.22 0.03 0.31"}]
+
+
+def test_drawn_boards_mark_where_the_player_is() -> None:
+    assert marked("\n\x1b[41mS\x1b[0mFFF\nFHFH\n") == "[S]FFF\nFHFH"
+    assert marked("|\x1b[34;1m\x1b[43mB\x1b[0m\x1b[0m: |") == "|[B]: |"
+    form = "Say one of: {actions}.\n{observation}"
+    task = lake(render=True, first=form)
+    prompt, seen, _ = played(task, task.rows("train")[0], ("right",))
+    assert prompt == "Say one of: left, down, right, up.\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert seen[0].text == "\n  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n"
+
+
+def test_the_same_seed_and_turns_give_the_same_episode_beside_others() -> None:
+    task = task_of("gymnasium:FrozenLake-v1")  # it slips
+    row = task.rows("train")[5]
+    alone = played(task, row, WAY)
+    other, again = opened(task, row), opened(task, row)
+    other.reset(task.rows("train")[6])
+    seen = [again.reset(row)]
+    for turn in WAY:
+        other.step("left")
+        seen.append(again.step(turn))  # type: ignore[arg-type]
+    assert seen == [alone[0], *alone[1]]
+
+
+def test_an_environment_of_ones_own_is_played_with_ones_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dice_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    observe, act = "dice_of_mine:observe", "dice_of_mine:act"
+    task = task_of("gymnasium:dice_of_mine:Dice-v0", observe=observe, act=act)
+    row, before = task.rows("eval")[0], random.getstate()
+    turns = ("on", "no", "stop")
+    prompt, seen, reward = played(task, row, turns)
+    assert str(prompt).startswith("die ") and "lucky" in str(prompt)
+    assert "error: say stop" in seen[1].text and seen[2].done
+    assert reward.value == 1.0
+    assert random.getstate() == before, "episodes draw from a chance of their own"
+    assert played(task, row, turns)[1] == seen
+    assert set(task.packages()) == {"dice-of-mine", "gymnasium"}
+    assert task.packages()["dice-of-mine"].startswith("- ")
+    assert reward_digest(task) != reward_digest(task_of("gymnasium:dice_of_mine:Dice-v0"))
+
+
+def test_demonstrations_are_conversations_of_actions_by_chance() -> None:
+    task = lake(chat=True)
+    found: Any = task.demonstrations(7, 20)
+    assert found == task.demonstrations(7, 20) != task.demonstrations(8, 20)
+    said = {
+        one["content"] for row in found for one in row["messages"] if one["role"] == "assistant"
+    }
+    assert said == {"left", "down", "right", "up"}
+    with pytest.raises(TaskError, match="only of messages"):
+        lake().demonstrations(7, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("gymnasium:FrozenLake-v9", {}, "`v9` for environment `FrozenLake` doesn't exist"),
+        ("gymnasium:FrozenLake-v1", {"arguments": {"slippery": 1}}, "slippery"),
+        ("gymnasium:FrozenLake-v1", {"actions": ["a", "b"]}, "2 names for Discrete"),
+        ("gymnasium:FrozenLake-v1", {"actions": ["a", "b", "A", "c"]}, "a name stands there twice"),
+        ("gymnasium:FrozenLake-v1", {"first": "go"}, "task.options.first: it has no {observation}"),
+        ("gymnasium:FrozenLake-v1", {"count": 0}, "are no rows"),
+        ("gymnasium:FrozenLake-v1", {"sead": 1}, "task.options.sead"),
+        ("gymnasium:", {}, "lacks the name"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_by_name(
+    kind: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        task_of(kind, **options)
+    assert said in caught.value.message
+
+
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError) as caught:
+        task_of("gymnasium:FrozenLake-v1")
+    assert caught.value.message.endswith("gymnasium is not installed")
+    assert caught.value.hint == 'pip install "dora-pipe[gymnasium]"'
+
+
+def test_a_module_that_a_package_itself_misses_is_not_taken_for_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_another.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        required("needs_another", package="needs-another", extra="x", kind="x:y")
+
+
+def test_a_package_is_known_by_its_version_and_by_every_byte_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = packages_of("gymnasium", "msgspec.json")
+    assert set(found) == {"gymnasium", "msgspec"}
+    assert all(len(one.split()) == 2 for one in found.values())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "game_of_mine").mkdir()
+    source = tmp_path / "game_of_mine" / "__init__.py"
+    digests = set()
+    for text in ("a = 1\n", "a = 2\n"):
+        source.write_text(text)
+        __import__("game_of_mine")
+        packages._source_digest.cache_clear()
+        digests.add(packages_of("game_of_mine")["game-of-mine"])
+    assert len(digests) == 2

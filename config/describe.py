@@ -32,6 +32,7 @@ _TYPES: Mapping[str, str] = {
     "Positive": "integer >= 1",
     "NonNegative": "integer >= 0",
     "Siblings": "integer, 1 to 1000",
+    "Threads": "integer, 1 to 4096",
     "PositiveFloat": "number > 0",
     "NonNegativeFloat": "number >= 0",
     "Share": "number, 0 to 1",

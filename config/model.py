@@ -27,6 +27,7 @@ from dora_pipe.config.section import (
     Section,
     Share,
     Siblings,
+    Threads,
     WeightDecayExclude,
 )
 from dora_pipe.schemas.topics import PATTERN
@@ -131,6 +132,11 @@ class Task(Section, frozen=True, kw_only=True):
     """See `drop_solved`."""
     processes: Positive = 1
     """Processes per worker that run rewards and environments."""
+    threads: Threads = 256
+    """Episodes of one such process whose environments work at the same time where their code is not
+    `async`, each in a thread; 1: one after the other, in its main thread."""
+    reward_threads: Threads = 1
+    """The same for rewards that are not `async`; 1: one after the other, in its main thread."""
     reward_timeout_s: PositiveFloat = 10.0
     """A reward that takes longer is killed; its trajectory is invalid."""
     environment_timeout_s: PositiveFloat = 10.0

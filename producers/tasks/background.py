@@ -2,29 +2,169 @@
 its own, and threads for functions that would block it. Decides nothing.
 
 A call is a coroutine. It starts in the main thread and stays there as long as users' functions
-give their results at once; where one gives an awaitable, the call goes on in the loop, from
-exactly there (`call_user_code`).
+give their results at once; where one gives an awaitable, or is to run in a thread, the call goes
+on in the loop, from exactly there (`call_user_code`).
 
-Nothing can end a thread from outside. One whose result nobody waits for any more is *hung*; so
-many of them (`HUNG_MAX`) are borne before the process asks to be replaced.
+Of `Threads` there are so many at a time; what finds none waits for one. A thread whose result
+nobody waits for any more is given up: an exception is raised in it, which ends code that is written
+in Python. Code that is not, or that catches everything, stays: that thread is *hung*. It takes
+no room of others; so many of them (`HUNG_MAX`) are borne before the process asks to be replaced,
+and `HUNG_MOST` before it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Final
 
 HUNG_MAX: Final = 8
-"""Threads that a process holds for nobody."""
+"""Threads that a process holds for nobody before it gets no new episodes."""
 
-_HUNG: ContextVar[set[threading.Thread]] = ContextVar("hung")
+HUNG_MOST: Final = 256
+"""Such threads with which it ends, whatever episodes it has."""
+
+THREADS_ELSEWHERE: Final = 256
+"""Of code that runs outside of calls."""
+
+
+class GivenUp(BaseException):
+    """Raised in a thread whose result nobody waits for."""
+
+
+class Threads:
+    """Threads for what would block the loop. Used in the loop alone, but for `hung`.
+
+    Example: ``found = await Threads(64).call(world.step, "north")``.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: of those that somebody waits for."""
+        self._room = asyncio.Semaphore(most)
+        self._home: asyncio.AbstractEventLoop | None = None
+        self._idle: list[_Thread] = []
+        self._given_up: set[threading.Thread] = set()
+
+    @property
+    def hung(self) -> int:
+        """Threads that still run although nobody waits for them."""
+        return sum(thread.is_alive() for thread in list(self._given_up))
+
+    async def call(
+        self, function: Callable[..., Any], *arguments: Any, waits: Callable[[bool], None]
+    ) -> Any:
+        """What a function gives that is called in a thread; cancelled, the thread is given up.
+
+        `waits` is told True where no thread is free, and False when there is one.
+        """
+        loop = asyncio.get_running_loop()
+        self._home = self._home or loop
+        if loop is not self._home:  # One that users' code runs, in a thread that counts already.
+            return await self._call(function, arguments)
+        if not self._room.locked():
+            async with self._room:
+                return await self._call(function, arguments)
+        waits(True)
+        async with self._room:
+            waits(False)
+            return await self._call(function, arguments)
+
+    async def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        thread = self._idle.pop() if self._idle else _Thread()
+        work = _Work(copy_context().run, (function, *arguments), loop, done)
+        thread.queue.put(work)
+        try:
+            return await done
+        finally:
+            if done.cancelled():
+                self._give_up(thread)
+            else:
+                self._idle.append(thread)
+
+    def _give_up(self, thread: _Thread) -> None:
+        self._given_up = {one for one in self._given_up if one.is_alive()}
+        thread.give_up()
+        self._given_up.add(thread.thread)
+
+
+@dataclass(slots=True)
+class _Work:
+    """A function to be called, and whom to tell what came of it."""
+
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Any]
+
+    def do(self) -> None:
+        set_it: Callable[[Any], None] = self.done.set_exception
+        outcome: Any
+        try:
+            outcome, set_it = self.run(*self.arguments), self.done.set_result
+        except StopIteration as error:  # no future takes one
+            outcome = RuntimeError(f"it raised StopIteration: {error}")
+        except BaseException as error:  # who awaits it gets it, as if he had called
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # the loop is gone: the process ends
+            self.loop.call_soon_threadsafe(self._tell, set_it, outcome)
+
+    def _tell(self, set_it: Callable[[Any], None], outcome: Any) -> None:
+        if not self.done.done():
+            set_it(outcome)
+
+
+class _Thread:
+    """A thread that calls one function after the other, until it is given up."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._busy = False
+        self.thread = threading.Thread(target=self._forever, daemon=True)
+        self.thread.start()
+
+    def give_up(self) -> None:
+        """End it: at once where it runs Python's code, else when that gives its result."""
+        self.queue.put(None)
+        with self._lock:
+            if self._busy and self.thread.ident is not None:
+                ident = ctypes.c_ulong(self.thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
+
+    def _forever(self) -> None:
+        with contextlib.suppress(GivenUp):
+            while (work := self.queue.get()) is not None:
+                with self._lock:
+                    self._busy = True
+                work.do()
+                with self._lock:
+                    self._busy = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where functions of a call run that are not `async`."""
+
+    threads: Threads
+    beside: bool = False
+    """In threads from the first one on; else in the main thread, as long as the call is there."""
+    waits: Callable[[bool], None] = field(default=lambda _: None)
+    """Told whether the call waits for a thread."""
+
+
+_ELSEWHERE: Final = Place(threads=Threads(THREADS_ELSEWHERE))
+
+PLACE: Final[ContextVar[Place]] = ContextVar("place")
 
 
 class Background:
@@ -39,13 +179,6 @@ class Background:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
-        self._hung: set[threading.Thread] = set()
-        _HUNG.set(self._hung)
-
-    @property
-    def hung(self) -> int:
-        """Threads that still run although nobody waits for them."""
-        return sum(thread.is_alive() for thread in list(self._hung))
 
     def run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         """Go on with a coroutine in the loop; `cancel` of what this gives cancels it."""
@@ -99,12 +232,16 @@ def begin(work: Coroutine[Any, Any, None]) -> ContinueInLoop | None:
 async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a user's function gives, or what that awaits to.
 
-    In the main thread the function is called there, and an awaitable is awaited in the loop, behind
-    a `ContinueInLoop`. In the loop a function that may block is called in a thread.
+    Where `PLACE` says nothing else the function is called in the main thread, and an awaitable is
+    awaited in the loop, behind a `ContinueInLoop`. In the loop a function that may block is called
+    in a thread.
     """
-    inside = in_loop()
-    if inside and not inspect.iscoroutinefunction(function):
-        found = await in_thread(function, *arguments)
+    inside, place = in_loop(), PLACE.get(_ELSEWHERE)
+    if (inside or place.beside) and not inspect.iscoroutinefunction(function):
+        if not inside:
+            await ContinueInLoop()
+            inside = True
+        found = await place.threads.call(function, *arguments, waits=place.waits)
     else:
         found = function(*arguments)
     if inspect.isawaitable(found):
@@ -112,36 +249,3 @@ async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
             await ContinueInLoop()
         found = await found
     return found
-
-
-async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a thread of its own; cancelled, the thread is left alone and counted."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(set_it: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():
-            set_it(outcome)
-
-    def call() -> None:
-        set_it: Callable[[Any], None] = done.set_exception
-        outcome: Any
-        try:
-            outcome, set_it = function(*arguments), done.set_result
-        except StopIteration as error:  # no future takes one
-            outcome = RuntimeError(f"it raised StopIteration: {error}")
-        except BaseException as error:  # who awaits it gets it, as if he had called
-            outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop is gone: the process ends
-            loop.call_soon_threadsafe(tell, set_it, outcome)
-
-    thread = threading.Thread(target=copy_context().run, args=(call,), daemon=True)
-    thread.start()
-    try:
-        return await done
-    except asyncio.CancelledError:
-        hung = _HUNG.get(set())
-        hung.difference_update([one for one in hung if not one.is_alive()])
-        if thread.is_alive():
-            hung.add(thread)
-        raise

@@ -11,7 +11,8 @@ one event, `Forget` none:
 
 An episode that lies idle when its process dies gets an `EpisodeLost` too. `TaskFailed` is the
 fault of that call (it raised, hung or killed its process): the trajectory is invalid, and
-repeating would not help. `EpisodeLost` is the fault of another: the request may start again.
+repeating would not help. `EpisodeLost` is the fault of another, or of something outside (`Retry`):
+the request may start again.
 
 Between the pool and its processes go frames: a length (4 bytes, big-endian) and JSON. Down the
 pipe: `Setup`, then `Call`s. Up: `Hello` or `Refused`, then exactly one `CallAnswer` per call: in
@@ -177,6 +178,8 @@ class Call(PipeFrame, frozen=True):
     number: int
     episode: int | None
     call: TaskCall
+    limit_s: float = 0.0
+    """What a try at it may take; 0: as long as it likes."""
 
 
 class EndEpisode(PipeFrame, frozen=True):
@@ -237,7 +240,7 @@ class CallAnswer(PipeFrame, frozen=True):
     """What became of the call with this number."""
 
     number: int
-    event: Answered
+    event: Answered | EpisodeLost
 
 
 class Deferred(PipeFrame, frozen=True):
@@ -246,12 +249,16 @@ class Deferred(PipeFrame, frozen=True):
     number: int
     pause_s: float = 0.0
     """It does so after a pause; its time limit begins then."""
+    waiting: bool = False
+    """It waits for a thread, and is said again, as no further try, when it has one."""
 
 
 class Exhausted(PipeFrame, frozen=True):
     """The process holds threads that nobody can end: another is to take its place."""
 
     why: str
+    at_once: bool = False
+    """Not when its episodes have ended."""
 
 
 Down = Setup | Call | EndEpisode | Abandon

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +20,7 @@ from dora_pipe.core.console import own_name
 from dora_pipe.producers.tasks.calls import (
     UP,
     Abandon,
+    Deferred,
     EndEpisode,
     Setup,
     Up,
@@ -31,15 +31,22 @@ from dora_pipe.producers.tasks.calls import (
 WINDOW: Final = 32
 """Calls sent to a process ahead of its answers: enough to keep it busy between two polls."""
 
-DEFERRED_MAX: Final = 256
+DEFERRED_MAX: Final = 8192
 """Calls that a process has at a time, those included that go on beside the others. Calls beyond
 that wait in the pool's queue."""
+
+WAITING_S: Final = 600.0
+"""How long a call may wait for a thread of its process."""
 
 DEFERRED_DEATHS_MAX: Final = 3
 """Processes that may die while a call is deferred there, before it is taken for the reason."""
 
 ABANDON_S: Final = 5.0
-"""How long an abandoned call may take to be cancelled, before its process counts as stuck."""
+"""How long an abandoned call may take to be cancelled, and a process to go on beside a call that
+holds its main thread, before that process counts as stuck."""
+
+HUNG_CALLS_MAX: Final = 4
+"""Calls beyond their limits in threads of a process that have taken the main thread's place."""
 
 READ_BYTES: Final = 1 << 16
 """What a pipe holds: a shorter read has emptied it."""
@@ -48,8 +55,9 @@ READS_MAX: Final = 64
 """Reads of one process per poll, so that a chatty one cannot hold the loop."""
 
 _NS: Final = 1_000_000_000
+_NEVER_NS: Final = 1 << 63
 
-_COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.tasks.server")
+_COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.tasks.process")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 """One thread, and the same order of sets in every process: rewards do not depend on it."""
 
@@ -71,6 +79,8 @@ class OpenCall:
     """Of a deferred call: when its time is up."""
     deaths: int = 0
     """Processes that died while it was deferred there: it may be what kills them."""
+    avoid: Child | None = None
+    """Where its request's episode failed before."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,6 +101,10 @@ class Child:
     """Calls of its episodes that wait for room in `sent`."""
     deferred: dict[int, OpenCall] = field(default_factory=dict)
     """By number; one that was forgotten stays until the process says that it is cancelled."""
+    hung: set[int] = field(default_factory=set)
+    """Numbers of calls that hold its main thread for nobody, and may still be answered."""
+    silent_until_ns: int = 0
+    """It is to say until then that it goes on without its main thread; 0: it need say nothing."""
     exhausted: str = ""
     """Why it gets no calls but those of the episodes that it has, and then ends."""
     episodes: dict[int, str] = field(default_factory=dict)
@@ -98,6 +112,8 @@ class Child:
     _up: bytearray = field(default_factory=bytearray)
     _down: bytearray = field(default_factory=bytearray)
     _writing: bool = False
+    _late_from_ns: int = _NEVER_NS
+    """No deferred call is late before."""
 
     @classmethod
     def start(cls, task: model.Task, selector: selectors.BaseSelector, now_ns: int) -> Child:
@@ -149,24 +165,47 @@ class Child:
         if self.episodes.pop(episode, None) is not None:
             self._down += pack(EndEpisode(episode))
 
-    def defer(self, call: OpenCall, pause_s: float, now_ns: int) -> None:
-        """A call goes on beside the others, after a pause: its time begins then."""
-        call.tries += 1
-        call.until_ns = now_ns + int(pause_s * _NS) + call.limit_ns
+    def defer(self, call: OpenCall, frame: Deferred, now_ns: int) -> None:
+        """A call goes on beside the others: after a pause, or when a thread is free. Its time
+        begins then."""
+        call.tries += -1 if frame.waiting else 1
+        wait_s = WAITING_S if frame.waiting else frame.pause_s
         self.deferred[call.number] = call
+        self._limit(call, now_ns + int(wait_s * _NS) + call.limit_ns)
         if call.forgotten:
             self.abandon(call, now_ns)
 
     def abandon(self, call: OpenCall, now_ns: int) -> None:
         """Cancel a deferred call; it is answered when that is done."""
         call.forgotten = True
-        call.until_ns = now_ns + int(ABANDON_S * _NS)
+        self._limit(call, now_ns + int(ABANDON_S * _NS))
         self._down += pack(Abandon(call.number))
 
-    def late(self, now_ns: int) -> Iterator[OpenCall]:
+    def pass_over(self, now_ns: int) -> OpenCall:
+        """Leave the call that it works on to itself; it is to go on with the others."""
+        call = self.sent.popleft()
+        self.hung.add(call.number)
+        self.silent_until_ns = now_ns + int(ABANDON_S * _NS)
+        return call
+
+    def goes_on(self, now_ns: int) -> None:
+        """It has said something since a call was passed over."""
+        if self.silent_until_ns:
+            self.silent_until_ns, self.head_since_ns = 0, now_ns
+
+    def late(self, now_ns: int) -> list[OpenCall]:
         """Deferred calls whose time is up."""
-        if self.deferred:
-            yield from [call for call in self.deferred.values() if now_ns > call.until_ns]
+        if now_ns <= self._late_from_ns:
+            return []
+        late = [call for call in self.deferred.values() if now_ns > call.until_ns]
+        self._late_from_ns = min(
+            (call.until_ns for call in self.deferred.values()), default=_NEVER_NS
+        )
+        return late
+
+    def _limit(self, call: OpenCall, until_ns: int) -> None:
+        call.until_ns = until_ns
+        self._late_from_ns = min(self._late_from_ns, until_ns)
 
     def flush(self) -> None:
         """Write what the pipe takes. A process that is gone is found out by `read`."""

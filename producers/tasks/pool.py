@@ -26,12 +26,14 @@ from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
 from dora_pipe.producers.tasks.calls import (
     Answered,
     Call,
+    CallAnswer,
     Deferred,
     EnvStep,
     EpisodeLost,
     Exhausted,
     Forget,
     GroupCall,
+    GroupRewarded,
     Hello,
     PromptCall,
     PromptReady,
@@ -47,7 +49,7 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, Child, OpenCall
+from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -96,7 +98,10 @@ class TaskPool:
         self._open: dict[str, OpenCall] = {}
         self._episodes: dict[str, tuple[Child, int, bool]] = {}
         """Where a request's episode is, its number, and whether it has tools."""
-        self._lost: dict[str, str] = {}
+        self._lost: dict[str, tuple[str, Child]] = {}
+        """Why a request's episode was lost, and where."""
+        self._suspected: dict[str, int] = {}
+        """How many processes died while a request's call was deferred there."""
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
@@ -136,6 +141,7 @@ class TaskPool:
         """Begin an effect (see `submit`, `forget`)."""
         if isinstance(effect, Forget):
             self.forget(effect.request)
+            self._suspected.pop(effect.request, None)
         else:
             self.submit(effect)
 
@@ -145,16 +151,17 @@ class TaskPool:
         A `PromptCall` drops what its request had before. Raises ValueError where the request has
         a call already, ResourceError beyond `QUEUE_MAX` calls.
         """
+        lost = self._lost.get(call.request)
         if isinstance(call, PromptCall):
             self.forget(call.request)
         if call.request in self._open:
             raise ValueError(f"{call.request} has a call already")
         if len(self._open) >= QUEUE_MAX:
             raise ResourceError(f"the task pool has {QUEUE_MAX} calls already")
-        if call.request in self._lost and not isinstance(call, PromptCall):
-            self._events.append(EpisodeLost(request=call.request, message=self._lost[call.request]))
+        if lost is not None and not isinstance(call, PromptCall):
+            self._events.append(EpisodeLost(request=call.request, message=lost[0]))
             return
-        self._enqueue(call)
+        self._enqueue(call, avoid=None if lost is None else lost[1])
 
     def forget(self, request: str) -> None:
         """Drop a request's call and episode without an event; also events not yet polled."""
@@ -211,23 +218,24 @@ class TaskPool:
 
     # Calls on their way down.
 
-    def _enqueue(self, call: TaskCall) -> None:
+    def _enqueue(self, call: TaskCall, *, avoid: Child | None) -> None:
         self._number += 1
         held = self._episodes.get(call.request)
         try:
             if held is None and isinstance(call, EnvStep):
                 raise ValueError("the request has no episode")
-            frame = pack(Call(self._number, held[1] if held else None, call))
+            seconds = self._limit_s(call, tools=held is not None and held[2])
+            frame = pack(Call(self._number, held[1] if held else None, call, seconds))
         except ValueError as error:  # too long, or no Unicode
             self._fail(call.request, type(error).__name__, str(error))
             return
-        seconds = self._task.environment_timeout_s
-        if isinstance(call, RewardCall | GroupCall):
-            seconds = self._task.reward_timeout_s
-        elif held and held[2]:
-            seconds += self._task.tool_timeout_s or seconds
         opened = OpenCall(
-            request=call.request, number=self._number, frame=frame, limit_ns=int(seconds * _NS)
+            request=call.request,
+            number=self._number,
+            frame=frame,
+            limit_ns=int(seconds * _NS),
+            deaths=self._suspected.get(call.request, 0),
+            avoid=avoid,
         )
         self._open[call.request] = opened
         if held is None:
@@ -235,6 +243,12 @@ class TaskPool:
         else:
             opened.episode = held[1]
             held[0].pinned.append(opened)
+
+    def _limit_s(self, call: TaskCall, *, tools: bool) -> float:
+        if isinstance(call, RewardCall | GroupCall):
+            return self._task.reward_timeout_s
+        seconds = self._task.environment_timeout_s
+        return seconds + (self._task.tool_timeout_s or seconds) if tools else seconds
 
     def _hand_out(self, now_ns: int) -> None:
         for child in self._children:
@@ -246,7 +260,9 @@ class TaskPool:
             takers = self._takers()
             if not takers:
                 break
-            min(takers, key=lambda child: child.load).send(self._queue.popleft(), now_ns)
+            call = self._queue.popleft()
+            rest = [child for child in takers if child is not call.avoid] or takers
+            min(rest, key=lambda child: child.load).send(call, now_ns)
         for child in self._children:
             child.flush()
 
@@ -292,11 +308,16 @@ class TaskPool:
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
             case Exhausted():
-                self._retire(child, frame.why, now_ns)
+                child.goes_on(now_ns)
+                self._retire(child, frame, now_ns)
+                return
+            case CallAnswer() if frame.number in child.hung:
+                child.goes_on(now_ns)
+                child.hung.discard(frame.number)
                 return
         call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
         if isinstance(frame, Deferred):
-            child.defer(call, frame.pause_s, now_ns)
+            child.defer(call, frame, now_ns)
             if call.tries > self._task.retries_max + 1:
                 raise ValueError(f"call {call.number} was begun {call.tries} times")
             return
@@ -312,7 +333,7 @@ class TaskPool:
         child.head_since_ns = now_ns
         return child.sent.popleft()
 
-    def _settle(self, child: Child, call: OpenCall, event: Answered) -> None:
+    def _settle(self, child: Child, call: OpenCall, event: Answered | EpisodeLost) -> None:
         """Keep account of episodes, and pass an event on whose request was not forgotten."""
         if isinstance(event, PromptReady) and event.episode:
             child.episodes[call.number] = call.request
@@ -323,8 +344,12 @@ class TaskPool:
         if call.forgotten:
             return
         del self._open[call.request]
-        if isinstance(event, Rewarded | TaskFailed):
+        if isinstance(event, Rewarded | TaskFailed | EpisodeLost):
             self._end_episode(call.request)
+        if isinstance(event, EpisodeLost):
+            self._lost[call.request] = event.message, child
+        elif isinstance(event, Rewarded | GroupRewarded | TaskFailed):
+            self._suspected.pop(call.request, None)
         self._events.append(event)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:
@@ -336,11 +361,13 @@ class TaskPool:
         self._facts = facts
         child.ready = True
 
-    def _retire(self, child: Child, why: str, now_ns: int) -> None:
+    def _retire(self, child: Child, said: Exhausted, now_ns: int) -> None:
         """Let it keep its episodes to their end, beside a fresh one; not more than `processes`."""
-        child.exhausted = why
+        child.exhausted = said.why
         exhausted = [one for one in self._children if one.exhausted]
-        if len(exhausted) > self._task.processes:
+        if said.at_once:
+            self._end_process(child, now_ns, "", said.why)
+        elif len(exhausted) > self._task.processes:
             self._end_process(exhausted[0], now_ns, "", exhausted[0].exhausted)
 
     # Time limits and deaths.
@@ -352,12 +379,27 @@ class TaskPool:
                     f"the task was not open after {START_LIMIT_S:.0f} s",
                     hint="importing its modules or reading its data takes too long",
                 )
+        elif child.silent_until_ns:
+            if now_ns > child.silent_until_ns:
+                self._end_process(
+                    child, now_ns, "", "its main thread hangs, and all others with it"
+                )
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
-            self._end_process(child, now_ns, "TimedOut", _late(child.sent[0]))
+            self._head_is_late(child, now_ns)
         elif child.over:
             self._end_process(child, now_ns, "", child.exhausted)
         else:
             self._limit_deferred(child, now_ns)
+
+    def _head_is_late(self, child: Child, now_ns: int) -> None:
+        """End the process, unless others would lose by it: then these go on, in another thread."""
+        call = child.sent[0]
+        others = child.deferred or any(number != call.episode for number in child.episodes)
+        if not others or len(child.hung) >= HUNG_CALLS_MAX:
+            self._end_process(child, now_ns, "TimedOut", _late(call))
+            return
+        child.pass_over(now_ns)
+        self._blame(call, "TimedOut", _late(call))
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:
         """Each has a limit of its own. A process that does not cancel them cannot be used."""
@@ -391,6 +433,7 @@ class TaskPool:
         if call.forgotten:
             return  # its request may have another call, even another episode, by now
         del self._open[call.request]
+        self._suspected.pop(call.request, None)
         self._end_episode(call.request)
         self._fail(call.request, error, message)
 
@@ -398,6 +441,8 @@ class TaskPool:
         """Calls that any process can do go to the front of the queue, in order; episodes end."""
         for call in child.deferred.values():
             call.tries, call.deaths = 0, call.deaths + 1
+            if not call.forgotten:
+                self._suspected[call.request] = call.deaths
             if call.deaths >= DEFERRED_DEATHS_MAX:
                 self._blame(call, "ProcessDied", message)
                 call.forgotten = True
@@ -408,7 +453,7 @@ class TaskPool:
         for request in child.episodes.values():
             del self._episodes[request]
             self._open.pop(request, None)
-            self._lost[request] = why
+            self._lost[request] = why, child
             self._events.append(EpisodeLost(request=request, message=why))
 
     def _count_death(self, now_ns: int, message: str) -> None:

@@ -53,6 +53,8 @@ class Counting(Environment):
         self.turns += 1
         if text == "die": os._exit(9)
         if text == "hang": forever()
+        if text == "sleep": time.sleep(0.5)
+        if text == "sleep for ever": time.sleep(1000)
         if text == "raise": raise RuntimeError("no such\\nmove")
         if text == "nonsense": return "not an observation"
         return Observation(text=f"{text} {self.turns}", done=text == "stop", tool="echo")

@@ -36,7 +36,8 @@ HEAVY_HOMES = re.compile(
 )
 """Files that may import torch and its like when they are imported themselves."""
 _CATCH_ALL_HOMES = re.compile(
-    r"((cli|launch)/|core/(runtime|effect_runner)\.py$|producers/tasks/(server|background)\.py$)"
+    r"((cli|launch)/|core/(runtime|effect_runner)\.py$"
+    r"|producers/tasks/(server|process|background)\.py$)"
 )
 """The task server and its threads run users' code, which may raise anything; the others end in a
 message."""

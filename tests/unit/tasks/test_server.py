@@ -81,7 +81,7 @@ class Served(server.TaskServer):
 
     def __init__(self, task: Task, **config: Any) -> None:
         self.written = bytearray()
-        super().__init__(task, model.Task(kind="tests:", **config), self._keep)
+        super().__init__(task, model.Task(kind="tests:", threads=1, **config), self._keep)
 
     def _keep(self, data: bytes) -> None:
         self.written += data

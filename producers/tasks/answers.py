@@ -1,0 +1,96 @@
+"""What counts as an answer of users' code: a reward is a number within `REWARD_MAX`, a prompt and
+an observation are text or messages. Whatever else it gives raises NoAnswer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dora_pipe.core.errors import printable
+from dora_pipe.producers.tasks.calls import EnvObserved, GroupRewarded, PromptReady, Rewarded
+from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
+from dora_pipe.producers.tasks.port import ANSWER_CHARACTERS_MAX, Observation, Reward, Tool
+from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
+
+
+def prompted(request: str, said: object, tools: Sequence[Tool]) -> PromptReady:
+    """A prompt as an answer. Raises NoAnswer where it is neither text nor messages."""
+    if isinstance(said, str):
+        if tools:
+            raise NoAnswer("the prompt of a row with tools is text, not messages")
+        return PromptReady(request=request, text=said, episode=False)
+    if not isinstance(said, Sequence):
+        raise NoAnswer(f"the prompt is {type(said).__name__}, neither text nor messages")
+    return PromptReady(
+        request=request,
+        text="",
+        episode=False,
+        messages=normal(said, "prompt"),
+        tools=tuple(map(tool_schema, tools)),
+    )
+
+
+def observed(request: str, seen: object) -> EnvObserved:
+    """An observation as an answer. Raises NoAnswer where it is none."""
+    if not isinstance(seen, Observation):
+        raise NoAnswer(f"the environment gave {type(seen).__name__}, not an Observation")
+    if not isinstance(seen.text, str):
+        raise NoAnswer(f"the observation's text is {type(seen.text).__name__}")
+    return EnvObserved(
+        request=request,
+        text=seen.text,
+        done=bool(seen.done),
+        tool=str(seen.tool),
+        ok=bool(seen.ok),
+        messages=normal(seen.messages, "messages") if seen.messages else (),
+    )
+
+
+def scored(request: str, found: float | Reward) -> Rewarded:
+    """A reward as an answer. Raises NoAnswer unless all its numbers are finite numbers.
+
+    The reward itself is trained with, and may be `REWARD_MAX` at most, positive or negative.
+    """
+    reward = found if isinstance(found, Reward) else Reward(value=found)
+    value = finite("the reward", reward.value)
+    if abs(value) > REWARD_MAX:
+        raise NoAnswer(f"the reward is {value:g}, beyond {REWARD_MAX:g}")
+    parts = {str(name): finite(f"part `{name}`", part) for name, part in reward.parts.items()}
+    raw = None if reward.raw is None else finite("the raw reward", reward.raw)
+    answer = answer_text(reward.answer)
+    return Rewarded(request=request, reward=value, raw=raw, parts=parts, answer=answer)
+
+
+def answer_text(answer: str) -> str:
+    """As it is logged. Raises NoAnswer where it is no text."""
+    if not isinstance(answer, str):
+        raise NoAnswer(f"the reward's answer is {type(answer).__name__}, not a text")
+    line = printable(" ".join(answer.split()))
+    if len(line) <= ANSWER_CHARACTERS_MAX:
+        return line
+    end = sha256_hex(line.encode())[:16]
+    return f"{line[: ANSWER_CHARACTERS_MAX - len(end)]}{end}"
+
+
+def scored_together(request: str, found: object, count: int) -> GroupRewarded:
+    """A group's rewards as an answer. Raises NoAnswer unless there is a good one for each."""
+    if isinstance(found, str | bytes) or not hasattr(found, "__iter__"):
+        raise NoAnswer(f"score_group gave {type(found).__name__}, not a number per completion")
+    rewards = [scored(request, one) for one in found]
+    if len(rewards) != count:
+        raise NoAnswer(f"score_group gave {len(rewards)} numbers for {count} completions")
+    return GroupRewarded(
+        request=request,
+        rewards=tuple(one.reward for one in rewards),
+        parts=tuple(one.parts for one in rewards),
+    )
+
+
+def finite(what: str, value: object) -> float:
+    """`value` as a finite float; numbers of numpy and others will do. Raises NoAnswer."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise NoAnswer(f"{what} is {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NoAnswer(f"{what} is {number}")
+    return number

@@ -1,0 +1,251 @@
+"""No episode waits for another's step: steps that are not `async` run in threads, and what hangs
+there, or in the main thread, costs nobody else his episode."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dora_pipe.config import model
+from dora_pipe.producers.tasks import child as child_module
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    EpisodeLost,
+    Forget,
+    PromptReady,
+    Rewarded,
+    TaskEvent,
+    TaskFailed,
+)
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Turn
+from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score, wait_until_gone
+
+MODULE = r"""
+import asyncio, os, re, threading, time
+from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Task
+
+at_once, most = 0, 0
+
+def slow(seconds):
+    global at_once, most
+    at_once += 1
+    most = max(most, at_once)
+    time.sleep(seconds)
+    at_once -= 1
+
+class Plain(Environment):
+    def reset(self, row):
+        self.turns = 0
+        return "go"
+    def step(self, text):
+        self.turns += 1
+        what, _, rest = text.partition(" ")
+        if what == "sleep": slow(float(rest))
+        if what == "loop":
+            while True: pass
+        if what == "retry": raise Retry("no room")
+        return Observation(text=f"{self.turns} {os.getpid()}", done=False)
+
+class Waits(Environment):
+    async def reset(self, row):
+        return "go"
+    async def step(self, text):
+        await asyncio.sleep(float(text))
+        return Observation(text=f"{os.getpid()}", done=False)
+
+class Mixed(Task):
+    def rows(self, split):
+        return [{"kind": "plain"}, {"kind": "waits"}]
+    def prompt(self, row):
+        return "go"
+    def environment(self, row):
+        return Waits() if row["kind"] == "waits" else Plain()
+    def reward(self, row, text, turns):
+        what, _, rest = text.partition(" ")
+        if what == "most": return most
+        if what == "threads": return threading.active_count()
+        if what == "main": return threading.current_thread() is threading.main_thread()
+        if what == "sleep": slow(float(rest))
+        if what == "hang": time.sleep(1000)
+        if what == "hold": re.match(r"(a+)+$", "a" * 64 + "b")  # lets no other thread run
+        return 1.0
+"""
+
+PLAIN, WAITS = 0, 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mixed_task.py").write_text(MODULE)
+    return tmp_path
+
+
+def task(folder: Path, *, limit_s: float = PATIENCE_S, **keys: Any) -> model.Task:
+    limits: dict[str, Any] = {"reward_timeout_s": limit_s, "environment_timeout_s": limit_s}
+    return model.Task(kind="mixed_task:Mixed", directory=str(folder), **limits, **keys)
+
+
+def step(request: str, text: str) -> EnvStep:
+    return EnvStep(request=request, turn=Turn(text=text))
+
+
+def begin(pool: TaskPool, *requests: str, index: int = PLAIN) -> None:
+    for request in requests:
+        pool.submit(prompt(request, index))
+    assert all(isinstance(one, PromptReady) for one in gather(pool, len(requests)))
+
+
+def steps(pool: TaskPool, requests: list[str], text: str) -> tuple[list[TaskEvent], float]:
+    started = time.monotonic()
+    for request in requests:
+        pool.submit(step(request, text))
+    return gather(pool, len(requests)), time.monotonic() - started
+
+
+def test_steps_of_a_hundred_episodes_are_made_at_the_same_time(folder: Path) -> None:
+    names = [f"r{number}" for number in range(100)]
+    with TaskPool(task(folder)) as pool:
+        begin(pool, *names)
+        seen, seconds = steps(pool, names, "sleep 1")
+        assert all(isinstance(one, EnvObserved) for one in seen)
+        assert seconds < 50  # one after the other it would be 100
+        assert ask(pool, score("ask", "most")) == Rewarded(
+            request="ask", reward=100.0, raw=None, parts={}
+        )
+
+
+def test_two_thousand_episodes_wait_in_one_process_without_threads(folder: Path) -> None:
+    names = [f"r{number}" for number in range(2000)]
+    with TaskPool(task(folder)) as pool:
+        begin(pool, *names, index=WAITS)
+        seen, seconds = steps(pool, names, "1")
+        assert all(isinstance(one, EnvObserved) for one in seen)
+        assert seconds < 60
+        threads = ask(pool, score("ask", "threads"))
+        assert isinstance(threads, Rewarded)
+        assert threads.reward < 300
+
+
+def test_no_more_threads_than_configured_and_waiting_for_one_takes_no_time_of_the_step(
+    folder: Path,
+) -> None:
+    names = [f"r{number}" for number in range(8)]
+    with TaskPool(task(folder, limit_s=2.0, threads=2)) as pool:
+        begin(pool, *names)
+        seen, seconds = steps(pool, names, "sleep 0.8")
+        assert all(isinstance(one, EnvObserved) for one in seen)  # none is late
+        assert seconds >= 4 * 0.8
+        most = ask(pool, score("ask", "most"))
+        assert isinstance(most, Rewarded)
+        assert most.reward == 2
+
+
+def test_one_thread_means_the_main_thread_in_order(folder: Path) -> None:
+    with TaskPool(task(folder, threads=1)) as pool:
+        begin(pool, "a", "b", "c")
+        seen, _ = steps(pool, ["b", "a", "c"], "sleep 0.05")
+        assert [one.request for one in seen] == ["b", "a", "c"]
+        most = ask(pool, score("ask", "most"))
+        assert isinstance(most, Rewarded)
+        assert most.reward == 1
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_rewards_run_in_the_main_thread_or_at_the_same_time(folder: Path, threads: int) -> None:
+    with TaskPool(task(folder, reward_threads=threads)) as pool:
+        for number in range(4):
+            pool.submit(score(f"r{number}", "sleep 0.3"))
+        assert len(gather(pool, 4)) == 4
+        most, main = (ask(pool, score("ask", what)) for what in ("most", "main"))
+        assert isinstance(most, Rewarded)
+        assert isinstance(main, Rewarded)
+        assert (most.reward, main.reward) == (threads, threads == 1)
+
+
+def test_step_that_loops_for_ever_is_ended_with_its_thread(folder: Path) -> None:
+    with TaskPool(task(folder, limit_s=1.0)) as pool:
+        begin(pool, "bad", "other")
+        before = ask(pool, score("ask", "threads"))
+        late = ask(pool, step("bad", "loop"))
+        assert isinstance(late, TaskFailed)
+        assert (late.error, late.message) == ("TimedOut", "timed out after 1 s")
+        assert isinstance(ask(pool, step("other", "")), EnvObserved)
+        after = ask(pool, score("ask", "threads"))
+        assert isinstance(before, Rewarded)
+        assert isinstance(after, Rewarded)
+        assert after.reward <= before.reward + 1
+        assert pool.deaths == 0
+
+
+def test_reward_that_hangs_in_the_main_thread_leaves_others_their_episodes(folder: Path) -> None:
+    with TaskPool(task(folder, limit_s=1.0)) as pool:
+        begin(pool, "plain")
+        begin(pool, "waits", index=WAITS)
+        seen = ask(pool, step("waits", "0"))
+        assert isinstance(seen, EnvObserved)
+        pool.submit(score("bad", "hang"))
+        pool.submit(score("behind", ""))
+        events = {one.request: one for one in gather(pool, 2)}
+        assert isinstance(events["bad"], TaskFailed)
+        assert events["bad"].error == "TimedOut"
+        assert isinstance(events["behind"], Rewarded)
+        for name in ("waits", "plain"):
+            again = ask(pool, step(name, "0"))
+            assert isinstance(again, EnvObserved)
+            assert again.text.endswith(seen.text)  # the process where they were
+        assert pool.deaths == 0
+        begin(pool, "fresh")  # another one takes what is new
+        fresh = ask(pool, step("fresh", ""))
+        assert isinstance(fresh, EnvObserved)
+        assert not fresh.text.endswith(seen.text)
+        for name in ("waits", "plain"):
+            assert isinstance(ask(pool, score(name, "")), Rewarded)
+        pool.poll()
+        assert wait_until_gone(int(seen.text))  # with its last episode the old one ends
+        assert isinstance(ask(pool, step("fresh", "")), EnvObserved)
+
+
+def test_process_that_cannot_go_on_beside_what_hangs_is_killed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(child_module, "ABANDON_S", 1.0)
+    with TaskPool(task(folder, limit_s=1.0)) as pool:
+        begin(pool, "other")
+        pool.submit(score("bad", "hold"))
+        events = {one.request: one for one in gather(pool, 2)}
+        assert isinstance(events["bad"], TaskFailed)
+        assert isinstance(events["other"], EpisodeLost)
+        assert pool.deaths == 1
+        begin(pool, "other")
+
+
+def test_forgotten_step_that_hangs_gives_no_event_and_costs_nobody_anything(folder: Path) -> None:
+    with TaskPool(task(folder, limit_s=1.0)) as pool:
+        begin(pool, "bad", "other")
+        pool.submit(step("bad", "sleep 1000"))
+        pool.poll()
+        pool.start(Forget(request="bad"))
+        assert isinstance(ask(pool, step("other", "")), EnvObserved)
+        begin(pool, "bad")
+        assert pool.deaths == 0
+
+
+def test_step_that_raises_retry_for_good_starts_its_episode_again_on_another_process(
+    folder: Path,
+) -> None:
+    with TaskPool(replace(task(folder, retries_max=1), processes=2)) as pool:
+        places = set()
+        for _ in range(2):
+            begin(pool, "a")
+            seen = ask(pool, step("a", ""))
+            assert isinstance(seen, EnvObserved)
+            assert seen.text.startswith("1 ")  # from its beginning
+            places.add(seen.text)
+            lost = ask(pool, step("a", "retry"))
+            assert isinstance(lost, EpisodeLost)
+            assert lost.message == "Retry: no room"
+        assert len(places) == 2

@@ -258,6 +258,8 @@ class RecordCheck:
         self._dispatched(who, _OF_VALUE, wanted, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
         self._same("records", who, "answer", logged.fact.answer, content.answer)
+        self._same("records", who, "contexts", logged.fact.contexts, content.contexts)
+        self._same("records", who, "calls", logged.fact.calls, content.calls)
         if logged.fact.parts:  # Logs from before control repeated them have none.
             self._same("records", who, "reward parts", logged.fact.parts, content.parts)
         self._versions(content, versions, logged, group)

@@ -54,6 +54,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     answer: str = ""
     parts: dict[str, float] = {}
     """Those that control repeats."""
+    contexts: int = 1
+    calls: int = 0
 
     @property
     def versions(self) -> list[int]:
@@ -155,6 +157,8 @@ def _content(seen: Described) -> Content:
         weights=meta.weights,
         answer=meta.reward_answer,
         parts=parts_in_control(meta.reward_parts),
+        contexts=1 + len(meta.contexts),
+        calls=len(meta.calls),
     )
 
 

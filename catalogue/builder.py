@@ -431,6 +431,8 @@ def _trajectory_row(
         error_class=None if logged is None else error_class(logged.error) or None,
         reward_answer=None if logged is None else logged.answer or None,
         reward_parts=None if logged is None else _json(logged.parts),
+        contexts=None if logged is None else logged.contexts,
+        calls=None if logged is None else logged.calls,
     )
 
 

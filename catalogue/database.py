@@ -8,10 +8,12 @@ is opened, and fetches nothing.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +30,9 @@ MEMORY_MAX: Final = "4GB"
 
 COMPRESSED_ROWS: Final = 100_000
 """Rows that are appended before they are compressed: a sixth of the memory, .1 s of work."""
+
+LAID_ROWS: Final = 4096
+"""Rows from elsewhere that are taken at once."""
 
 SIBLINGS: Final = ("attempts", "records", "failures", "trajectories")
 """Tables by trajectory."""
@@ -79,6 +84,19 @@ _PLACE = "catalogue_source"
 """The table that says of which log a catalogue is, and how far it goes."""
 
 
+_NO_TABLE: Final = re.compile(r"Table with name (\w+) does not exist")
+
+_HINT: Final = "docs/reference/catalogue.md lists the tables and their columns"
+
+
+class TableMissing(UsageError):
+    """A query names a table that is not there."""
+
+    def __init__(self, message: str, table: str) -> None:
+        super().__init__(message, hint=_HINT)
+        self.table = table
+
+
 class CatalogueSource(msgspec.Struct, frozen=True, kw_only=True):
     """How far into which log a catalogue goes."""
 
@@ -102,6 +120,8 @@ class Catalogue:
         import duckdb
 
         self._errors = duckdb.Error
+        self._missing = duckdb.CatalogException
+        self._schemas: dict[type[Row], Any] = {}
         self._memory = duckdb.OutOfMemoryException
         self._by_key: ByKey | None = None
         """What was read by `keyed`, while the tables are narrowed."""
@@ -121,7 +141,6 @@ class Catalogue:
         self._db.execute("attach ':memory:' as log (compress)")
         self._db.execute("use log")
         self._appended = 0
-        self._inserts = {table.row: arrow_schema(table.row) for table in TABLES}
         for table in TABLES:
             self._create(table)
         for name, body in VIEWS.items():
@@ -175,9 +194,10 @@ class Catalogue:
                 hint="ask for fewer columns, or for aggregates",
             ) from None
         except self._errors as error:
-            raise UsageError(
-                f"the query cannot be answered: {_first_line(error)}",
-                hint="docs/reference/catalogue.md lists the tables and their columns",
+            said = f"the query cannot be answered: {_first_line(error)}"
+            missing = _NO_TABLE.search(said) if isinstance(error, self._missing) else None
+            raise (
+                UsageError(said, hint=_HINT) if missing is None else TableMissing(said, missing[1])
             ) from None
 
     def keyed(
@@ -272,18 +292,32 @@ class Catalogue:
         both = f"from {table.name}_ended union all from {table.name}_open"
         self._db.execute(f"create view {table.name} as {both}")
 
+    def lay(self, table: Table, rows: Iterator[Row]) -> None:
+        """Make a table of rows that come from elsewhere, in place of the one that was made before;
+        it is not saved."""
+        fields = ", ".join(_definition(one) for one in columns_of(table.row))
+        self._db.execute(f"create or replace temp table {table.name} ({fields})")
+        while piece := list(islice(rows, LAID_ROWS)):
+            self._pour(f"temp.{table.name}", table.row, piece)
+
     def _insert(self, kind: type[Row], rows: list[Row], *, open_: bool) -> None:
+        table = TABLE_OF[kind]
+        name = f"{table.name}{'_open' if open_ else '_ended'}" if table.live else table.name
+        self._pour(f"log.{name}", kind, rows)
+
+    def _pour(self, name: str, kind: type[Row], rows: Sequence[Row]) -> None:
         if not rows:
             return
         import pyarrow as pa
 
-        table, schema = TABLE_OF[kind], self._inserts[kind]
+        schema = self._schemas.get(kind)
+        if schema is None:
+            schema = self._schemas[kind] = arrow_schema(kind)
         columns = zip(*map(msgspec.structs.astuple, rows), strict=True)
         arrays = [pa.array(one, field.type) for one, field in zip(columns, schema, strict=True)]
-        name = f"{table.name}{'_open' if open_ else '_ended'}" if table.live else table.name
         self._db.register("incoming", pa.Table.from_arrays(arrays, schema=schema))
         try:
-            self._db.execute(f"insert into log.{name} from incoming")
+            self._db.execute(f"insert into {name} from incoming")
         finally:
             self._db.unregister("incoming")
 

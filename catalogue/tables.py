@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 4
+FORM: Final = 5
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -232,6 +232,10 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
     error_class: Annotated[str | None, "of why its reward is not valid: `TimedOut`, `ValueError`"]
     reward_answer: Annotated[str | None, "what its reward read as its answer"]
     reward_parts: Annotated[str | None, Sql("JSON"), "what its reward is made of, by name"]
+    contexts: Annotated[
+        int | None, Sql("INTEGER"), "that its record has; more than 1 where it branches"
+    ]
+    calls: Annotated[int | None, Sql("INTEGER"), "of an agent to the model, that its record has"]
 
 
 class AttemptRow(Row, frozen=True, kw_only=True, gc=False):
@@ -307,6 +311,26 @@ class FailureRow(Row, frozen=True, kw_only=True, gc=False):
     retryable: Annotated[bool, "whether it may be placed again"]
 
 
+class CallRow(Row, frozen=True, kw_only=True, gc=False):
+    """A call of an agent to the model, of a record that counts. It is read from the records for
+    each statement that names it: the file beside the run does not have this table."""
+
+    trajectory_id: Annotated[str, "in which it was made"]
+    call: Annotated[Small, "its place among those of the trajectory, as they were answered, from 0"]
+    context: Annotated[Small, "the context that it goes on with or opens; 0: the first"]
+    api: Annotated[str, "`chat`, `responses`, `messages` or `generate`"]
+    caller: Annotated[str | None, "what the agent called itself"]
+    asked_ns: Annotated[int, "when it came"]
+    answered_ns: Annotated[int, "when its answer was durable in the log, and left"]
+    prompt_tokens: Annotated[Small, "of the sequence before what was sampled for it"]
+    tokens: Annotated[Small, "that were sampled for it"]
+    finish: Annotated[str, "why its sampling ended"]
+    occurrence: Annotated[Small, "calls of the trajectory that had these very prompt ids before"]
+    asked: Annotated[
+        str | None, Sql("JSON"), "settings that it asked for and that the run does not follow"
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A column as SQL and documents want it."""
@@ -347,6 +371,9 @@ TABLES: Final = (
     Table(name="events", row=EventRow),
     Table(name="failures", row=FailureRow),
 )
+
+CALLS: Final = Table(name="calls", row=CallRow)
+"""Read from records when it is asked for: no catalogue has it by itself."""
 
 TABLE_OF: Final = {table.row: table for table in TABLES}
 

@@ -14,6 +14,7 @@ that sampled it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -95,6 +96,14 @@ def lengths(contexts: Sequence[Context], length: int) -> list[int]:
     shared = [0, *(one.shared for one in contexts)]
     places = zip(shared, bounds(contexts, length), strict=True)
     return [before + end - start for before, (start, end) in places]
+
+
+def place_of(call: Call, contexts: Sequence[Context]) -> tuple[int, int]:
+    """The number of the context that a call belongs to, and the tokens of its prompt."""
+    starts = [0, *(one.start for one in contexts)]
+    number = bisect_right(starts, call.start) - 1
+    shared = contexts[number - 1].shared if number else 0
+    return number, shared + call.start - starts[number]
 
 
 def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[int, int]]:

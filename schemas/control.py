@@ -236,6 +236,10 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     parts: dict[str, float] = {}
     """What its reward is made of: of its record's parts with names of at most 64 characters the
     first 16 by name."""
+    contexts: int = 1
+    """How many its record has."""
+    calls: int = 0
+    """Of an agent to the model, that its record has."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,6 +262,8 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     answer: str = ""
     parts: dict[str, float] = {}
+    contexts: int = 1
+    calls: int = 0
 
     @property
     def group(self) -> str:
@@ -306,6 +312,8 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
                 error=one.error,
                 answer=one.answer,
                 parts=one.parts,
+                contexts=one.contexts,
+                calls=one.calls,
             )
             for one in self.trajectories
         ]

@@ -269,18 +269,21 @@ def sql(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Ask the tables of a run's log in SQL: reference/catalogue.md has them, and ten questions.
+    """Ask the tables of a run's log in SQL: reference/catalogue.md has them, and questions.
 
     Of a run that is over the tables are kept beside it, in catalogue.duckdb, for notebooks too.
     """
-    from dora_pipe.catalogue.tables import TABLES, columns_of
+    from dora_pipe.bus.logged import Damage
+    from dora_pipe.catalogue.calls import ask
+    from dora_pipe.catalogue.tables import CALLS, TABLES, columns_of
     from dora_pipe.launch.run_dir import opened
 
     if query is None:
         names = ["table", "columns", "what a row is"]
         rows: list[tuple[Any, ...]] = [
-            (table.name, len(columns_of(table.row)), table.words) for table in TABLES
+            (table.name, len(columns_of(table.row)), table.words) for table in (*TABLES, CALLS)
         ]
+        damage = Damage()
     else:
         phase = "reading the log"
         with (
@@ -288,7 +291,7 @@ def sql(
             progress(phase) as report,
             closing(open_run.tables(lambda share: report(phase, share, 1.0))) as tables,
         ):
-            names, rows = tables.ask(query)
+            names, rows, damage = ask(tables, open_run.bus, open_run.topics, query)
     if as_json:
         for row in rows:
             emit_json(dict(zip(names, row, strict=True)))
@@ -296,6 +299,7 @@ def sql(
         emit_table(names, rows)
     if query is None:
         say("docs/reference/catalogue.md says what is in each column")
+    damage.raise_if_any(": their calls are not in the table")
 
 
 def cat(

@@ -144,6 +144,10 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
     findings.same("records", who, "finish logged", entry["finish"], meta["finish"])
     said = entry.get("answer", ""), meta.get("reward_answer", "")
     findings.same("records", who, "answer logged", *said)
+    contexts = entry.get("contexts", 1), 1 + len(meta.get("contexts", ()))
+    findings.same("records", who, "contexts logged", *contexts)
+    calls = entry.get("calls", 0), len(meta.get("calls", ()))
+    findings.same("records", who, "calls logged", *calls)
     if "parts" in entry:
         known = _repeated(meta.get("reward_parts", {}))
         findings.same("records", who, "parts logged", entry["parts"], known)

@@ -78,6 +78,16 @@ LOGGED_SAID = msgspec.structs.replace(
 )
 """A reward of several parts, which read an answer."""
 
+LOGGED_BRANCHED = msgspec.structs.replace(
+    LOGGED_INVALID,
+    trajectories=(
+        msgspec.structs.replace(
+            LOGGED_INVALID.trajectories[0], reward=1.0, error="", contexts=4, calls=5
+        ),
+    ),
+)
+"""An agent's trajectory."""
+
 STATUS_SINCE = metrics.WorkerStatus(
     at_ns=AT_NS,
     cost=COST,

@@ -86,6 +86,7 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),
+        "control/trajectories-logged-branched.json": encode(later_values.LOGGED_BRANCHED),
         "decisions/round.json": encode(values.ROUND),
         "decisions/round-pins.json": encode(values.ROUND_PINS),
         "decisions/round-drops.json": encode(values.ROUND_DROPS),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from dora_pipe.catalogue.database import VIEWS
-from dora_pipe.catalogue.tables import FORM, TABLES, Table, columns_of
+from dora_pipe.catalogue.tables import CALLS, FORM, TABLES, Table, columns_of
 
 HEAD: Final = f"""# The catalogue: a run's log as tables
 
@@ -19,6 +19,7 @@ the SQL of [DuckDB](https://duckdb.org/docs/stable/sql/introduction); `--json` p
 line.
 The tables are made from control and decisions alone, so they have what was decided and what became
 of it; tokens and texts are in the trajectories (`dora-pipe show`, `dora-pipe export --parquet`).
+The table of agents' calls alone is read from the records, when a statement names it.
 
 Of a run that is over they are kept beside it, in `catalogue.duckdb`, and opened from there the next
 time; the file may be deleted. In a notebook:
@@ -107,6 +108,15 @@ where w.departure is not null group by all order by attempts_lost desc""",
 from groups where purpose = 'train' group by version order by version""",
     ),
     (
+        "How long does an agent think between two calls, and how long does it wait for answers?",
+        """with gaps as (
+    select *, asked_ns - lag(answered_ns) over (
+        partition by trajectory_id order by answered_ns) as idle_ns from calls)
+select caller, count(*) as calls, avg(answered_ns - asked_ns) / 1e9 as answered_s,
+       avg(greatest(idle_ns, 0)) / 1e9 as thinking_s, avg(tokens) as tokens
+from gaps group by caller order by calls desc""",
+    ),
+    (
         "Which errors do requests end with?",
         """select error, any_value(message) as an_example, count(*) as requests
 from failures group by error order by requests desc""",
@@ -117,11 +127,11 @@ from failures group by error order by requests desc""",
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD, "## Ten questions\n"]
+    parts = [HEAD, "## Questions that people ask\n"]
     for question, sql in QUESTIONS:
         parts.append(f"{question}\n\n```sql\n{sql}\n```\n")
     parts.append("## Tables\n")
-    parts += [line for table in TABLES for line in _section(table)]
+    parts += [line for table in (*TABLES, CALLS) for line in _section(table)]
     parts.append("## Views\n")
     for name, body in VIEWS.items():
         parts.append(f"### {name}\n\n```sql\n{_dedented(body)}\n```\n")

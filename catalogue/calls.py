@@ -1,0 +1,96 @@
+"""The table `calls`: what agents asked of the model, read from records when somebody asks for it.
+
+Control says how many calls a record has, and nothing else of them; the catalogue reads no records
+of its own, so this table is made anew for every question that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any, Final
+
+from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.catalogue.database import (
+    COUNTS,
+    Catalogue,
+    LoggedRecord,
+    TableMissing,
+    logged_records,
+)
+from dora_pipe.catalogue.follower import EMPTY_POLLS_MAX, PIECE_BYTES, RECORDS_MAX, WAIT_S
+from dora_pipe.catalogue.tables import CALLS, CallRow
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.contexts import place_of
+from dora_pipe.schemas.fast_validate import FastValidator
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Described
+from dora_pipe.schemas.wire import canonical
+
+_WITH_CALLS: Final = f"""{COUNTS} and trajectory_id in (
+    select trajectory_id from trajectories where calls > 0)"""
+
+
+def ask(
+    catalogue: Catalogue, bus: Bus, topics: Topics, sql: str, parameters: Sequence[Any] = ()
+) -> tuple[list[str], list[tuple[Any, ...]], Damage]:
+    """As `Catalogue.ask`, also of `calls`; and the records that could not be read for it.
+
+    Raises BusError, UsageError, ResourceError.
+    """
+    damage = Damage()
+    try:
+        names, rows = catalogue.ask(sql, parameters)
+    except TableMissing as missing:
+        if missing.table != CALLS.name:
+            raise
+        catalogue.lay(CALLS, _rows(catalogue, bus, topics, damage))
+        names, rows = catalogue.ask(sql, parameters)
+    return names, rows, damage
+
+
+def call_rows(found: Described) -> Iterator[CallRow]:
+    """The calls of a record, in the order in which they were answered."""
+    for number, call in enumerate(found.meta.calls):
+        context, prompt_tokens = place_of(call, found.meta.contexts)
+        yield CallRow(
+            trajectory_id=found.trajectory,
+            call=number,
+            context=context,
+            api=call.api,
+            caller=call.caller or None,
+            asked_ns=call.asked_ns,
+            answered_ns=call.answered_ns,
+            prompt_tokens=prompt_tokens,
+            tokens=call.end - call.start,
+            finish=call.finish,
+            occurrence=call.occurrence,
+            asked=canonical(call.asked).decode() if call.asked else None,
+        )
+
+
+def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Iterator[CallRow]:
+    by_partition: dict[int, dict[int, LoggedRecord]] = {}
+    for (partition, offset), named in logged_records(catalogue, _WITH_CALLS).items():
+        by_partition.setdefault(partition, {})[offset] = named
+    glancer = FastValidator()
+    for partition, left in by_partition.items():
+        at = TopicPartition(topics.trajectories, partition)
+        for record in _records(bus, at, left):
+            if damage.is_sound(record, left.pop(record.offset)):
+                with suppress(SchemaError):  # it is among the dead letters
+                    yield from call_rows(glancer.look(record.value))
+        damage.look_for_the_rest({(partition, offset): one for offset, one in left.items()})
+
+
+def _records(bus: Bus, at: TopicPartition, wanted: Mapping[int, Any]) -> Iterator[Record]:
+    """Those that are there, in one pass."""
+    first, end = min(wanted), max(wanted) + 1
+    empty_polls = 0
+    with closing(bus.reader({at: first})) as reader:
+        while reader.position(at) < end and empty_polls < EMPTY_POLLS_MAX:
+            before = reader.position(at)
+            records = reader.poll(timeout_s=WAIT_S, records_max=RECORDS_MAX, bytes_max=PIECE_BYTES)
+            empty_polls = 0 if reader.position(at) > before else empty_polls + 1
+            yield from (one for one in records if one.offset in wanted)

@@ -116,6 +116,9 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
     }
 )
 
+WHOLE: Final = frozenset({"gspo"})
+"""Kinds whose ratio is always that of a whole trajectory; `level` and `mask` say it of others."""
+
 OWN_KEYS: Final[Mapping[str, Plain]] = {**_COMMON, **_KL, "proximal": "behaviour"}
 """Keys of an objective of a user's own, beside those in `options`."""
 

@@ -124,35 +124,68 @@ def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[
 
 def contexts_of(trajectory: Trajectory) -> Iterator[ContextTokens]:
     """Every context of a trajectory as a sequence of its own, in order."""
-    contexts, length = trajectory.meta.contexts, trajectory.length
-    ids = np.asarray(trajectory.token_ids, np.int32)
-    logprobs = np.asarray(trajectory.logprobs, np.float32)
-    sampler = np.asarray(trajectory.sampler_logprobs, np.float32)
-    mask = np.asarray(trajectory.loss_mask, np.uint8)
-    for number, (start, _) in enumerate(bounds(contexts, length)):
-        *shared, (_, _) = parts = pieces(contexts, number, length)
-        own = sum(last - first for first, last in shared)
+    for number in range(1 + len(trajectory.meta.contexts)):
+        yield context_of(trajectory, number)
 
-        def joined(
-            values: np.ndarray[Any, Any], parts: list[tuple[int, int]] = parts
-        ) -> np.ndarray[Any, Any]:
-            return np.concatenate([values[first:last] for first, last in parts])
 
-        yield ContextTokens(
-            number=number,
-            own=own,
-            start=start,
-            token_ids=joined(ids),
-            logprobs=_given(joined(logprobs), own, np.nan),
-            sampler_logprobs=_given(joined(sampler), own, np.nan),
-            loss_mask=_given(joined(mask), own, 0),
-        )
+def context_of(trajectory: Trajectory, number: int) -> ContextTokens:
+    """A context of a trajectory as a sequence of its own; the first has number 0."""
+    *shared, (start, end) = pieces(trajectory.meta.contexts, number, trajectory.length)
+    parts = [*shared, (start, end)]
+    own = sum(last - first for first, last in shared)
+
+    def joined(values: Sequence[Any], dtype: type) -> np.ndarray[Any, Any]:
+        return np.concatenate([np.asarray(values[first:last], dtype) for first, last in parts])
+
+    return ContextTokens(
+        number=number,
+        own=own,
+        start=start,
+        token_ids=joined(trajectory.token_ids, np.int32),
+        logprobs=_given(joined(trajectory.logprobs, np.float32), own, np.nan),
+        sampler_logprobs=_given(joined(trajectory.sampler_logprobs, np.float32), own, np.nan),
+        loss_mask=_given(joined(trajectory.loss_mask, np.uint8), own, 0),
+    )
 
 
 def _given(values: np.ndarray[Any, Any], own: int, empty: float) -> np.ndarray[Any, Any]:
     """`joined` has made a copy."""
     values[:own] = empty
     return values
+
+
+TrainedRow = tuple[Sequence[int], Sequence[int], Sequence[float | None]]
+"""Token ids, loss mask and log-probs of a sequence."""
+
+
+def row_of(trajectory: Trajectory, number: int) -> TrainedRow:
+    """A context as it is trained; that of a trajectory without others is the record itself."""
+    if not trajectory.meta.contexts:
+        return trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs
+    one = context_of(trajectory, number)
+    return one.token_ids.tolist(), one.loss_mask.tolist(), one.logprobs.tolist()
+
+
+def rows_of(trajectory: Trajectory) -> list[TrainedRow]:
+    """Every context of a trajectory as it is trained, in order."""
+    return [row_of(trajectory, number) for number in range(1 + len(trajectory.meta.contexts))]
+
+
+def counted_places(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Places in the record of the sampled tokens that can be trained, ascending: all but those that
+    begin a context, which nothing predicts."""
+    counted = np.array(trajectory.loss_mask, dtype=bool)
+    alone = [one.start for one in trajectory.meta.contexts if not one.shared]
+    counted[[at for at in (0, *alone) if at < len(counted)]] = False
+    return np.flatnonzero(counted)
+
+
+def counted_tokens(trajectory: Trajectory) -> list[int]:
+    """How many such tokens each context has."""
+    places = counted_places(trajectory)
+    ends = [end for _, end in bounds(trajectory.meta.contexts, trajectory.length)]
+    before = [0, *np.searchsorted(places, ends).tolist()]
+    return [last - first for first, last in pairwise(before)]
 
 
 def check_contexts(

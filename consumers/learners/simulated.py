@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, advantage_rule
 from dora_pipe.consumers.objectives.advantage import batch_advantages
@@ -67,6 +69,8 @@ class SimulatedLearner:
         for one in trajectories:
             past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
             past.update(canonical(list(one.logprobs)))
+            if one.meta.contexts:
+                past.update(canonical([msgspec.structs.astuple(of) for of in one.meta.contexts]))
             if batch.teacher is not None:
                 past.update(canonical(list(batch.teacher[one.trajectory])))
         self._weights = past.digest()

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.objectives.advantage import batch_advantages, token_weights
-from dora_pipe.consumers.objectives.terms import RowFigures
+from dora_pipe.consumers.objectives.registry import needs_whole
+from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.contexts import TrainedRow, counted_tokens, lengths, row_of
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.trajectory import Trajectory
 
@@ -35,25 +37,22 @@ WORTH_TOKENS: Final = 768
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSize:
-    """One trajectory to place: who it is, and its tokens (prompt included)."""
+    """What is placed whole: who it is, and its tokens (prompt included)."""
 
     ordinal: int
     sibling: int
     tokens: int
+    """Of its longest row."""
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows of one forward and backward pass, as indices into what was packed, longest first."""
+    """What a pass computes, as indices into what was packed, longest first."""
 
     rows: tuple[int, ...]
     width: int
     """Tokens of the longest row: every row is padded to it."""
-
-    @property
-    def padded_tokens(self) -> int:
-        """What the pass computes."""
-        return len(self.rows) * self.width
 
 
 def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
@@ -69,8 +68,8 @@ def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
 def pack(rows: Sequence[RowSize], *, padded_tokens_max: int) -> list[MicroBatch]:
     """Cut rows into passes of at most `padded_tokens_max` padded tokens, longest first.
 
-    Equal lengths keep their order (ordinal, sibling). A single row above the limit gets a pass of
-    its own: it cannot be cut.
+    Equal lengths keep their order (ordinal, sibling, as given). What alone is above the limit gets
+    a pass of its own: it cannot be cut.
     """
     order = sorted(
         range(len(rows)),
@@ -81,17 +80,18 @@ def pack(rows: Sequence[RowSize], *, padded_tokens_max: int) -> list[MicroBatch]
 
 def _cut(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[MicroBatch]:
     present: list[int] = []
-    width = 0
+    width = held = 0
     for index in order:
         tokens = rows[index].tokens
-        full = (len(present) + 1) * width > limit
-        ragged = tokens < FILL_MIN * width and len(present) * width >= WORTH_TOKENS
+        full = (held + rows[index].rows) * width > limit
+        ragged = tokens < FILL_MIN * width and held * width >= WORTH_TOKENS
         if present and (full or ragged):
             yield MicroBatch(rows=tuple(present), width=width)
-            present = []
+            present, held = [], 0
         if not present:
             width = tokens
         present.append(index)
+        held += rows[index].rows
     if present:
         yield MicroBatch(rows=tuple(present), width=width)
 
@@ -108,28 +108,115 @@ class Item:
     advantage: float | None
     counted: int
     """Tokens that enter the loss."""
+    contexts: Sequence[int]
+    """Of those tokens, how many each context has."""
     teacher: Sequence[float] | None
     """Log-probs of those tokens under the teacher, where the step has one."""
     token_staleness: int
     """Staleness of every sampled token by the version that sampled it, added up."""
     minibatch: int = 0
     micro_batch: int | None = None
+    """The first of its update that it is in."""
     figures: RowFigures | None = None
+    figured: int = 0
+    """How many of its tokens the figures are of."""
+
+    def note(self, figures: RowFigures, tokens: int, micro_batch: int) -> None:
+        """Take up what a pass says of some of its tokens."""
+        if self.figures is None or self.micro_batch is None:
+            self.figures, self.micro_batch = figures, micro_batch
+        else:
+            pair = (self.figures, self.figured), (figures, tokens)
+            self.figures = joined_figures(pair)
+            self.micro_batch = min(self.micro_batch, micro_batch)
+        self.figured += tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A context of a trajectory, whose own sampled tokens count."""
+
+    context: int
+    tokens: int
+    """Of the context's whole sequence."""
+    first: int
+    """How many tokens of the trajectory count before its own."""
+    counted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Rows whose tokens an objective sees as one trajectory.
+
+    They are all of its rows; or one alone, where nothing but itself decides what a token comes to.
+    """
+
+    item: Item
+    rows: Sequence[Row]
+    """Longest first."""
+    weight: float
+    """Of each token in the mean over the minibatch."""
+
+    @property
+    def counted(self) -> int:
+        """Tokens that count."""
+        return sum(row.counted for row in self.rows)
+
+    @property
+    def width(self) -> int:
+        """Tokens of its longest row."""
+        return self.rows[0].tokens
+
+    @property
+    def teacher(self) -> Sequence[float] | None:
+        """Log-probs of its counted tokens under the teacher, where the step has one."""
+        said = self.item.teacher
+        if said is None or self.counted == self.item.counted == self.rows[0].counted:
+            return said
+        return [one for row in self.rows for one in said[row.first : row.first + row.counted]]
+
+    def sequences(self) -> list[TrainedRow]:
+        """Its rows as they are trained."""
+        return [row_of(self.item.trajectory, row.context) for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows that are computed at once."""
+
+    rows: int
+    width: int
+    """Tokens of the longest one: every row is padded to it."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """What is computed."""
+        return self.rows * self.width
 
 
 @dataclass(slots=True, kw_only=True)
 class Pass:
     """One forward and backward pass of an update."""
 
-    items: Sequence[Item]
+    units: Sequence[Unit]
     """Longest first."""
-    weights: Sequence[float]
-    """Of each token of each of them, in the mean over the minibatch."""
-    micro: MicroBatch
+    parts: Sequence[Part]
+    """One, in which all rows of the units are, in their order; several for a single unit whose rows
+    are too many to be computed at once."""
     number: int
     """Among the passes of its update."""
     proximal: Tensor | None = None
     """Log-probs of the counted tokens under the step's first weights, where they are needed."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """What the pass computes."""
+        return sum(part.padded_tokens for part in self.parts)
+
+    def note(self, figures: Sequence[RowFigures]) -> None:
+        """Take up what each of its units came to."""
+        for unit, one in zip(self.units, figures, strict=True):
+            unit.item.note(one, unit.counted, self.number)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,6 +250,7 @@ def _item(
     batch: TrainBatch, group: TrainGroup, trajectory: Trajectory, advantage: float | None
 ) -> Item:
     _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
+    contexts = counted_tokens(trajectory)
     return Item(
         trajectory=trajectory,
         group=group.group,
@@ -170,7 +258,8 @@ def _item(
         sibling=sibling,
         staleness=batch.step - group.version,
         advantage=advantage,
-        counted=int(sum(trajectory.loss_mask[1:])),
+        counted=sum(contexts),
+        contexts=contexts,
         teacher=None if batch.teacher is None else batch.teacher[trajectory.trajectory],
         token_staleness=sum(
             staleness_of(batch.step, one.version) * (one.end - one.start)
@@ -199,20 +288,60 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
         for item, weight in zip(valid, weights, strict=True)
         if item.counted and (item.advantage or objective.kl or objective.teacher_weight)
     ]
-    rows = [
-        RowSize(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))
-        for item, _ in chosen
-    ]
-    micros = pack(rows, padded_tokens_max=settings.micro_batch_tokens)
+    whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
+    units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]
+    limit = settings.micro_batch_tokens
+    fits = [len(unit.rows) == 1 or len(unit.rows) * unit.width <= limit for unit in units]
+    together = [unit for unit, fit in zip(units, fits, strict=True) if fit]
+    found = [one_pass([together[at] for at in rows]) for rows in _packed(together, limit)]
+    found += [_in_parts(unit, limit) for unit, fit in zip(units, fits, strict=True) if not fit]
+    return [replace(one, number=number) for number, one in enumerate(found)]
+
+
+def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
+    """What of a trajectory an objective must see together."""
+    meta = item.trajectory.meta
+    sizes = lengths(meta.contexts, item.trajectory.length)
+    rows, first = [], 0
+    for context, (tokens, counted) in enumerate(zip(sizes, item.contexts, strict=True)):
+        if counted:
+            rows.append(Row(context=context, tokens=tokens, first=first, counted=counted))
+        first += counted
+    rows.sort(key=lambda row: -row.tokens)
     return [
-        Pass(
-            items=[chosen[row][0] for row in micro.rows],
-            weights=[chosen[row][1] for row in micro.rows],
-            micro=micro,
-            number=number,
-        )
-        for number, micro in enumerate(micros)
+        Unit(item=item, rows=of_unit, weight=weight)
+        for of_unit in ([rows] if whole else [[row] for row in rows])
     ]
+
+
+def _packed(units: Sequence[Unit], limit: int) -> list[tuple[int, ...]]:
+    sizes = [
+        RowSize(
+            ordinal=unit.item.ordinal,
+            sibling=unit.item.sibling,
+            tokens=unit.width,
+            rows=len(unit.rows),
+        )
+        for unit in units
+    ]
+    return [micro.rows for micro in pack(sizes, padded_tokens_max=limit)]
+
+
+def one_pass(units: Sequence[Unit]) -> Pass:
+    """A pass of these, longest first, all computed at once; its number is 0."""
+    rows = sum(len(unit.rows) for unit in units)
+    width = max(unit.width for unit in units)
+    return Pass(units=units, parts=[Part(rows=rows, width=width)], number=0)
+
+
+def _in_parts(unit: Unit, limit: int) -> Pass:
+    """A pass of one unit whose rows are computed one part after the other."""
+    sizes = [RowSize(ordinal=0, sibling=0, tokens=row.tokens) for row in unit.rows]
+    parts = [
+        Part(rows=len(micro.rows), width=micro.width)
+        for micro in pack(sizes, padded_tokens_max=limit)
+    ]
+    return Pass(units=[unit], parts=parts, number=0)
 
 
 def updates_of(batch: TrainBatch, settings: StepSettings) -> tuple[list[Item], list[list[Pass]]]:

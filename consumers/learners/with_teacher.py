@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, Final, cast
 
 from dora_pipe.consumers.contributions import TEACHER
 from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.teachers.port import Teacher
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.contexts import counted_places, rows_of
 from dora_pipe.schemas.trajectory import Trajectory
 
 WEIGHT: Final = "objective.teacher_weight"
@@ -67,10 +69,13 @@ class LearnerWithTeacher:
     def asked(self, batch: TrainBatch) -> Generator[None, None, TrainBatch]:
         """The batch with what the teacher says now."""
         trajectories = [one for group in batch.groups for one in group.trajectories]
-        rows = [(one.token_ids, one.loss_mask) for one in trajectories]
-        said = yield from self.teacher.logprobs(rows)
-        names = [one.trajectory for one in trajectories]
-        return replace(batch, teacher=dict(zip(names, said, strict=True)))
+        rows = [(ids, mask) for one in trajectories for ids, mask, _ in rows_of(one)]
+        following = iter((yield from self.teacher.logprobs(rows)))
+        column: dict[str, Sequence[float]] = {}
+        for one in trajectories:
+            first, *others = islice(following, 1 + len(one.meta.contexts))
+            column[one.trajectory] = list(chain(first, *others)) if others else first
+        return replace(batch, teacher=column)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """One training step, with the teacher's column in its contributions."""
@@ -114,6 +119,5 @@ def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
 
 
 def _gaps(one: Trajectory, said: Sequence[float]) -> list[float]:
-    sampled = [at for at, mask in enumerate(one.loss_mask) if mask and at]
-    own = (one.logprobs[at] for at in sampled)
+    own = (one.logprobs[at] for at in counted_places(one).tolist())
     return [(behaviour or 0.0) - there for behaviour, there in zip(own, said, strict=True)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dora_pipe.config.model import Config, Objective
-from dora_pipe.config.objectives import BUILT_IN, Mask, is_own
+from dora_pipe.config.objectives import BUILT_IN, WHOLE, Mask, is_own
 from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_geometric, row_ratios
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.own_code import importable, load_attribute
@@ -39,6 +39,9 @@ class ObjectiveKind:
     options: type[Any] | None = None
     """A frozen dataclass or msgspec.Struct: the keys of [objective.options] with their types and
     defaults, each a number, a text or true/false. What it raises is said of the configuration."""
+    per_token: bool = False
+    """Whether the loss of a token depends on no other token: then the contexts of a trajectory may
+    come in different passes, each as a row of its own."""
 
     def argument(self, keys: Objective) -> Any:
         """What `terms` gets of a step's keys. Raises ConfigError for options it does not have."""
@@ -101,6 +104,16 @@ def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
     assert inputs.teacher is not None
     gap = inputs.teacher - inputs.logprobs.detach()
     return replace(inputs, advantages=inputs.advantages + keys.teacher_weight * gap)
+
+
+def needs_whole(keys: Objective) -> bool:
+    """Whether the loss of a token may depend on others of its trajectory, in whichever context: by
+    a ratio of the whole, or because nobody says that it does not."""
+    if keys.mask in ("sequence", "geometric"):
+        return True
+    if is_own(keys.kind):
+        return not objective_kind(keys.kind).per_token
+    return keys.kind in WHOLE or keys.level == "sequence"
 
 
 def needs_proximal(keys: Objective) -> bool:

@@ -20,7 +20,8 @@ LOG_MAX: Final = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """One entry per sampled token, shape [N]; the tokens of a trajectory stand side by side."""
+    """One entry per sampled token, shape [N]; those of a trajectory stand side by side, context
+    after context."""
 
     logprobs: Tensor
     """Of the policy that is trained (theta); the only one that carries a gradient."""
@@ -28,7 +29,8 @@ class Inputs:
     """Of the version that sampled, as its engine recorded them (w)."""
     advantages: Tensor
     lengths: Sequence[int]
-    """Tokens of each trajectory, >= 1; they add up to N."""
+    """Tokens of each trajectory, of all its contexts, >= 1; they add up to N. (Of each context,
+    where the objective says `per_token`.)"""
     proximal: Tensor | None = None
     """Of the step's first weights, as the trainer computed them (p)."""
     reference: Tensor | None = None
@@ -86,6 +88,26 @@ class RowFigures:
     """Mean of proximal / behaviour as multiplied in; None where nothing was."""
     masked_share: float | None = None
     """Share of its tokens that a mask left out; None where there is no mask."""
+
+
+def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
+    """Figures of a trajectory from those of parts of it, each with its tokens."""
+    total = sum(tokens for _, tokens in parts)
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(one, name)) * tokens for one, tokens in parts) / total
+
+    first = parts[0][0]
+    return RowFigures(
+        ratio_mean=mean("ratio_mean"),
+        ratio_min=min(one.ratio_min for one, _ in parts),
+        ratio_max=max(one.ratio_max for one, _ in parts),
+        clipped_share=mean("clipped_share"),
+        kl=mean("kl"),
+        loss_share=sum(one.loss_share for one, _ in parts),
+        weight_mean=None if first.weight_mean is None else mean("weight_mean"),
+        masked_share=None if first.masked_share is None else mean("masked_share"),
+    )
 
 
 def row_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 85_400
-WITH_BENCHES_LINES_MAX = 97_400
-TESTS_LINES_MAX = 85_500
+INSTALLED_LINES_MAX = 85_600
+WITH_BENCHES_LINES_MAX = 97_600
+TESTS_LINES_MAX = 86_200
 SMALL_MODULES_MAX = 11
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_300
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_400
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

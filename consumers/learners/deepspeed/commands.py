@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch
-from dora_pipe.consumers.learners.step import MicroBatch, Pass
+from dora_pipe.consumers.learners.step import Part, Pass, one_pass
 from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.store.log_location import LogLocation
 
@@ -60,10 +60,14 @@ class Read(RankCommand, frozen=True, kw_only=True, tag="read"):
     moments: bool
 
 
-class RowCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One trajectory to train on."""
+class UnitCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What an objective sees as one trajectory (`step.Unit`)."""
 
     at: LoggedAt
+    contexts: list[int]
+    """Which of the record's are its rows, in order."""
+    length: int
+    """Counted tokens of these."""
     advantage: float
     weight: float
     """Of each of its tokens in the mean over the minibatch."""
@@ -74,8 +78,9 @@ class RowCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class PassCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One forward and backward pass."""
 
-    rows: list[RowCommand]
-    width: int
+    units: list[UnitCommand]
+    parts: list[Part]
+    """In which the rows of the units are computed, in order."""
 
 
 class Train(RankCommand, frozen=True, kw_only=True, tag="train"):
@@ -86,7 +91,8 @@ class Train(RankCommand, frozen=True, kw_only=True, tag="train"):
     """The weights that the KL is to, as rank 0 sees the file; a rank on another machine has its own
     store."""
     updates: list[list[list[PassCommand]]]
-    """By update and rank. Ranks without a pass stand idle in step with the others."""
+    """By update and rank. Ranks without a pass, or with fewer parts of one, stand idle in step with
+    the others."""
 
 
 class EndRanks(RankCommand, frozen=True, kw_only=True, tag="end"):
@@ -133,12 +139,12 @@ def shares(passes: Sequence[Pass], *, ranks: int, rounds_min: int = 1) -> list[l
     """The passes of each rank, in order; their numbers are new.
 
     Large passes are halved until every rank has at least `rounds_min` of them, as far as there are
-    rows. Ranks may differ by one pass; who has fewer stands idle in the last round.
+    units. Ranks may differ by one pass; who has fewer stands idle in the last round.
 
     Example: five passes on two ranks: ``[[0, 3, 4], [1, 2]]`` by falling size.
     """
     cut = _halved(list(passes), ranks * rounds_min)
-    cut.sort(key=lambda one: (-one.micro.padded_tokens, one.number))
+    cut.sort(key=lambda one: (-one.padded_tokens, one.number))
     numbered = [replace(one, number=number) for number, one in enumerate(cut)]
     found: list[list[Pass]] = [[] for _ in range(ranks)]
     for start in range(0, len(numbered), ranks):
@@ -151,12 +157,10 @@ def shares(passes: Sequence[Pass], *, ranks: int, rounds_min: int = 1) -> list[l
 
 
 def _halved(passes: list[Pass], count: int) -> list[Pass]:
-    """At least so many passes, by halving the largest again and again, if there are rows."""
+    """At least so many passes, by halving the largest again and again, if there are units."""
     while len(passes) < count:
         sized = [
-            (one.micro.padded_tokens, -place)
-            for place, one in enumerate(passes)
-            if len(one.items) > 1
+            (one.padded_tokens, -place) for place, one in enumerate(passes) if len(one.units) > 1
         ]
         if not sized:
             break
@@ -168,15 +172,8 @@ def _halved(passes: list[Pass], count: int) -> list[Pass]:
 
 
 def _halves(one: Pass) -> tuple[Pass, Pass]:
-    middle = (len(one.items) + 1) // 2
-    return _part(one, 0, middle), _part(one, middle, len(one.items))
-
-
-def _part(one: Pass, start: int, end: int) -> Pass:
-    items = one.items[start:end]
-    width = max(len(item.trajectory.token_ids) for item in items)
-    micro = MicroBatch(rows=one.micro.rows[start:end], width=width)
-    return replace(one, items=items, weights=one.weights[start:end], micro=micro)
+    middle = (len(one.units) + 1) // 2
+    return one_pass(one.units[:middle]), one_pass(one.units[middle:])
 
 
 def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
@@ -191,13 +188,15 @@ def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
 
 def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
     """A pass as rank 0 commands it; without places where rank 0 does it itself."""
-    rows = [
-        RowCommand(
-            at=places.get(item.trajectory.trajectory, _NOWHERE),
-            advantage=item.advantage or 0.0,
-            weight=weight,
-            teacher=None if item.teacher is None else list(item.teacher),
+    units = [
+        UnitCommand(
+            at=places.get(unit.item.trajectory.trajectory, _NOWHERE),
+            contexts=[row.context for row in unit.rows],
+            length=unit.counted,
+            advantage=unit.item.advantage or 0.0,
+            weight=unit.weight,
+            teacher=None if unit.teacher is None else list(unit.teacher),
         )
-        for item, weight in zip(one.items, one.weights, strict=True)
+        for unit in one.units
     ]
-    return PassCommand(rows=rows, width=one.micro.width)
+    return PassCommand(units=units, parts=list(one.parts))

@@ -365,7 +365,7 @@ class DeepspeedLearner:
                 problem, broken = f"rank {rank} could not read its share: {ready.why}", ready.broken
         if not group.agree(good=not problem):
             raise InvariantBroken(problem) if broken else ResourceError(problem)
-        trajectories = [item.trajectory for one in own for item in one.items]
+        trajectories = [unit.item.trajectory for one in own for unit in one.units]
         replies = [self._rank.train(command, trajectories)]
         replies += [_REPLY.decode(data) for data in group.replies()]
         return replies
@@ -407,6 +407,5 @@ def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepRepl
         sums.grad_norms.append(norm)
         for passes, one in zip(by_rank, of_ranks, strict=True):
             for done, figures in zip(passes, one.rows, strict=True):
-                for item, of_item in zip(done.items, figures, strict=True):
-                    item.figures, item.micro_batch = of_item, done.number
+                done.note(figures)
     return sums

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,10 +35,14 @@ from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import read_matrices
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
+    PassInputs,
     TorchModel,
+    cut_passages,
+    joined,
+    leaf_of,
     pass_loss,
     passage_of,
-    per_token,
+    pulled,
 )
 from dora_pipe.consumers.objectives.registry import (
     needs_proximal,
@@ -48,6 +53,7 @@ from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
+from dora_pipe.schemas.contexts import row_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -74,10 +80,15 @@ class ShareReader:
         Raises InvariantBroken for one that is not there with those bytes, BusError.
         """
         found: dict[tuple[int, int], Record] = {}
-        for record in self._reader.read(RecordPlace(one.partition, one.offset) for one in places):
+        wanted = dict.fromkeys(RecordPlace(one.partition, one.offset) for one in places)
+        for record in self._reader.read(wanted):
             found[record.partition, record.offset] = record
             self.records += 1
-        return [self._decoded(place, found) for place in places]
+        decoded: dict[LoggedAt, Trajectory] = {}
+        for place in places:
+            if place not in decoded:
+                decoded[place] = self._decoded(place, found)
+        return [decoded[place] for place in places]
 
     def close(self) -> None:
         """Close the readers; idempotent."""
@@ -97,20 +108,22 @@ class ShareReader:
 
 
 IDLE: Final = ([0, 0], [0, 1], [None, 0.0])
-"""The row of a rank that has no pass in a round: two tokens, one of which counts, for nothing."""
+"""The row of a rank that has nothing to compute in a turn: two tokens, one of which counts."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pass:
-    """A pass on its way: where it lies on the device, and what is known of it."""
+class _Round:
+    """What the ranks compute before they meet: this rank's pass, or nothing."""
 
-    passage: Passage
-    advantages: Tensor
-    weights: Tensor
-    idle: bool
-    padded_tokens: int
-    teacher: Sequence[Sequence[float] | None] = ()
-    proximal: Tensor | None = None
+    turns: int
+    """As many as the pass with the most parts has."""
+    given: PassInputs | None
+    padded_tokens: int = 0
+
+    def passages(self, idle: Passage) -> list[Passage]:
+        """One for each turn."""
+        own = [] if self.given is None else list(self.given.passages)
+        return own + [idle] * (self.turns - len(own))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,6 +157,7 @@ class Rank:
         options = msgspec.convert({**command.options, "device": group.device}, EngineOptions)
         with deterministic(self._threads), group.together():
             self.engine = Engine(self._assets, options)
+        self._idle = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
 
     def close(self) -> None:
         """Let go of engine and log."""
@@ -205,7 +219,7 @@ class Rank:
     def fetch(self, command: Train) -> tuple[Ready, list[Trajectory]]:
         """Read this rank's share of the batch from the log, in the order of its passes."""
         passes = _mine(command, self._group.info.rank)
-        places = [row.at for one in passes for row in one.rows]
+        places = [unit.at for one in passes for unit in one.units]
         if self._place is None:
             return Ready(why="this rank was not told where the log is"), []
         try:
@@ -232,93 +246,117 @@ class Rank:
         with deterministic(self._threads), self._group.together():
             if needs_reference(step.objective) and command.reference != self._reference_path:
                 self._refer_to(command.reference)
-            updates = [self._passes(by_rank, following) for by_rank in command.updates]
+            updates = [self._rounds(by_rank, following) for by_rank in command.updates]
             if needs_proximal(step.objective):
                 self._score_later(updates)
             done: list[UpdateReply] = []
-            for passes in updates:
-                if not passes:
+            for rounds in updates:
+                if not rounds:
                     continue
-                done.append(self._update(passes, step))
+                done.append(self._update(rounds, step))
                 if not math.isfinite(done[-1].norm):
                     break
         return StepReply(updates=done)
 
-    def _passes(
+    def _rounds(
         self, by_rank: list[list[PassCommand]], following: Iterator[Trajectory]
-    ) -> list[_Pass]:
-        """This rank's passes of an update; as many as the rank with the most has."""
-        found = [self._pass(one, following) for one in by_rank[self._group.info.rank]]
-        while len(found) < max(map(len, by_rank)):
-            passage = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
-            nothing = torch.zeros(1, device=self._device)
-            found.append(
-                _Pass(
-                    passage=passage, advantages=nothing, weights=nothing, idle=True, padded_tokens=0
-                )
-            )
-        return found
+    ) -> list[_Round]:
+        """The rounds of an update; as many as the rank with the most passes has."""
+        turns = [max(len(one.parts) for one in met if one) for met in zip_longest(*by_rank)]
+        own = [self._given(one, following) for one in by_rank[self._group.info.rank]]
+        rounds = [_Round(turns=count, given=None) for count in turns]
+        for one, (given, padded_tokens) in zip(rounds, own, strict=False):
+            one.given, one.padded_tokens = given, padded_tokens
+        return rounds
 
-    def _pass(self, one: PassCommand, following: Iterator[Trajectory]) -> _Pass:
-        trajectories = [next(following) for _ in one.rows]
-        passage = passage_of(
-            [(row.token_ids, row.loss_mask, row.logprobs) for row in trajectories],
-            width=one.width,
-            device=self._device,
+    def _given(self, one: PassCommand, following: Iterator[Trajectory]) -> tuple[PassInputs, int]:
+        rows = []
+        for unit in one.units:
+            trajectory = next(following)
+            rows += [row_of(trajectory, context) for context in unit.contexts]
+        given = PassInputs(
+            passages=cut_passages(rows, one.parts, self._device),
+            lengths=[unit.length for unit in one.units],
+            advantages=[unit.advantage for unit in one.units],
+            weights=[unit.weight for unit in one.units],
+            teacher=[unit.teacher for unit in one.units],
         )
-        return _Pass(
-            passage=passage,
-            advantages=per_token([row.advantage for row in one.rows], passage),
-            weights=per_token([row.weight for row in one.rows], passage),
-            idle=False,
-            padded_tokens=len(one.rows) * one.width,
-            teacher=[row.teacher for row in one.rows],
-        )
+        return given, sum(part.padded_tokens for part in one.parts)
 
-    def _score_later(self, updates: Sequence[Sequence[_Pass]]) -> None:
+    def _score_later(self, updates: Sequence[Sequence[_Round]]) -> None:
         """The proximal log-probs of every update but the first, which computes its own anyway."""
-        for passes in updates[1:]:
-            for one in passes:
-                with torch.no_grad():
-                    one.proximal = self.engine.logprobs(one.passage)
+        for rounds in updates[1:]:
+            for one in rounds:
+                scored = self._scored(one.passages(self._idle))
+                if one.given is not None:
+                    one.given.proximal = joined(scored[: len(one.given.passages)])
 
-    def _update(self, passes: Sequence[_Pass], step: StepSettings) -> UpdateReply:
+    def _scored(self, passages: Sequence[Passage]) -> list[Tensor]:
+        with torch.no_grad():
+            return [self.engine.logprobs(one) for one in passages]
+
+    def _update(self, rounds: Sequence[_Round], step: StepSettings) -> UpdateReply:
         update = _Update()
-        for number, one in enumerate(passes):
-            loss = self._loss(one, step, update)
-            self.engine.backward(loss, last=number == len(passes) - 1)
+        for number, one in enumerate(rounds):
+            losses = self._losses(one, step, update)
+            for turn, loss in enumerate(losses, start=1):
+                last = number == len(rounds) - 1 and turn == one.turns
+                self.engine.backward(loss, last=last)
         norm = self.engine.update(step.learning_rate, step.grad_norm_max)
         return UpdateReply(
             loss=update.loss, norm=norm, padded_tokens=update.padded_tokens, rows=update.rows
         )
 
-    def _loss(self, one: _Pass, step: StepSettings, update: _Update) -> Tensor:
-        """The loss of one pass; what its rows did goes into `update`."""
-        base = self._base_logprobs(one, step)
-        logprobs = self.engine.logprobs(one.passage)
-        if one.idle:
-            return logprobs.sum() * 0.0
-        loss, figures = pass_loss(
-            one.passage,
-            logprobs,
-            advantages=one.advantages,
-            weights=one.weights,
-            proximal=one.proximal,
-            reference=self._reference_logprobs if base is None else lambda _: base,
-            teacher=one.teacher,
-            step=step,
-        )
+    def _losses(self, one: _Round, step: StepSettings, update: _Update) -> Iterator[Tensor]:
+        """What to go back from in each turn of a round; what the units did goes into `update`."""
+        passages = one.passages(self._idle)
+        base = [self._base_logprobs(passage, step) for passage in passages]
+        if one.turns == 1:
+            logprobs = self.engine.logprobs(passages[0])
+            loss = self._loss(one, logprobs, base, step, update)
+            yield logprobs.sum() * 0.0 if loss is None else loss
+            return
+        scored = self._scored(passages)
+        gradients: list[Tensor] = []
+        if one.given is not None:
+            own = one.given.passages
+            leaf = leaf_of(scored[: len(own)])
+            loss = self._loss(one, leaf, base, step, update)
+            assert loss is not None
+            gradients = pulled(leaf, loss, own)
+        for turn, passage in enumerate(passages):
+            logprobs = self.engine.logprobs(passage)
+            yield (logprobs * (gradients[turn] if turn < len(gradients) else 0.0)).sum()
+
+    def _loss(
+        self,
+        one: _Round,
+        logprobs: Tensor,
+        base: Sequence[Tensor | None],
+        step: StepSettings,
+        update: _Update,
+    ) -> Tensor | None:
+        """The loss of this rank's pass; None where it has none."""
+        if one.given is None:
+            return None
+        following = iter(base)
+
+        def reference(passage: Passage) -> Tensor:
+            known = next(following)
+            return self._reference_logprobs(passage) if known is None else known
+
+        loss, figures = pass_loss(one.given, logprobs, reference=reference, step=step)
         update.loss += float(loss.detach())
         update.padded_tokens += one.padded_tokens
         update.rows.append(figures)
         return loss
 
-    def _base_logprobs(self, one: _Pass, step: StepSettings) -> Tensor | None:
+    def _base_logprobs(self, passage: Passage, step: StepSettings) -> Tensor | None:
         """An adapter's reference is its base, or another adapter on it; idle or not, the ranks ask
         for it together."""
         if self.engine.pairs is None or not needs_reference(step.objective):
             return None
-        return self.engine.logprobs_instead(one.passage, self._adapter)
+        return self.engine.logprobs_instead(passage, self._adapter)
 
     def _refer_to(self, path: str) -> None:
         """Have the weights that the KL is to: whole, or an adapter on the base."""

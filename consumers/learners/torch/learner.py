@@ -37,9 +37,12 @@ from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
     TorchModel,
+    inputs_of,
+    joined,
+    leaf_of,
     pass_loss,
-    passage_of,
-    per_token,
+    passages_of,
+    pulled,
     score_rows,
     temperature_numerics,
 )
@@ -181,8 +184,11 @@ class TorchLearner:
         """The proximal log-probs of every update but the first, which computes its own anyway."""
         for passes in updates[1:]:
             for one in passes:
-                with torch.no_grad():
-                    one.proximal = self._model.logprobs(self._passage(one))
+                one.proximal = joined(self._scored(passages_of(one, self._options.device)))
+
+    def _scored(self, parts: Sequence[Passage]) -> list[Tensor]:
+        with torch.no_grad():
+            return [self._model.logprobs(part) for part in parts]
 
     def _update(self, passes: Sequence[Pass], step: StepSettings, sums: Sums) -> None:
         """One optimizer update from a minibatch; none if nothing in it has a gradient."""
@@ -200,30 +206,21 @@ class TorchLearner:
         sums.grad_norms.append(norm)
 
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
-        """Add the gradient of one pass, and note what each of its rows did."""
-        passage = self._passage(one)
-        loss, figures = pass_loss(
-            passage,
-            self._model.logprobs(passage),
-            advantages=per_token([item.advantage or 0.0 for item in one.items], passage),
-            weights=per_token(one.weights, passage),
-            proximal=one.proximal,
-            reference=self._reference_logprobs,
-            teacher=[item.teacher for item in one.items],
-            step=step,
+        """Add the gradient of one pass, and note what each of its units did."""
+        given = inputs_of(one, self._options.device)
+        parts = given.passages
+        logprobs = (
+            self._model.logprobs(parts[0]) if len(parts) == 1 else leaf_of(self._scored(parts))
         )
-        torch.autograd.backward(loss)
+        loss, figures = pass_loss(given, logprobs, reference=self._reference_logprobs, step=step)
+        if len(parts) == 1:
+            torch.autograd.backward(loss)
+        else:
+            for part, gradient in zip(parts, pulled(logprobs, loss, parts), strict=True):
+                torch.autograd.backward((self._model.logprobs(part) * gradient).sum())
         sums.loss += float(loss.detach())
-        sums.padded_tokens += one.micro.padded_tokens
-        for item, of_item in zip(one.items, figures, strict=True):
-            item.figures, item.micro_batch = of_item, one.number
-
-    def _passage(self, one: Pass) -> Passage:
-        rows = [
-            (row.token_ids, row.loss_mask, row.logprobs)
-            for row in (item.trajectory for item in one.items)
-        ]
-        return passage_of(rows, width=one.micro.width, device=self._options.device)
+        sums.padded_tokens += one.padded_tokens
+        one.note(figures)
 
     def _refer_to(self, wanted: Reference | None) -> None:
         """Have the weights that the KL is to; None is version 0. Raises PolicyError."""

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from dora_pipe.consumers.learners.settings import StepSettings
-from dora_pipe.consumers.learners.step import RowSize, pack
+from dora_pipe.consumers.learners.step import Part, Pass, RowSize, pack
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.contexts import TrainedRow
 from dora_pipe.store.safetensors_file import Entry, TensorSource, mapped, read_entries
 
 DTYPES: Final = {
@@ -169,7 +170,7 @@ def untied(network: Any) -> dict[str, Tensor]:
 
 
 def passage_of(
-    rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float | None]]],
+    rows: Sequence[TrainedRow],
     *,
     width: int,
     device: str,
@@ -245,52 +246,116 @@ def _line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def per_token(values: Sequence[float], passage: Passage) -> Tensor:
-    """A value per row as one per counted token, [N] float32, on the passage's device."""
-    spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(
-        torch.tensor(passage.lengths)
+def passages_of(one: Pass, device: str) -> list[Passage]:
+    """The parts of a pass, ready to be computed."""
+    return cut_passages([row for unit in one.units for row in unit.sequences()], one.parts, device)
+
+
+def cut_passages(rows: Sequence[TrainedRow], parts: Sequence[Part], device: str) -> list[Passage]:
+    """Rows as the parts that they are computed in."""
+    found, at = [], 0
+    for part in parts:
+        found.append(passage_of(rows[at : at + part.rows], width=part.width, device=device))
+        at += part.rows
+    return found
+
+
+def per_token(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """A value per unit as one per counted token, [N] float32."""
+    spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+    return spread.to(device)
+
+
+@dataclass(slots=True, kw_only=True)
+class PassInputs:
+    """What a pass is computed from; by unit, but for the passages and the tensor."""
+
+    passages: Sequence[Passage]
+    """The rows of the units in their order, in one or several parts."""
+    lengths: Sequence[int]
+    """Counted tokens."""
+    advantages: Sequence[float]
+    weights: Sequence[float]
+    """Of each token in the mean over the minibatch."""
+    teacher: Sequence[Sequence[float] | None]
+    """Log-probs of the counted tokens, none for none."""
+    proximal: Tensor | None = None
+    """[N]; None in a step's first update, whose own weights are the step's first ones."""
+
+
+def inputs_of(one: Pass, device: str) -> PassInputs:
+    """What a pass of this process is computed from."""
+    return PassInputs(
+        passages=passages_of(one, device),
+        lengths=[unit.counted for unit in one.units],
+        advantages=[unit.item.advantage or 0.0 for unit in one.units],
+        weights=[unit.weight for unit in one.units],
+        teacher=[unit.teacher for unit in one.units],
+        proximal=one.proximal,
     )
-    return spread.to(passage.ids.device)
 
 
 def pass_loss(
-    passage: Passage,
+    given: PassInputs,
     logprobs: Tensor,
     *,
-    advantages: Tensor,
-    weights: Tensor,
-    proximal: Tensor | None,
     reference: Callable[[Passage], Tensor],
-    teacher: Sequence[Sequence[float] | None],
     step: StepSettings,
 ) -> tuple[Tensor, list[RowFigures]]:
-    """The weighted loss of a pass, and what each of its rows did; tensors are per token, [N].
+    """The weighted loss of a pass, and what each of its units did; `logprobs` are per token, [N].
 
-    `proximal` is None in a step's first update, whose own weights are the step's first ones.
-    `reference` is called where the objective needs it; `teacher` is by row, none for none.
+    `reference` is called where the objective needs it, part by part.
     """
-    objective = step.objective
+    objective, device = step.objective, logprobs.device
+    proximal = given.proximal
     if not needs_proximal(objective):
         proximal = None
     elif proximal is None:
         proximal = logprobs.detach()
+    weights = per_token(given.weights, given.lengths, device)
     inputs = Inputs(
         logprobs=logprobs,
-        behaviour=passage.behaviour,
+        behaviour=joined([one.behaviour for one in given.passages]),
         proximal=proximal,
-        reference=reference(passage) if needs_reference(objective) else None,
-        teacher=_teacher(teacher, passage) if objective.teacher_weight else None,
-        advantages=advantages,
-        lengths=passage.lengths,
+        reference=(
+            joined([reference(one) for one in given.passages])
+            if needs_reference(objective)
+            else None
+        ),
+        teacher=_teacher(given.teacher, logprobs) if objective.teacher_weight else None,
+        advantages=per_token(given.advantages, given.lengths, device),
+        lengths=given.lengths,
     )
     terms = terms_of(inputs, objective)
-    return (terms.loss * weights).sum(), row_figures(terms, weights, passage.lengths)
+    return (terms.loss * weights).sum(), row_figures(terms, weights, given.lengths)
 
 
-def _teacher(rows: Sequence[Sequence[float] | None], passage: Passage) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after another; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _teacher(rows: Sequence[Sequence[float] | None], logprobs: Tensor) -> Tensor:
     known = [one for row in rows for one in row or ()]
-    assert len(known) == len(passage.targets), "a row without what the teacher says of it"
-    return torch.tensor(known, dtype=torch.float32, device=passage.ids.device)
+    assert len(known) == len(logprobs), "a row without what the teacher says of it"
+    return torch.tensor(known, dtype=torch.float32, device=logprobs.device)
+
+
+def leaf_of(parts: Sequence[Tensor]) -> Tensor:
+    """Log-probs of the parts of a pass as one tensor to find the gradient of its loss by.
+
+    A loss may depend on all tokens of a trajectory, and its rows may be too many for one graph. So
+    the loss is taken of log-probs that were computed without one, and `pulled` gives its gradient
+    to each part, which is computed again: the same numbers, since they are functions of the part.
+    """
+    return joined(parts).detach().requires_grad_()
+
+
+def pulled(leaf: Tensor, loss: Tensor, parts: Sequence[Passage]) -> list[Tensor]:
+    """The gradient of the loss by the log-probs of each part."""
+    torch.autograd.backward(loss)
+    assert leaf.grad is not None
+    return list(torch.split(leaf.grad, [sum(one.lengths) for one in parts]))
 
 
 def score_rows(

@@ -40,7 +40,7 @@ def _passes(seed: int, groups: int, tokens: int) -> list[Pass]:
 
 
 def _who(passes: list[Pass]) -> list[str]:
-    return [item.trajectory.trajectory for one in passes for item in one.items]
+    return [unit.item.trajectory.trajectory for one in passes for unit in one.units]
 
 
 @given(
@@ -61,8 +61,8 @@ def test_every_trajectory_is_trained_by_one_rank_with_its_weight(
     weights = {item.trajectory.trajectory: w for p in passes for item, w in _rows(p)}
     assert all(weights[item.trajectory.trajectory] == w for one in mine for item, w in _rows(one))
     assert sorted(one.number for one in mine) == list(range(len(mine)))
-    assert all(len(one.items) == len(one.micro.rows) for one in mine)
-    assert all(one.micro.padded_tokens <= tokens or len(one.items) == 1 for one in mine)
+    assert all(len(one.units) == one.parts[0].rows for one in mine)
+    assert all(one.padded_tokens <= tokens or len(one.units) == 1 for one in mine)
     counts = [len(own) for own in found]
     assert max(counts) - min(counts) <= 1
     rows = len(_who(passes))
@@ -70,7 +70,7 @@ def test_every_trajectory_is_trained_by_one_rank_with_its_weight(
 
 
 def _rows(one: Pass) -> list[tuple[Item, float]]:
-    return list(zip(one.items, one.weights, strict=True))
+    return [(unit.item, unit.weight) for unit in one.units]
 
 
 def test_order_of_the_passes_does_not_matter() -> None:
@@ -84,18 +84,16 @@ def test_order_of_the_passes_does_not_matter() -> None:
 def test_one_rank_without_a_wish_has_the_passes_as_they_are() -> None:
     passes = _passes(5, 3, 200)
     (own,) = shares(passes, ranks=1)
-    assert sorted(one.micro.padded_tokens for one in own) == sorted(
-        one.micro.padded_tokens for one in passes
-    )
+    assert sorted(one.padded_tokens for one in own) == sorted(one.padded_tokens for one in passes)
     assert sorted(_who(own)) == sorted(_who(passes))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_passes_of_one_round_are_of_about_equal_size(ranks: int) -> None:
     found = shares(_passes(7, 5, 128), ranks=ranks)
-    sizes = [one.micro.padded_tokens for own in found for one in own]
+    sizes = [one.padded_tokens for own in found for one in own]
     for round_ in zip(*found, strict=False):
-        of_round = [one.micro.padded_tokens for one in round_]
+        of_round = [one.padded_tokens for one in round_]
         between = [size for size in sizes if min(of_round) < size < max(of_round)]
         assert len(between) <= ranks
 

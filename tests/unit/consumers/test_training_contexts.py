@@ -1,0 +1,315 @@
+"""Trajectories of several contexts in a step: every sampled token once, in the context that sampled
+it, under one advantage; a ratio of a whole trajectory over all of them."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as given_settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.consumers.learners.deepspeed.commands import pass_command, shares
+from dora_pipe.consumers.learners.port import StepResult, TrainBatch
+from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.learners.step import Pass, updates_of
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.objectives.registry import needs_whole
+from dora_pipe.schemas.contexts import contexts_of, counted_places
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.safetensors_file import Entry, mapped, read_entries
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import make_batch, with_teacher
+from tests.support.contexts import branched_batch, cut_in_two, in_two_turns
+from tests.support.models import make_qwen2
+from tests.support.objectives import OF_TRAINER, objective_settings
+
+EVERY: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": "grpo"},
+    "grpo with a KL": {"kind": "grpo", "kl": 0.3},
+    "dr-grpo": {"kind": "dr-grpo"},
+    "grpo, geometric mask": {"kind": "grpo", "mask": "geometric"},
+    "cispo": {"kind": "cispo"},
+    "gspo": {"kind": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+    "tis, sequence": {"kind": "tis", "level": "sequence"},
+    "decoupled-ppo, sequences masked": {"kind": "decoupled-ppo", "mask": "sequence"},
+    "topr": {"kind": "topr"},
+    "a teacher": {"kind": "grpo", "teacher_weight": 0.5},
+}
+SMALL = 40
+"""Padded tokens of a pass that no trajectory here fits in."""
+
+
+class Policy:
+    """A tiny model, and trainers for it."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory = make_qwen2(root / "model")
+        self.root = root
+        self.store = PolicyStore(root / "policies")
+        self.manifest, self.assets = import_model(self.store, self.directory)
+
+    def step(self, batch: TrainBatch, tokens: int = 4096, **keys: Any) -> tuple[StepResult, Any]:
+        """One step from the first weights: its result, and its gradients."""
+        weights = self.store.weights_path(self.manifest.digest)
+        options = TorchOptions(micro_batch_tokens=tokens)
+        learner = TorchLearner(
+            self.store.assets_path(self.assets), reference=weights, options=options
+        )
+        learner.load(weights, digest=self.manifest.digest, optimizer=None)
+        result = learner.train(batch, settings(tokens, **keys))
+        learner.save_optimizer(self.root / "after")
+        with mapped(self.root / "after") as data:
+            return result, _gradients(data, read_entries(self.root / "after"))
+
+
+def _gradients(data: memoryview, entries: Sequence[Entry]) -> dict[str, np.ndarray[Any, Any]]:
+    """Up to a factor: AdamW's first moments after a single update."""
+    return {
+        one.name: np.frombuffer(bytes(data[one.start : one.end]), np.float32)
+        for one in entries
+        if one.name.startswith("exp_avg/")
+    }
+
+
+def settings(tokens: int = 4096, updates: int = 1, **keys: Any) -> dict[str, Any]:
+    kind = keys.pop("kind", "grpo")
+    own = {"trainer.minibatches": updates, "trainer.grad_norm_max": 1e9}
+    return {**OF_TRAINER, **own, **objective_settings(kind, **keys), MICRO_BATCH_TOKENS: tokens}
+
+
+def step_of(tokens: int = 4096, **keys: Any) -> StepSettings:
+    return step_settings(settings(tokens, **keys))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+def assert_same_step(one: tuple[StepResult, Any], other: tuple[StepResult, Any]) -> None:
+    """Figures of step and trajectories, and gradients, to rounding."""
+    (first, gradients), (second, others) = one, other
+    for name in first.figures.keys() - {"padded_tokens"}:
+        close = pytest.approx(second.figures[name], rel=2e-4, abs=2e-6)
+        assert first.figures[name] == close, name
+    for row, same in zip(first.contributions, second.contributions, strict=True):
+        for name in row.keys() - {"micro_batch"}:
+            expected = same[name]
+            if isinstance(expected, float):
+                expected = pytest.approx(expected, rel=2e-4, abs=2e-6)
+            assert row[name] == expected, name
+    largest = max(np.abs(gradient).max() for gradient in gradients.values())
+    assert largest > 0
+    for name, gradient in gradients.items():
+        assert np.abs(gradient - others[name]).max() < 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("keys", EVERY.values(), ids=EVERY)
+def test_a_turn_that_stands_in_a_context_of_its_own_is_trained_as_it_was(
+    policy: Policy, keys: dict[str, Any]
+) -> None:
+    batch = in_two_turns(make_batch(seed=3, groups=3, tokens=(6, 24)))
+    if "teacher_weight" in keys:
+        batch = with_teacher(batch)
+    assert_same_step(policy.step(batch, **keys), policy.step(cut_in_two(batch), **keys))
+
+
+@pytest.mark.parametrize("keys", EVERY.values(), ids=EVERY)
+def test_contexts_that_do_not_fit_in_one_pass_are_trained_as_those_that_do(
+    policy: Policy, keys: dict[str, Any]
+) -> None:
+    batch = branched_batch(seed=5)
+    if "teacher_weight" in keys:
+        batch = with_teacher(batch)
+    assert_same_step(policy.step(batch, **keys), policy.step(batch, SMALL, **keys))
+
+
+@pytest.mark.parametrize("kind", ["tis", "decoupled-ppo"])
+def test_later_updates_have_the_proximal_log_probs_of_all_contexts(
+    policy: Policy, kind: str
+) -> None:
+    keys = {"kind": kind, "level": "sequence", "updates": 2}
+    one, other = (policy.step(branched_batch(seed=5), size, **keys)[0] for size in (4096, SMALL))
+    assert one.figures["updates"] == 2
+    assert one.figures["loss"] == pytest.approx(other.figures["loss"], rel=1e-2)
+    assert one.figures["weight_mean"] == pytest.approx(other.figures["weight_mean"], rel=1e-2)
+
+
+def test_the_same_batch_of_contexts_gives_the_same_bits(policy: Policy) -> None:
+    for tokens in (4096, SMALL):
+        first, second = (policy.step(branched_batch(seed=5), tokens, kind="gspo") for _ in "ab")
+        assert first[0].figures == second[0].figures
+        assert all(np.array_equal(one, second[1][name]) for name, one in first[1].items())
+
+
+def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    """By trajectory, what transformers says of each sampled token, context by context."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(policy.directory)
+    found = {}
+    for one in (one for group in batch.groups for one in group.trajectories):
+        parts = []
+        for context in contexts_of(one):
+            ids = torch.tensor([context.token_ids.tolist()])
+            with torch.no_grad():
+                table = torch.log_softmax(model(input_ids=ids).logits[0, :-1].double(), -1)
+            every = table.gather(1, ids[0, 1:, None])[:, 0]
+            parts.append(every[torch.from_numpy(context.loss_mask[1:] == 1)])
+        found[one.trajectory] = torch.cat(parts)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [4096, SMALL])
+def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, tokens: int) -> None:
+    batch = branched_batch(seed=7, groups=1, siblings=3)
+    keys = {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05}
+    result, _ = policy.step(batch, tokens, **keys)
+    said = plain_logprobs(policy, batch)
+    trajectories = batch.groups[0].trajectories
+    rewards = np.array([one.reward for one in trajectories])
+    advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    loss = 0.0
+    for one, advantage, row in zip(trajectories, advantages, result.contributions, strict=True):
+        behaviour = np.array([one.logprobs[at] for at in counted_places(one).tolist()], np.float64)
+        ratio = math.exp(float((said[one.trajectory].numpy() - behaviour).mean()))
+        clipped = min(ratio * advantage, min(max(ratio, 0.95), 1.05) * advantage)
+        loss -= clipped / len(trajectories)
+        assert row["ratio_mean"] == pytest.approx(ratio, rel=1e-4)
+        assert row["ratio_min"] == row["ratio_max"]
+        assert row["tokens"] == len(behaviour) == one.sampled
+    assert result.figures["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [4096, SMALL])
+def test_token_mean_counts_the_tokens_of_all_contexts(policy: Policy, tokens: int) -> None:
+    batch = branched_batch(seed=8, groups=1, siblings=3)
+    keys = {"kind": "grpo", "clip_low": 0.9, "clip_high": 9.0}
+    result, _ = policy.step(batch, tokens, **keys)
+    said = plain_logprobs(policy, batch)
+    trajectories = batch.groups[0].trajectories
+    rewards = np.array([one.reward for one in trajectories])
+    advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    total = sum(one.sampled for one in trajectories)
+    loss = 0.0
+    for one, advantage in zip(trajectories, advantages, strict=True):
+        behaviour = np.array([one.logprobs[at] for at in counted_places(one).tolist()], np.float64)
+        ratios = np.exp(said[one.trajectory].numpy() - behaviour)
+        loss -= float(ratios.sum()) * advantage / total
+    assert result.figures["loss"] == pytest.approx(loss, rel=1e-4)
+    assert result.figures["tokens"] == total
+
+
+def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
+    """Which tokens of which record are trained, how often."""
+    found: Counter[tuple[str, int]] = Counter()
+    for unit in (unit for one in passes for unit in one.units):
+        trajectory = unit.item.trajectory
+        contexts = list(contexts_of(trajectory))
+        for row, (ids, mask, _) in zip(unit.rows, unit.sequences(), strict=True):
+            context = contexts[row.context]
+            counted = np.flatnonzero(np.asarray(mask)[1:]) + 1
+            assert len(counted) == row.counted
+            assert len(ids) == row.tokens
+            places = (counted - context.own + context.start).tolist()
+            said = [trajectory.token_ids[at] for at in places]
+            assert [ids[at] for at in counted.tolist()] == said
+            found.update((trajectory.trajectory, at) for at in places)
+    return found
+
+
+@given_settings(max_examples=30)
+@given(
+    seed=st.integers(0, 1000),
+    tokens=st.sampled_from([SMALL, 100, 4096]),
+    kind=st.sampled_from(["grpo", "gspo"]),
+    ranks=st.integers(1, 3),
+)
+def test_each_sampled_token_is_trained_once_by_one_rank_in_one_update(
+    seed: int, tokens: int, kind: str, ranks: int
+) -> None:
+    batch = branched_batch(seed=seed)
+    step = step_of(tokens, kind=kind, updates=2)
+    items, updates = updates_of(batch, step)
+    together = [one for passes in updates for one in passes]
+    expected = Counter(
+        (item.trajectory.trajectory, int(at))
+        for item in items
+        if item.advantage
+        for at in counted_places(item.trajectory)
+    )
+    assert _trained(together) == expected
+    for passes in updates:
+        shared = [one for own in shares(passes, ranks=ranks) for one in own]
+        assert _trained(shared) == _trained(passes)
+    of_update = [{unit.item.trajectory.trajectory for p in u for unit in p.units} for u in updates]
+    assert not of_update[0] & of_update[1]
+
+
+@given(seed=st.integers(0, 1000), tokens=st.sampled_from([SMALL, 100, 4096]))
+def test_no_part_of_a_pass_is_larger_than_it_may_be(seed: int, tokens: int) -> None:
+    for kind in ("grpo", "gspo"):
+        _, updates = updates_of(branched_batch(seed=seed), step_of(tokens, kind=kind))
+        for one in (one for passes in updates for one in passes):
+            assert all(part.padded_tokens <= tokens or part.rows == 1 for part in one.parts)
+            assert len(one.parts) == 1 or len(one.units) == 1
+            assert sum(part.rows for part in one.parts) == sum(len(of.rows) for of in one.units)
+
+
+def test_contexts_come_together_where_a_ratio_is_of_the_whole_and_apart_where_not() -> None:
+    for keys in EVERY.values():
+        _, updates = updates_of(branched_batch(seed=1), step_of(**keys))
+        units = [unit for passes in updates for one in passes for unit in one.units]
+        whole = needs_whole(step_of(**keys).objective)
+        assert {len(unit.rows) for unit in units} == ({4} if whole else {1})
+
+
+def test_what_a_teacher_says_goes_to_the_token_that_it_is_said_of() -> None:
+    batch = with_teacher(branched_batch(seed=2))
+    assert batch.teacher is not None
+    for kind in ("grpo", "gspo"):
+        step = step_of(SMALL, kind=kind, teacher_weight=0.5)
+        _, updates = updates_of(batch, step)
+        for unit in (unit for passes in updates for one in passes for unit in one.units):
+            trajectory = unit.item.trajectory
+            column = dict(
+                zip(
+                    counted_places(trajectory).tolist(),
+                    batch.teacher[trajectory.trajectory],
+                    strict=True,
+                )
+            )
+            contexts = list(contexts_of(trajectory))
+            said = [
+                column[at - contexts[row.context].own + contexts[row.context].start]
+                for row, (_, mask, _) in zip(unit.rows, unit.sequences(), strict=True)
+                for at in (np.flatnonzero(np.asarray(mask)[1:]) + 1).tolist()
+            ]
+            assert list(unit.teacher or ()) == said
+
+
+def test_a_rank_is_told_which_contexts_it_computes() -> None:
+    _, updates = updates_of(branched_batch(seed=2), step_of(SMALL, kind="gspo"))
+    one = updates[0][0]
+    command = pass_command(one, {})
+    (unit,) = command.units
+    assert sorted(unit.contexts) == [0, 1, 2, 3]
+    assert unit.length == one.units[0].counted
+    assert len(command.parts) > 1
+
+
+def test_weights_of_the_simulated_trainer_depend_on_contexts() -> None:
+    batch = in_two_turns(make_batch(seed=3))
+    digests = set()
+    for one in (batch, cut_in_two(batch)):
+        learner = SimulatedLearner()
+        learner.train(one, settings())
+        digests.add(learner.manifest().digest)
+    assert len(digests) == 2

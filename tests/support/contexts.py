@@ -27,7 +27,9 @@ def in_pieces(
     for kind, size in pieces:
         at = tiles[-1].end if tiles else 0
         turn = sum(tile.kind == "model" for tile in tiles)
-        made: dict[str, Any] = {"worker": "w0", "epoch": 7, "version": one.version} if kind == "model" else {}
+        made: dict[str, Any] = (
+            {"worker": "w0", "epoch": 7, "version": one.version} if kind == "model" else {}
+        )
         tile = Segment(kind=kind, start=at, end=at + size, turn=turn, start_ns=1, end_ns=2, **made)
         tiles.append(tile)
     mask = [int(tile.kind == "model") for tile in tiles for _ in range(tile.start, tile.end)]

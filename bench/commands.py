@@ -297,6 +297,16 @@ def data(
         _emit_figures([bench_data(Path(folder), megabytes)], as_json=as_json)
 
 
+def tasks(
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per case.")] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """How busy the slots of an engine are while environments take their time, with one process."""
+    from dora_pipe.bench.tasks import bench_tasks
+
+    _emit_figures(bench_tasks(seconds=seconds), as_json=as_json)
+
+
 def _resident_figures(
     engine: str, folder: Path, rows: Sequence[int], resident: Sequence[int]
 ) -> list[Any]:

@@ -112,7 +112,7 @@ class TaskServer:
         self._episodic = not task.single_turn()
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
-        self._exhausted = False
+        self._exhausted = self._closed = False
         self._shown = 0
 
     def facts(self) -> TaskFacts:
@@ -157,6 +157,7 @@ class TaskServer:
 
     def close(self) -> None:
         """Close every episode; what takes longer than `CLOSE_S` is left."""
+        self._closed = True
         for number in list(self._running):
             self.take(Abandon(number))
         for episode in list(self._episodes):
@@ -184,7 +185,8 @@ class TaskServer:
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call)))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            self._show(error)
+            if not self._closed:
+                self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
             message = one_line(str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))

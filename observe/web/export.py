@@ -46,6 +46,7 @@ MODULES: Final = (
     "dom.js",
     "data.js",
     "charts.js",
+    "contexts.js",
     "tokens.js",
     "pages.js",
     "lists.js",

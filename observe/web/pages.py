@@ -20,6 +20,7 @@ from dora_pipe.catalogue.database import counting_record
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.observe.web import tables
+from dora_pipe.observe.web.contexts import tree_of
 from dora_pipe.observe.web.view import Query, RunView, short
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
@@ -249,6 +250,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "prompt_tokens": meta.prompt_tokens,
         "times": _times(found),
         "segments": _segments(source, found),
+        "tree": tree_of(found, source.said),
         "tokens": _tokens(source, found, start),
     }
 

@@ -4,6 +4,7 @@
 import { get, has } from "./data.js";
 import { facts, h, show, table } from "./dom.js";
 import { bars } from "./charts.js";
+import { callsOf } from "./contexts.js";
 import { tokensOf } from "./tokens.js";
 
 function link(run, page, id, text) {
@@ -114,7 +115,8 @@ export async function trajectoryPage(run, id, fields) {
       cameFrom(run, found.lineage, [link(run, "group", found.group, `group ${found.group}`),
         `, ${trajectory}`]),
       facts({ ...rest, ...found.facts }, run, has),
-      h("h2", null, "Tokens"),
+      record.tree ? [h("h2", null, "Calls of its agent"), callsOf(run, record.tree)] : null,
+      h("h2", null, record.tree ? "Contexts" : "Tokens"),
       record.missing ? h("p", { class: "note" }, record.missing) :
         tokensOf(run, trajectory, found),
       record.missing ? null : [

@@ -1,6 +1,7 @@
 // The tokens of a trajectory, shaded by what the log has of each: log-prob, ratio, mask, advantage.
 // Shades go from light to dark, so that they read without colour; what is below is underlined.
 
+import { branches } from "./contexts.js";
 import { h, show } from "./dom.js";
 
 const SHADES = 6;
@@ -56,12 +57,14 @@ export function tokensOf(run, trajectory, found) {
   const draw = (mode) => {
     const { value, shade, below, note: said } = MODES[mode];
     note.textContent = said;
-    place.replaceChildren(...tokens.mask.map((_, at) => {
+    const spans = tokens.mask.map((_, at) => {
       const own = value(tokens, at, found.contribution);
       const none = own === null || own === undefined;
       const classes = ["t", none ? "none" : `s${shade(own)}`, !none && below && below(own) ? "u" : ""];
       return h("span", { class: classes.join(" ").trim(), "data-at": at }, visible(textOf(tokens, at)));
-    }));
+    });
+    const { tree, segments } = found.record;
+    place.replaceChildren(...(tree ? [branches(tree, segments, tokens, spans, textOf)] : spans));
   };
   const tell = (event) => {
     const at = event.target.dataset.at;
@@ -101,10 +104,11 @@ function walk(event, place, tokens, chosen, found) {
   event.preventDefault();
   const last = place.querySelector(".on");
   const at = last ? Number(last.dataset.at) + way : 0;
-  const next = place.children[at];
+  const next = place.querySelector(`[data-at="${at}"]`);
   if (!next) return;
   if (last) last.classList.remove("on");
   next.classList.add("on");
+  next.scrollIntoView({ block: "nearest" });
   chosen.textContent = figuresOf(tokens, at, found.contribution);
 }
 

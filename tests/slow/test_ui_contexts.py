@@ -1,0 +1,119 @@
+"""The page of an agent's trajectory in a real Chromium: its tree of contexts, its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.observe.web.export import export_file
+from tests.slow.test_ui_browser import _nothing_goes_wrong, _worker, page, served
+from tests.support import chromium
+from tests.support.branched_run import ASKED, CONTEXTS, branch
+from tests.support.chromium import Page
+from tests.support.page_checks import AXE, CONTRAST, LABELS, violations
+from tests.support.recorded_run import RecordedRun
+from tests.support.tamper import Tamper
+
+__all__ = ["_nothing_goes_wrong", "page"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        chromium.found() is None, reason="the pages need chromium, not found on this machine"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def branched(
+    recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RecordedRun, str]:
+    """A run with one trajectory of an agent; its name."""
+    copied = recorded.copy(tmp_path_factory.mktemp("branched") / "recorded")
+    with Tamper(copied) as log:
+        return copied, branch(log)
+
+
+@pytest.fixture(scope="module", params=["address", "file"])
+def place(
+    page: Page,
+    branched: tuple[RecordedRun, str],
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    """Where its page is: served, and in a file."""
+    run, name = branched
+    with closing(_worker(run)) as worker:
+        if request.param == "file":
+            path = tmp_path_factory.mktemp("file") / "run.html"
+            export_file([worker], path)
+            yield f"{path.as_uri()}#/0/trajectory/{name}"
+            return
+        with served(worker) as address:
+            yield f"{address}#/0/trajectory/{name}"
+            page.leave()
+
+
+def test_contexts_stand_below_what_they_go_on_from(page: Page, place: str) -> None:
+    page.open(place)
+    heads = page.run("[...document.querySelectorAll('.context')].map((one) => one.id)")
+    assert heads == ["context-0", "context-2", "context-3", "context-1"]
+    assert page.run("Boolean(document.querySelector('#context-2 #context-3'))")
+    assert "call 1 by planner" in page.text("#context-2")
+    assert page.run("document.querySelectorAll('.tokens .t').length") == 45
+
+
+def test_a_shared_beginning_is_folded_and_leads_to_where_it_stands(page: Page, place: str) -> None:
+    page.open(place)
+    assert not page.run("document.querySelector('#context-3 .shared').open")
+    page.click("#context-3 > .shared summary")
+    assert len(page.text("#context-3 > .shared .prefix").split()) == CONTEXTS[2].shared
+    page.click("#context-3 > .shared button")
+    assert page.run("document.activeElement.id") == "context-2"
+
+
+def test_arrows_go_from_context_to_context_in_the_order_of_the_record(
+    page: Page, place: str
+) -> None:
+    page.open(place)
+    page.run("document.querySelector('.tokens').focus()")
+    for _ in range(34):
+        page.press("ArrowRight")
+    assert page.text("#chosen").startswith("token 33,")
+    assert page.run("document.querySelector('.on').closest('.context').id") == "context-2"
+
+
+def test_calls_are_drawn_and_listed_by_caller(page: Page, place: str) -> None:
+    page.open(place)
+    page.until("document.querySelector('figure svg[aria-label^=\"Calls over time\"]')")
+    rows = page.run("[...document.querySelectorAll('[aria-label^=\"Calls, as\"] tbody tr')].length")
+    assert rows == len(ASKED)
+    assert "searcher" in page.text(".keys")
+    assert "no call was open" in page.text("figcaption")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_can_be_used_by_all(page: Page, place: str, width: int) -> None:
+    page.size(width, 900)
+    page.open(place)
+    page.run("document.querySelectorAll('.shared').forEach((one) => { one.open = true; })")
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run(LABELS) == []
+    assert page.run(CONTRAST) == []
+    if AXE.is_file():
+        assert violations(page) == []
+
+
+def test_redacted_contexts_show_no_text(
+    page: Page, branched: tuple[RecordedRun, str], tmp_path: Path
+) -> None:
+    run, name = branched
+    with closing(_worker(run, redact=True)) as worker, served(worker) as address:
+        page.open(f"{address}#/0/trajectory/{name}")
+        page.run("document.querySelectorAll('.shared').forEach((one) => { one.open = true; })")
+        assert set(page.text(".prefix").split()) == {"▒"}
+        assert "searcher" not in page.text("body")
+        page.leave()

@@ -1,4 +1,4 @@
-"""The tree of a trajectory's contexts and the calls that grew it; it decides what counts as idle."""
+"""The tree of a trajectory's contexts and its agent's calls; it decides what counts as idle."""
 
 from __future__ import annotations
 

@@ -58,6 +58,30 @@ def epoch_of(status: AnyMetrics) -> int:
     return status.epoch if isinstance(status, WorkerStatus) else status.role_epoch
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a worker: sampled, and of prompts computed and reused."""
+
+    sampled: int
+    computed: int
+    reused: int
+
+    @property
+    def reused_share(self) -> float:
+        """Of the prompts' tokens, those that were not computed."""
+        return self.reused / max(1, self.computed + self.reused)
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
+            self.sampled + other.sampled,
+            self.computed + other.computed,
+            self.reused + other.reused,
+        )
+
+
+NO_TOKENS: Final = TokenCounts(0, 0, 0)
+
+
 @dataclass(slots=True, kw_only=True)
 class LastStatus:
     """What the newest incarnation of a role has said."""
@@ -66,8 +90,8 @@ class LastStatus:
     """The newest; a worker's with its progress whole."""
     before: AnyMetrics | None = None
     """The one before it of the same incarnation."""
-    sampled_before: int = 0
-    """Tokens that earlier incarnations had sampled when they were heard last."""
+    before_it: TokenCounts = NO_TOKENS
+    """Of earlier incarnations when they were heard last."""
     _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
     """(moment, tokens sampled) of this incarnation."""
 
@@ -79,7 +103,12 @@ class LastStatus:
     @property
     def sampled(self) -> int:
         """Tokens sampled by all incarnations of a worker."""
-        return self.sampled_before + _tokens(self.status)
+        return self.tokens.sampled
+
+    @property
+    def tokens(self) -> TokenCounts:
+        """Of all incarnations of a worker."""
+        return self.before_it + _tokens(self.status)
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,7 +120,7 @@ class LastStatus:
 
     def note(self) -> None:
         """Remember where the newest status stands."""
-        self._points.append((self.status.at_ns, _tokens(self.status)))
+        self._points.append((self.status.at_ns, _tokens(self.status).sampled))
         while len(self._points) > 2 and self.status.at_ns - self._points[1][0] > RATE_NS:
             self._points.popleft()
 
@@ -109,10 +138,8 @@ class Statuses:
         role, epoch = role_of(status), epoch_of(status)
         known = self.heard.get(role)
         if known is None or known.epoch < epoch:
-            sampled = 0 if known is None else known.sampled
-            known = self.heard[role] = LastStatus(
-                status=_whole(None, status), sampled_before=sampled
-            )
+            earlier = NO_TOKENS if known is None else known.tokens
+            known = self.heard[role] = LastStatus(status=_whole(None, status), before_it=earlier)
         elif known.epoch == epoch:
             known.before, known.status = known.status, _whole(known.status, status)
         else:
@@ -170,5 +197,9 @@ def _whole(before: AnyMetrics | None, status: AnyMetrics) -> AnyMetrics:
     return merged(before if isinstance(before, WorkerStatus) else None, status)
 
 
-def _tokens(status: AnyMetrics) -> int:
-    return status.tokens_total if isinstance(status, WorkerStatus) else 0
+def _tokens(status: AnyMetrics) -> TokenCounts:
+    if not isinstance(status, WorkerStatus):
+        return NO_TOKENS
+    return TokenCounts(
+        status.tokens_total, status.prompt_tokens_computed, status.prompt_tokens_reused
+    )

@@ -37,7 +37,7 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
-from dora_pipe.launch.local_roles import with_engine
+from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.chat import Chat
@@ -153,7 +153,7 @@ def replay_trajectories(
         params = params_by_source(config, tokenizer.stop_ids, chats)
         names = chosen(tables, wanted, random, seed)
         for name, some in engines_of(run.bus, run.topics, tables, names).items():
-            own = with_engine(config, name or config.workers.engine)
+            own = keeping_nothing(with_engine(config, name or config.workers.engine))
             with closing(
                 open_engine(assets=assets, config=own, decode=tokenizer.full_text)
             ) as engine:

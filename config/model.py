@@ -308,6 +308,10 @@ class Workers(Section, frozen=True, kw_only=True):
     for an environment, a tool or a reward for a moment is not among them."""
     context_tokens: Positive = 1024
     """Longest sequence a slot holds."""
+    kv_keep: NonNegativeFloat = 1.0
+    """Keys and values of prompts and of sequences between two calls are kept for so many times the
+    tokens of all slots, beside these, in the torch engine; 0 keeps none. What was not used for
+    longest goes first. vLLM keeps its own (`workers.vllm.prefix_cache`)."""
     checkpoint_tokens: Positive = 128
     """A progress record every so many sampled tokens."""
     threads: Positive = 1

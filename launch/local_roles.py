@@ -56,6 +56,14 @@ def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
     return msgspec.structs.replace(config, workers=workers)
 
 
+def keeping_nothing(config: Config) -> Config:
+    """The same, but what is generated again is prefilled, whatever else was: a proof of what was
+    sampled behind kept prefixes does not stand on some."""
+    return msgspec.structs.replace(
+        config, workers=msgspec.structs.replace(config.workers, kv_keep=0.0)
+    )
+
+
 def show_gpus(config: Config, name: str) -> None:
     """Let this process, which is to be a role, see its GPUs alone; all, where it is given none.
 

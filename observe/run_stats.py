@@ -30,7 +30,14 @@ from dora_pipe.catalogue.account import (
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
 from dora_pipe.catalogue.group_scores import parts_by_task
-from dora_pipe.catalogue.statuses import LastStatus, Statuses, epoch_of, role_of
+from dora_pipe.catalogue.statuses import (
+    NO_TOKENS,
+    LastStatus,
+    Statuses,
+    TokenCounts,
+    epoch_of,
+    role_of,
+)
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -149,7 +156,12 @@ class WorkerView:
     @property
     def sampled(self) -> int:
         """Tokens sampled by all its incarnations."""
-        return 0 if self.heard is None else self.heard.sampled
+        return self.tokens.sampled
+
+    @property
+    def tokens(self) -> TokenCounts:
+        """Of all its incarnations."""
+        return NO_TOKENS if self.heard is None else self.heard.tokens
 
     @property
     def state(self) -> WorkerState:

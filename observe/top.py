@@ -193,9 +193,10 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
     away += f" scored {status.being_scored}" if status.being_scored else ""
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
+    reused = f" reused {worker.tokens.reused_share:.0%}" if worker.tokens.reused else ""
     return Line(
         f"{text} {status.active}/{history.joined.slots}+{status.waiting}{away}"
-        f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}",
+        f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}{reused}",
         _style_of(worker.state),
     )
 

@@ -91,6 +91,10 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Requests whose environment or tool is waited for."""
     being_scored: int = 0
     """Requests whose reward is waited for."""
+    prompt_tokens_computed: int = 0
+    """Tokens that the engine of this incarnation has prefilled; 0 where it does not count."""
+    prompt_tokens_reused: int = 0
+    """Tokens it need not prefill: keys and values of equal beginnings were kept."""
 
 
 def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:

@@ -92,7 +92,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     """Class and message of what ended the trajectory with finish "error"."""
     prefills: tuple[int, ...] = ()
-    """Sequence lengths at which the KV cache was filled by prefill; the first is the prompt's."""
+    """Sequence lengths at which the KV cache was filled by prefill, or by keys of equal beginnings
+    with the very bits of one; the first is the prompt's."""
     moves: int = 0
     weights: tuple[Sampler, ...] = ()
     """Every version beside the trajectory's own that sampled tokens of it, in order; only in runs

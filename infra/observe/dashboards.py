@@ -433,6 +433,17 @@ WORKERS: Final = Dashboard(
             stacked=True,
         ),
         panel(
+            "Prompt tokens reused",
+            "Of those of prompts, what was not computed: equal beginnings were kept.",
+            (
+                rate("prompt_tokens_total", ',how="reused"', by="worker")
+                + " / "
+                + rate("prompt_tokens_total", by="worker"),
+                "{{worker}}",
+            ),
+            unit="percentunit",
+        ),
+        panel(
             "Slots in use",
             "Requests with a slot over slots.",
             (

@@ -52,6 +52,14 @@ def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
     return ((one.name, one.status) for one in stats.present() if one.status is not None)
 
 
+def _prompts(stats: RunStats) -> Samples:
+    return {
+        (name, how): count
+        for name, one in stats.workers.items()
+        for how, count in (("computed", one.tokens.computed), ("reused", one.tokens.reused))
+    }
+
+
 def _requests(stats: RunStats) -> Samples:
     return {
         (name, what): count
@@ -265,6 +273,13 @@ WORKERS: Final = (
         "Tokens sampled, by all incarnations of the worker; its rate is tokens/s.",
         "statuses",
         lambda t: {name: one.sampled for name, one in t.workers.items()},
+    ),
+    counter(
+        "prompt_tokens_total{worker,how}",
+        "Tokens of prompts (a sequence that goes on is one, too), by all incarnations of the "
+        "worker: `computed`, or `reused` from what it had kept of equal beginnings.",
+        "statuses",
+        _prompts,
     ),
     counter(
         "workers_lost_total{how}",

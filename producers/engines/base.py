@@ -18,6 +18,7 @@ from dora_pipe.producers.engines.port import (
     EngineRequest,
     Exported,
     Kv,
+    PromptTokens,
     TokensSampled,
     WeightsLoaded,
 )
@@ -90,6 +91,11 @@ class ResidentVersions(Generic[V]):
             self._versions[version] = made
         self._latest = version
 
+    @property
+    def digests(self) -> set[str]:
+        """Weights digests of what requests can run under."""
+        return {one.digest for one in self._versions.values()} if self.adapters else {self.base}
+
     def drop(self, version: int) -> None:
         """Forget a version; the base stays."""
         self._versions.pop(version, None)
@@ -143,6 +149,12 @@ class EngineBase(Generic[R]):
         self._clock = clock or SystemClock()
         self._rows: dict[str, R] = {}
         """By request, in the order in which they were added."""
+        self._computed = self._reused = 0
+
+    @property
+    def prompt_tokens(self) -> PromptTokens:
+        """See the port."""
+        return PromptTokens(computed=self._computed, reused=self._reused)
 
     @property
     def kv_tokens(self) -> int:
@@ -169,6 +181,7 @@ class EngineBase(Generic[R]):
     def drop(self, version: int) -> None:
         """See the port."""
         self._versions.drop(version)
+        self._versions_changed()
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; the next steps prefill all rows again."""
@@ -245,6 +258,7 @@ class EngineBase(Generic[R]):
         return self._loaded(version, digest, started_ns)
 
     def _loaded(self, version: int, digest: str, started_ns: int) -> WeightsLoaded:
+        self._versions_changed()
         load_ms = (self._clock.now_ns() - started_ns) / 1e6
         return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
 
@@ -265,6 +279,9 @@ class EngineBase(Generic[R]):
     def _replace(self, held: Any, version: int, digest: str) -> None:
         """Have these weights in place of those there are."""
         raise NotImplementedError
+
+    def _versions_changed(self) -> None:
+        """Versions came, went or were replaced."""
 
     def _interrupt(self, row: R) -> None:
         """Weights will change under a row, which keeps its slot."""

@@ -15,6 +15,9 @@ What an engine can is declared, and the contract suite asks for exactly that:
 - ``lora``: versions are adapters on one base, of which `versions_resident` live beside each other:
   each row of a batch under its own.
 - ``interruptible``: weights can change under running requests, which are then prefilled again.
+- ``prefix_reuse``: keys and values of sequences are kept when these have left their slot, and of
+  prompts for other requests; who begins with the same tokens under the same weights goes on from
+  them, with the very bits of a prefill.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ PREFILL_EXACT = "prefill_exact"
 KV_EXPORT = "kv_export"
 INTERRUPTIBLE = "interruptible"
 LORA = "lora"
+PREFIX_REUSE = "prefix_reuse"
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -110,6 +114,9 @@ class EngineRequest:
     version: int = -1
     """Which of the resident versions samples it, where there are several; -1: the one that was
     loaded last."""
+    keep: bool = True
+    """Whether a later request may go on from its end: an engine with `prefix_reuse` keeps what it
+    has computed of the whole, else of the prompt alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +162,16 @@ class Exported:
     """What was sampled and not yet emitted."""
     kv: Kv | None
     """None while its prompt was not complete in the cache, or for want of `kv_export`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """What an engine has done with the tokens of prompts since it opened; a sequence that goes on
+    is a prompt, too. What an engine does not count is 0."""
+
+    computed: int = 0
+    reused: int = 0
+    """Taken from what was kept of equal beginnings."""
 
 
 EngineEvent = TokensSampled | RequestFinished | WeightsLoaded
@@ -233,6 +250,10 @@ class Engine(Protocol):
     @property
     def kv_used_tokens(self) -> int:
         """Tokens held in the KV cache by active rows."""
+
+    @property
+    def prompt_tokens(self) -> PromptTokens:
+        """How many were prefilled, and how many need not be."""
 
     def close(self) -> None:
         """Let go of memory and device."""

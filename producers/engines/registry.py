@@ -162,7 +162,7 @@ def _sizes(config: Config, decode: Decode) -> dict[str, Any]:
 def _open_torch(assets: Path, config: Config, decode: Decode) -> Engine:
     from dora_pipe.producers.engines.torch.engine import TorchEngine
 
-    return TorchEngine.open(assets, **_sizes(config, decode))
+    return TorchEngine.open(assets, **_sizes(config, decode), kv_keep=config.workers.kv_keep)
 
 
 def _check_torch_model(directory: Path, config: Config) -> None:

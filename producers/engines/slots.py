@@ -111,15 +111,19 @@ class SlotTable:
 
     def prefill_again(self, slot: int) -> None:
         """Make the whole sequence of a slot its prompt, with nothing of it in the cache."""
+        self.prompts[slot] = self.sequence(slot)
+        self.cached[slot] = 0
+
+    def sequence(self, slot: int) -> Integers:
+        """All tokens of a slot that has not ended with an error."""
         count = int(self._count[slot])
         given = self.prompts[slot][: self.length[slot] - count]
-        self.prompts[slot] = np.concatenate([given, self._tokens[slot, :count]])
-        self.cached[slot] = 0
+        return np.concatenate([given, self._tokens[slot, :count]])
 
     def record(
         self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]
-    ) -> tuple[list[EngineEvent], list[int]]:
-        """Give the slots of `order` their drawn tokens: events by arrival, slots that ended.
+    ) -> list[EngineEvent]:
+        """Give the slots of `order` their drawn tokens: events by arrival.
 
         A request whose log-prob is not finite ends with an error, without that token.
         """
@@ -140,7 +144,7 @@ class SlotTable:
         full = self._count[order] >= self._limit[order]
         busy = broken | stopped | full | (self._count[order] >= self._emit_at[order])
         if not busy.any():
-            return [], []
+            return []
         reasons: dict[int, StopReason | None] = {}
         for row in np.flatnonzero(busy):
             slot = int(order[row])
@@ -151,10 +155,8 @@ class SlotTable:
                 reasons[slot] = "error"
         return self._events_of(reasons)
 
-    def _events_of(
-        self, reasons: dict[int, StopReason | None]
-    ) -> tuple[list[EngineEvent], list[int]]:
-        """Events of the slots that emit or end, and those that end."""
+    def _events_of(self, reasons: dict[int, StopReason | None]) -> list[EngineEvent]:
+        """Events of the slots that emit or end."""
         events: list[EngineEvent] = []
         for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):
             reason, error = reasons[slot], None
@@ -167,7 +169,7 @@ class SlotTable:
             if reason is not None:
                 name = self._names[slot]
                 events.append(RequestFinished(request=name, reason=reason, error=error))
-        return events, [slot for slot, reason in reasons.items() if reason is not None]
+        return events
 
     def _text_stops(self, order: Integers, tokens: Integers) -> Flags:
         """Whether the text of each row now contains a stop string."""

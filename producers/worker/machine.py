@@ -32,7 +32,7 @@ from dora_pipe.core.runtime import (
 )
 from dora_pipe.core.status_schedule import Address, StatusSchedule
 from dora_pipe.core.wait_tracker import PendingWait, WaitTracker
-from dora_pipe.producers.engines.port import WeightsLoaded
+from dora_pipe.producers.engines.port import PromptTokens, WeightsLoaded
 from dora_pipe.producers.worker.effects import (
     DropWeights,
     EngineFailed,
@@ -120,7 +120,12 @@ class WorkerMachine:
     """
 
     def __init__(
-        self, setup: WorkerSetup, *, cost: Callable[[], Cost], kv_used: Callable[[], int]
+        self,
+        setup: WorkerSetup,
+        *,
+        cost: Callable[[], Cost],
+        kv_used: Callable[[], int],
+        prompt_tokens: Callable[[], PromptTokens] = PromptTokens,
     ) -> None:
         self.setup = setup
         self.requests = Requests(setup)
@@ -138,6 +143,7 @@ class WorkerMachine:
         self.run_over = False
         self._cost = cost
         self._kv_used = kv_used
+        self._prompt_tokens = prompt_tokens
         self._draining = ""
         self._leaving = ""
         self._leave_by_ns = 0
@@ -422,7 +428,7 @@ class WorkerMachine:
         requests, setup = self.requests, self.setup
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
-        found = self.waits(now.mono_ns)
+        found, prompts = self.waits(now.mono_ns), self._prompt_tokens()
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
@@ -439,6 +445,8 @@ class WorkerMachine:
             off_engine=self._off_engine_now()[0],
             in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
+            prompt_tokens_computed=prompts.computed,
+            prompt_tokens_reused=prompts.reused,
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
         goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)

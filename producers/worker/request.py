@@ -483,4 +483,5 @@ def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
         emit_every=emit_every,
         kv=request.kv,
         version=request.hosted.version,
+        keep=request.episode,
     )

@@ -19,8 +19,9 @@ Rules:
    finished and a cancellation comes too late: it is logged, and the fold decides.
 2. Progress records of a request form a chain, so at most one is under way; the offset of the last
    acknowledged one is its `Resume`.
-3. A request in ENVIRONMENT holds no slot and no KV cache: its next turn prefills everything. One of
-   several turns stays where it is when others move: its environment lives here.
+3. A request in ENVIRONMENT holds no slot: its next turn goes in as a fresh request, and how much of
+   it is prefilled is the engine's affair (`prefix_reuse`). One of several turns stays where it is
+   when others move: its environment lives here.
 4. A KV cache that is lost on any way costs a prefill and is counted, with the reason; the tokens
    are the same.
 """

@@ -252,7 +252,12 @@ def task_ports(pools: Pools, tokenizer: Tokenizer, chats: Mapping[str, Chat]) ->
 def _serve(
     here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, tasks: TaskPorts
 ) -> Outcome:
-    machine = WorkerMachine(setup, cost=here.meter.cost, kv_used=lambda: engine.kv_used_tokens)
+    machine = WorkerMachine(
+        setup,
+        cost=here.meter.cost,
+        kv_used=lambda: engine.kv_used_tokens,
+        prompt_tokens=lambda: engine.prompt_tokens,
+    )
     runtime = Runtime(
         machine,
         bus=here.bus,

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dora_pipe.producers.engines.port import BATCH_INVARIANT, PREFILL_EXACT, Engine, Kv
 from dora_pipe.producers.engines.simulated import VOCABULARY, SimulatedEngine
@@ -13,6 +15,7 @@ from dora_pipe.producers.worker.kv_handover import KvHandover, KvLabel
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers.files import MappedFiles
 from tests.support import engine_moves as moves
+from tests.support import engine_prefixes as prefixes
 from tests.support.engine_contract import Decode, Subject
 from tests.support.engine_moves import CHECKS
 from tests.support.worker import VirtualClock
@@ -65,6 +68,27 @@ def _simulated(folder: Path) -> Subject:
 @pytest.mark.parametrize("check", CHECKS)
 def test_engine_keeps_what_it_declares(subject: Subject, check: str) -> None:
     CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("check", prefixes.CHECKS)
+def test_engine_that_keeps_prefixes(subject: Subject, check: str) -> None:
+    prefixes.CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_kept_prefixes_change_no_bit_of_random_episodes(subject: Subject, examples: int) -> None:
+    """With room for all, and for so little that something is always pushed out."""
+    open_keeping = prefixes.opens_keeping(subject)
+    plain = subject.open(slots=4)
+    keeping = [open_keeping(slots=4, kv_keep=room) for room in (2.0, 0.3)]
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.integers(0, 2**32))
+    def play(seed: int) -> None:
+        for engine in keeping:
+            prefixes.check_kept_prefixes_change_no_bit(subject, plain, engine, seed)
+
+    play()
 
 
 def test_cache_that_goes_through_a_file_is_the_cache(subject: Subject, tmp_path: Path) -> None:

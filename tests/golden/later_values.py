@@ -121,6 +121,11 @@ STATUS_OFF_ENGINE = metrics.WorkerStatus(
 )
 """A worker most of whose requests wait for tools and judges."""
 
+STATUS_KEEPING = msgspec.structs.replace(
+    STATUS_SINCE, prompt_tokens_computed=1200, prompt_tokens_reused=3400
+)
+"""A worker whose engine keeps prefixes."""
+
 ROUND_OFF_ENGINE = rounds.Round(
     ordinal=3,
     role_epoch=0,

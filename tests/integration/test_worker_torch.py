@@ -14,14 +14,16 @@ pytest.importorskip("torch")
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep
 from dora_pipe.producers.worker.kv_handover import Handover, KvHandover, NoHandover
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
+from tests.support.inline_tasks import InlineTasks
 from tests.support.models import make_qwen2
-from tests.support.worker import VirtualClock, Worker, World
+from tests.support.worker import HEARTBEAT_NS, TICK_NS, VirtualClock, Worker, World
 
 KILLED_AT = 200
 CHECKPOINT_TOKENS = 32
@@ -38,7 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicyStore, str, P
 
 
 def _world(
-    model: tuple[PolicyStore, str, Path], steps_max: int = 8, handover: Handover | None = None
+    model: tuple[PolicyStore, str, Path],
+    steps_max: int = 8,
+    handover: Handover | None = None,
+    kv_keep: float = 0.0,
 ) -> World:
     store, digest, assets = model
     return World(
@@ -52,6 +57,7 @@ def _world(
             context_tokens=setup.context_tokens,
             threads=1,
             decode=Tokenizer(assets).full_text,
+            kv_keep=kv_keep,
         ),
     )
 
@@ -128,6 +134,37 @@ def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed
     assert trajectory.meta.moves == kept and len(trajectory.meta.prefills) == 2 - kept
     assert target.counts["KV caches imported"] == kept
     assert list(tmp_path.iterdir()) == []
+
+
+def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled(
+    model: tuple[PolicyStore, str, Path],
+) -> None:
+    found, statuses = [], []
+    for kv_keep in (0.0, 1.0):
+        world = _world(model, kv_keep=kv_keep)
+        tasks = InlineTasks(episodes=True, step=_answer)
+        params = SamplingParams(max_tokens=200, stop_ids=tuple(range(0, 100, 9)))
+        worker = world.start(tasks=tasks, params={"train": params}, context_tokens=640)
+        world.decide(*(world.place(worker, 0, sibling) for sibling in range(4)))
+        world.until_idle(worker)
+        world.ticks(worker, HEARTBEAT_NS // TICK_NS + 1)
+        logged = sorted(world.facts(TrajectoryLogged), key=lambda one: one.trajectory)
+        found.append([world.trajectory(one) for one in logged])
+        statuses.append(world.statuses()[-1])
+    for plain, keeping in zip(*found, strict=True):
+        assert len(plain.meta.prefills) > 1
+        assert keeping.meta.prefills == plain.meta.prefills
+        assert keeping.token_ids == plain.token_ids
+        assert keeping.logprobs == plain.logprobs
+    plain_status, keeping_status = statuses
+    assert plain_status.prompt_tokens_reused == 0
+    assert keeping_status.prompt_tokens_reused > keeping_status.prompt_tokens_computed > 0
+    spent = keeping_status.prompt_tokens_reused + keeping_status.prompt_tokens_computed
+    assert spent == plain_status.prompt_tokens_computed
+
+
+def _answer(call: EnvStep) -> EnvObserved:
+    return EnvObserved(request=call.request, text="9 8 7", done=False, tool="", ok=True)
 
 
 def test_one_long_request_among_64_slots_is_untouched_by_ten_refills_of_the_others(

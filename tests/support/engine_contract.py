@@ -61,6 +61,8 @@ class Subject:
     """Nats between log-probs of a token in one company and in another; 0: results are equal."""
     coarse: bool = False
     """That may change which token is drawn, and all that follow."""
+    keeping: Callable[..., Engine] | None = None
+    """Opens it so that it declares `prefix_reuse`; `kv_keep` says how much it keeps."""
     samples: bool = True
     """Its log-probs are of a distribution."""
 

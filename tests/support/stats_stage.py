@@ -68,7 +68,16 @@ class Stage(ToldRun):
         """w0 says that siblings lie in the log, a second later."""
         self.logged(spec, epoch, rewards)
 
-    def status(self, name: str, epoch: int, *, active: int = 1, sampled: int = 0) -> None:
+    def status(
+        self,
+        name: str,
+        epoch: int,
+        *,
+        active: int = 1,
+        sampled: int = 0,
+        computed: int = 0,
+        reused: int = 0,
+    ) -> None:
         """A worker says what it does."""
         self.stats.status(
             WorkerStatus(
@@ -82,6 +91,8 @@ class Stage(ToldRun):
                 kv_used_tokens=256,
                 tokens_total=sampled,
                 progress={},
+                prompt_tokens_computed=computed,
+                prompt_tokens_reused=reused,
             )
         )
 

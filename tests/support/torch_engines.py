@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,31 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
     first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
 
     def open_engine(
-        *, slots: int, context_tokens: int = 256, decode: Decode | None = None
+        *,
+        slots: int,
+        context_tokens: int = 256,
+        decode: Decode | None = None,
+        kv_keep: float = 0.0,
     ) -> Engine:
         engine = TorchEngine.open(
-            directories[0], slots=slots, context_tokens=context_tokens, threads=1, decode=decode
+            directories[0],
+            slots=slots,
+            context_tokens=context_tokens,
+            threads=1,
+            decode=decode,
+            kv_keep=kv_keep,
         )
         engine.load(first[0], version=0, digest=first[1])
         return engine
 
     vocabulary = models.QWEN2_VOCABULARY if kind == "qwen2" else models.LLAMA_VOCABULARY
-    return Subject(name=kind, open=open_engine, vocabulary=vocabulary, policies=(first, second))
+    return Subject(
+        name=kind,
+        open=open_engine,
+        vocabulary=vocabulary,
+        policies=(first, second),
+        keeping=partial(open_engine, kv_keep=1.0),
+    )
 
 
 def reference_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:

@@ -128,7 +128,10 @@ class Worker:
         self.meter = Meter()
         self.setup = setup
         self.machine = WorkerMachine(
-            setup, cost=self.meter.cost, kv_used=lambda: self.engine.kv_used_tokens
+            setup,
+            cost=self.meter.cost,
+            kv_used=lambda: self.engine.kv_used_tokens,
+            prompt_tokens=lambda: self.engine.prompt_tokens,
         )
         self.engine = world.engine(setup)
         clock = world.clock

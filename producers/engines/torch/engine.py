@@ -8,7 +8,9 @@ prompt tokens as fit are prefilled together with one token of every row whose pr
 one token is drawn for each of these; requests that end leave their slot.
 
 Bits: the logits of a row depend on its tokens alone (see `model`), whatever runs beside it
-and wherever it was interrupted.
+and wherever it was interrupted. So do its keys: those of a sequence that has left, or of a prompt
+that another request has too, are what a prefill would compute, and are copied in its place where
+`kv_keep` has them kept. Where `probe` finds that prefill is not exact, nothing is kept.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ from dora_pipe.producers.engines.port import (
     KV_EXPORT,
     LORA,
     PREFILL_EXACT,
+    PREFIX_REUSE,
     EngineEvent,
     EngineRequest,
     Kv,
+    RequestFinished,
     TokensSampled,
 )
+from dora_pipe.producers.engines.prefixes import KeptPrefixes, common
 from dora_pipe.producers.engines.requests import Decode, stop_text
 from dora_pipe.producers.engines.slots import Integers, SlotTable
 from dora_pipe.producers.engines.torch import probe as torch_probe
@@ -55,6 +60,10 @@ from dora_pipe.producers.engines.torch.weights import (
 
 PREFILL_TOKENS_MAX = 512
 """Prompt tokens of one step; a longer prompt is prefilled over several."""
+
+SHARED_MIN = 32
+"""A prompt is kept for others, and waited for by one that begins like it, where that saves so many
+tokens; fewer are computed as soon."""
 
 KV_ARRAY = "kv"
 """The one array of an exported cache: [layers, 2, kv_heads, tokens, head_dim], keys first."""
@@ -89,6 +98,7 @@ class TorchEngine(EngineBase[int]):
         clock: Clock | None = None,
         lora_rank: int = 0,
         versions_resident: int = 1,
+        kv_keep: float = 0.0,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -99,7 +109,8 @@ class TorchEngine(EngineBase[int]):
             decode=decode,
             clock=clock,
         )
-        self.declares = declares
+        kept_max = int(kv_keep * slots * context_tokens) if PREFILL_EXACT in declares else 0
+        self.declares = declares | ({PREFIX_REUSE} if kept_max else set())
         self.version = str(torch.__version__)
         self._model = model
         self._weights = weights
@@ -114,6 +125,14 @@ class TorchEngine(EngineBase[int]):
         self._waiting: deque[int] = deque()
         """Slots whose prompt is not complete in the cache, in the order they came."""
         self._changed = False
+        self._kept = KeptPrefixes(tokens_max=kept_max)
+        self._keeps = np.zeros(slots, np.bool_)
+        """Slots whose sequences may be gone on with."""
+        self._imported: set[int] = set()
+        """Slots whose cache came from another engine. Its bits are that engine's, and are kept for
+        nobody else: a record of who went on from them would not say so."""
+        self._put_off: set[int] = set()
+        """Slots that have waited for a prompt like theirs; each does so once."""
 
     @classmethod
     def open(
@@ -126,12 +145,14 @@ class TorchEngine(EngineBase[int]):
         decode: Decode | None = None,
         lora_rank: int = 0,
         versions_resident: int = 1,
+        kv_keep: float = 0.0,
     ) -> TorchEngine:
         """An engine for a model directory, with its weights if it holds any (else `load` some).
 
         With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
         that rank on one base. `decode` gives the text of tokens; without it requests with stop
-        strings are refused.
+        strings are refused. Of sequences that have left, and of prompts, `kv_keep` times the tokens
+        of all slots are kept, beside these.
         Sets the number of torch's threads in this process. Raises PolicyError for a model that
         the engine does not take, ConfigError for sizes that cannot be, ResourceError.
         """
@@ -151,6 +172,7 @@ class TorchEngine(EngineBase[int]):
                 decode=decode,
                 lora_rank=lora_rank,
                 versions_resident=versions_resident,
+                kv_keep=kv_keep,
             )
         except MemoryError as error:
             raise ResourceError(
@@ -166,8 +188,10 @@ class TorchEngine(EngineBase[int]):
         self._rows[request.request] = slot
         self._versions.assign(slot, request)
         self._table.enter(slot, request, stops, cached=kv.tokens if kv else 0)
+        self._keeps[slot] = request.keep
         if kv is not None:
             self._kv.adopt(slot, torch.from_numpy(kv.arrays[KV_ARRAY]))
+            self._imported.add(slot)
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
 
@@ -175,17 +199,23 @@ class TorchEngine(EngineBase[int]):
         """See the port; a prompt beyond PREFILL_TOKENS_MAX is prefilled over several steps."""
         if not self._rows:
             return []
-        runs = self._arrange()
+        pieces = self._arrange()
         order = self._kv.order
         positions = self._table.length[order] - 1
         with torch.inference_mode():
-            logits = self._forward(order, positions, runs)
+            logits = self._forward(order, positions, split_pieces(self._kv, pieces))
             if not len(order):
                 return []
             drawn = self._sampler.draw(logits[: len(order)], order, positions + 1)
-        events, ended = self._table.record(order, drawn, self._clock.wall_ns)
-        for slot in ended:
-            self._let_go(slot)
+        self._keep_prompts(pieces)
+        events = self._table.record(order, drawn, self._clock.wall_ns)
+        for event in events:
+            if isinstance(event, RequestFinished):
+                slot = self._rows[event.request]
+                if self._keeps[slot] and event.reason != "error":
+                    end = int(self._table.cached[slot])
+                    self._keep(slot, self._table.sequence(slot)[:end])
+                self._let_go(slot)
         return events
 
     @property
@@ -211,10 +241,11 @@ class TorchEngine(EngineBase[int]):
     def _replace(self, held: Weights, version: int, digest: str) -> None:
         self._weights = held
 
+    def _versions_changed(self) -> None:
+        self._kept.retain(self._versions.digests)
+
     def _interrupt(self, slot: int) -> None:
-        if slot in self._waiting:
-            self._waiting.remove(slot)
-        self._kv.release(slot)
+        self._take_out(slot)
         self._table.prefill_again(slot)
         self._waiting.append(slot)
         self._changed = True
@@ -223,12 +254,18 @@ class TorchEngine(EngineBase[int]):
         return self._table.emit(slot)
 
     def _let_go(self, slot: int) -> None:
-        if slot in self._waiting:
-            self._waiting.remove(slot)
-        self._kv.release(slot)
+        self._take_out(slot)
         del self._rows[self._table.leave(slot)]
         self._free.append(slot)
         self._changed = True
+
+    def _take_out(self, slot: int) -> None:
+        """Free what the slot has of the cache."""
+        if slot in self._waiting:
+            self._waiting.remove(slot)
+        self._kv.release(slot)
+        self._imported.discard(slot)
+        self._put_off.discard(slot)
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         model = self._model
@@ -242,14 +279,17 @@ class TorchEngine(EngineBase[int]):
         array, digest = self._kv.copied(slot, tokens).numpy(), self._versions.digest_in(slot)
         return Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
 
-    def _arrange(self) -> list[Run]:
+    def _arrange(self) -> list[Piece]:
         """Let rows move and enter; the prompt tokens to prefill in this step."""
         table, kv = self._table, self._kv
         outgrown = kv.order[table.length[kv.order] > kv.room]
         entering = [(int(s), int(table.length[s]) - 1) for s in outgrown if kv.is_dense(int(s))]
-        pieces, budget = [], PREFILL_TOKENS_MAX
+        pieces, budget, put_off = list[Piece](), PREFILL_TOKENS_MAX, list[int]()
         while self._waiting and budget:
             slot = self._waiting[0]
+            if not self._take_up(slot, pieces):
+                put_off.append(self._waiting.popleft())
+                continue
             start, end = int(table.cached[slot]), int(table.length[slot]) - 1
             if end - start <= budget:
                 self._waiting.popleft()
@@ -258,14 +298,63 @@ class TorchEngine(EngineBase[int]):
                 end = start + budget
             pieces.append(Piece(slot=slot, start=start, end=end))
             budget -= end - start
+            self._computed += end - start
         if entering or self._changed:
             kv.settle(entering, table.cached)
             self._changed = False
         if pieces and self._waiting and pieces[-1].slot == self._waiting[0]:
             kv.stage(self._waiting[0], int(table.length[self._waiting[0]]) - 1)
+            put_off.insert(0, self._waiting.popleft())  # before those that it was put before
+        self._waiting.extendleft(reversed(put_off))
         for piece in pieces:
             table.cached[piece.slot] = piece.end
-        return split_pieces(kv, pieces)
+        return pieces
+
+    def _take_up(self, slot: int, before: Sequence[Piece]) -> bool:
+        """Give a waiting slot what is kept of its prompt; False: one of the prompts `before` it in
+        this step begins like it, and it waits for what will be kept of that."""
+        if self._table.cached[slot] or not self._kept.tokens_max:
+            return True
+        ids, weights = self._table.prompts[slot][:-1], self._versions.digest_in(slot)
+        known = self._kept.known(weights, ids)
+        if slot not in self._put_off and self._gains(ids, weights, known, before):
+            self._put_off.add(slot)
+            return False
+        data = self._kept.longest(weights, ids) if known else None
+        if data is not None:
+            self._kv.adopt(slot, torch.from_numpy(data))
+            self._table.cached[slot] = known
+            self._reused += known
+        return True
+
+    def _gains(self, ids: Integers, weights: str, known: int, before: Sequence[Piece]) -> bool:
+        """Whether enough of a prompt will be kept after this step, beyond what is known of it."""
+        enough = known + SHARED_MIN
+        return len(ids) >= enough and any(
+            piece.end >= enough
+            and piece.slot not in self._imported
+            and self._versions.digest_in(piece.slot) == weights
+            and common(self._table.prompts[piece.slot], ids) >= enough
+            for piece in before
+        )
+
+    def _keep_prompts(self, pieces: Sequence[Piece]) -> None:
+        """Keep the prompts that this step has completed, where enough of them is new."""
+        for piece in pieces:
+            ids = self._table.prompts[piece.slot]
+            if SHARED_MIN <= piece.end == len(ids) - 1 and self._kept.tokens_max:
+                known = self._kept.known(self._versions.digest_in(piece.slot), ids)
+                if len(ids) - known >= SHARED_MIN:
+                    self._keep(piece.slot, ids)
+
+    def _keep(self, slot: int, ids: Integers) -> None:
+        """Keep the first tokens of a dense row."""
+        if slot not in self._imported:
+            self._kept.keep(
+                self._versions.digest_in(slot),
+                ids,
+                lambda start, end: self._kv.copied(slot, end, start).numpy(),
+            )
 
     def _forward(self, order: Integers, positions: Integers, runs: Sequence[Run]) -> torch.Tensor:
         """Logits of the rows of `order`, after prefilling `runs`; see `model.forward`."""

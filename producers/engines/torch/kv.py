@@ -95,29 +95,34 @@ class KvCache:
         return self._staged is not None and self._staged[0] == slot
 
     def stage(self, slot: int, last_position: int) -> None:
-        """Give the slot the staging row of its pool, unless it has it already."""
+        """Give the slot the staging row of its pool, unless it has it already. What it has adopted
+        it takes along."""
         if self.is_staged(slot):
             return
         assert self._staged is None and slot not in self._dense
         pool = self.pools[self.pool_of(last_position)]
-        pool.data[:, :, pool.capacity - 1].zero_()
+        row = pool.data[:, :, pool.capacity - 1].zero_()
+        adopted = self._adopted.pop(slot, None)
+        if adopted is not None:
+            row[:, :, :, : adopted.shape[3]].copy_(adopted)
         self._staged = (slot, self.pool_of(last_position))
 
     def adopt(self, slot: int, data: torch.Tensor) -> None:
-        """Give a slot that is nowhere keys and values from outside, as `copied` gave them.
+        """Give a slot that is nowhere keys and values from position 0 on, as `copied` gave them.
 
         They are copied into a row when the slot enters a pool.
         """
         assert slot not in self._dense and not self.is_staged(slot)
         self._adopted[slot] = data
 
-    def copied(self, slot: int, used: int) -> torch.Tensor:
-        """A copy of the first `used` keys and values [layers, 2, kv_heads, used, head_dim]."""
+    def copied(self, slot: int, end: int, start: int = 0) -> torch.Tensor:
+        """A copy of the keys and values of positions [start, end):
+        [layers, 2, kv_heads, end - start, head_dim]."""
         whole = self._adopted.get(slot)
         if whole is None:
             pool, row = self.place(slot)
             whole = self.pools[pool].data[:, :, row]
-        return whole[:, :, :, :used].clone(memory_format=torch.contiguous_format)
+        return whole[:, :, :, start:end].clone(memory_format=torch.contiguous_format)
 
     def release(self, slot: int) -> None:
         """Take the slot out, if it is in."""

@@ -124,6 +124,13 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         """Have vLLM load what was read, under this label."""
         raise NotImplementedError
 
+    def _salt(self, adapter: str) -> str:
+        """What vLLM keeps prefixes apart by: weights, and the name of an adapter if there is one.
+
+        Beside emptying its cache, so that blocks of other weights are not even looked up.
+        """
+        return f"{self._label}+{adapter}" if adapter else self._label
+
     def _has_weights(self) -> bool:
         return bool(self._label)
 

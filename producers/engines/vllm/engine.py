@@ -181,6 +181,7 @@ class VllmEngine(VllmEngineBase):
         version = self._versions.of(row.request)
         row.adapter, row.weights = version.number, version.digest
         prompt: dict[str, Any] = {"prompt_token_ids": row.sequence}
+        prompt["cache_salt"] = self._salt(version.name)
         if row.kv is not None:
             self._caches.offer(row.stay, row.kv)
             row.kv, prompt["cache_salt"] = None, row.stay  # it has its own numbers, nobody else's

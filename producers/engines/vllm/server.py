@@ -293,7 +293,7 @@ class VllmServerEngine(VllmEngineBase):
             row.request.params,
             seed=row.request.seed,
             max_tokens=self._tokens_left(row),
-            label=self._label,
+            salt=self._salt(version.name),
             adapter=version.name,
         )
         stream = Stream(row=row, http=self._server.generate(body))

@@ -172,20 +172,19 @@ def generate_body(
     *,
     seed: int,
     max_tokens: int,
-    label: str,
+    salt: str,
     adapter: str,
 ) -> dict[str, Any]:
     """The body of a GENERATE request, under an adapter of this name; without one if it is empty.
 
-    What vLLM has cached of prompts is kept apart by weights and adapter: beside emptying the cache,
-    so that a prefix of other weights is not even looked up.
+    What vLLM has cached of prompts is looked up among those of the same `salt` alone.
     """
     return {
         **({"model": adapter} if adapter else {}),
         "request_id": stay,
         "token_ids": sequence,
         "stream": True,
-        "cache_salt": f"{label}+{adapter}" if adapter else label,
+        "cache_salt": salt,
         "sampling_params": {
             "temperature": params.temperature,
             "top_p": params.top_p,

@@ -47,6 +47,15 @@ def test_workers_are_counted_by_version_and_state_then_named() -> None:
     ]
 
 
+def test_share_of_prompts_that_was_not_computed_stands_beside_the_cache() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    stage.assign("w0", epoch, 0)
+    stage.status("w0", epoch, active=2, computed=100, reused=300)
+    (line,) = _texts(_shown(stage).workers)[1:]
+    assert line == "w0 v0  generating 2/4+0 0 tok/s kv 25% reused 75%"
+
+
 def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:
     stage = Stage()
     epoch = stage.worker()

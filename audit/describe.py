@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +21,16 @@ from dora_pipe.audit.reading import record_at
 from dora_pipe.audit.tracing import Traces
 from dora_pipe.bus.logged import fault_of, logged_trajectory
 from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import error_class
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Times, Trajectory
+from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
 
 Description = dict[str, Any]
@@ -261,8 +264,10 @@ class _Describer:
                 "mean log-prob": _mean([one for one in trajectory.logprobs if one is not None]),
             },
             "times": _times(meta.times),
+            **_branches(trajectory),
             "segments": [
                 {
+                    **({"context": context} if meta.contexts else {}),
                     "kind": segment.kind,
                     "turn": segment.turn,
                     "tokens": f"{segment.start}-{segment.end}",
@@ -271,7 +276,7 @@ class _Describer:
                     "ms": (segment.end_ns - segment.start_ns) / 1e6,
                     "text": self._text(trajectory.token_ids[segment.start : segment.end]),
                 }
-                for segment in trajectory.segments
+                for context, segment in _by_context(trajectory)
             ],
         }
 
@@ -328,6 +333,56 @@ class _Describer:
         groups = self._ledger.accounts.sampled_from(version)
         text = f"{groups} groups were sampled from it" if groups else "nothing was sampled"
         return {f"made by its step: version {version}": text}
+
+
+def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
+    """Each segment with the number of the context that it is of."""
+    number = -1
+    for segment in trajectory.segments:
+        number += segment.kind == "prompt"
+        yield max(0, number), segment
+
+
+def _branches(trajectory: Trajectory) -> Description:
+    """The contexts of a trajectory that has several, and the calls of an agent."""
+    meta, found = trajectory.meta, list(call_rows(trajectory))
+    description: Description = {}
+    if meta.contexts:
+        calls = Counter(one.context for one in found)
+        parents = [(-1, 0), *((one.parent, one.shared) for one in meta.contexts)]
+        places = bounds(meta.contexts, trajectory.length)
+        description["contexts"] = [
+            {
+                "context": number,
+                "begins as": "-" if parent < 0 else f"{shared} tokens of context {parent}",
+                "tokens": shared + end - start,
+                "sampled": int(sum(trajectory.loss_mask[start:end])),
+                "calls": calls[number],
+            }
+            for number, ((parent, shared), (start, end)) in enumerate(
+                zip(parents, places, strict=True)
+            )
+        ]
+    if found:
+        description["calls"] = [_call_row(one, meta.times.placed) for one in found]
+    return description
+
+
+def _call_row(call: CallRow, placed_ns: int) -> dict[str, Any]:
+    return {
+        "call": call.call,
+        "context": call.context,
+        "caller": call.caller,
+        "asked ms": (call.asked_ns - placed_ns) / 1e6,
+        "took ms": (call.answered_ns - call.asked_ns) / 1e6,
+        "idle before ms": call.idle_ns / 1e6,
+        "prompt tokens": call.prompt_tokens,
+        "tokens": call.tokens,
+        "finish": call.finish,
+        "again": call.occurrence or None,
+        "api": call.api or None,
+        "asked for": call.asked,
+    }
 
 
 def _worker(name: str, epoch: int) -> str:

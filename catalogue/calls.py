@@ -22,7 +22,7 @@ from dora_pipe.catalogue.database import (
 from dora_pipe.catalogue.follower import EMPTY_POLLS_MAX, PIECE_BYTES, RECORDS_MAX, WAIT_S
 from dora_pipe.catalogue.tables import CALLS, CallRow
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.contexts import place_of
+from dora_pipe.schemas.contexts import Call, place_of
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Described
@@ -52,6 +52,7 @@ def ask(
 
 def call_rows(found: Described) -> Iterator[CallRow]:
     """The calls of a record, in the order in which they were answered."""
+    idle = _idle_before(found.meta.calls, found.meta.times.placed)
     for number, call in enumerate(found.meta.calls):
         context, prompt_tokens = place_of(call, found.meta.contexts)
         yield CallRow(
@@ -62,12 +63,23 @@ def call_rows(found: Described) -> Iterator[CallRow]:
             caller=call.caller or None,
             asked_ns=call.asked_ns,
             answered_ns=call.answered_ns,
+            idle_ns=idle[number],
             prompt_tokens=prompt_tokens,
             tokens=call.end - call.start,
             finish=call.finish,
             occurrence=call.occurrence,
             asked=canonical(call.asked).decode() if call.asked else None,
         )
+
+
+def _idle_before(calls: Sequence[Call], placed_ns: int) -> list[int]:
+    """Before each call, ns in which none was open: its agent thought, or did something else."""
+    found = [0] * len(calls)
+    busy_until_ns = placed_ns
+    for number in sorted(range(len(calls)), key=lambda one: calls[one].asked_ns):
+        found[number] = max(0, calls[number].asked_ns - busy_until_ns)
+        busy_until_ns = max(busy_until_ns, calls[number].answered_ns)
+    return found
 
 
 def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Iterator[CallRow]:

@@ -322,6 +322,9 @@ class CallRow(Row, frozen=True, kw_only=True, gc=False):
     caller: Annotated[str | None, "what the agent called itself"]
     asked_ns: Annotated[int, "when it came"]
     answered_ns: Annotated[int, "when its answer was durable in the log, and left"]
+    idle_ns: Annotated[
+        int, "ns before it in which no call was open since the one before it, or the placement"
+    ]
     prompt_tokens: Annotated[Small, "of the sequence before what was sampled for it"]
     tokens: Annotated[Small, "that were sampled for it"]
     finish: Annotated[str, "why its sampling ended"]

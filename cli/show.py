@@ -72,7 +72,7 @@ EVALUATIONS_SHOWN: Final = 3
 DROP: Final = (
     *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
     *("bytes", "logged", "sha256", "turn", "ms", "staleness", "clipped_share", "group"),
-    *("deadline", "row", "attempt", "attempts", "finish"),
+    *("deadline", "row", "attempt", "attempts", "finish", "api", "again", "idle before ms"),
 )
 """Columns that go where a terminal is too narrow, the first first."""
 

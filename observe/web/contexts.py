@@ -1,14 +1,14 @@
-"""The tree of a trajectory's contexts and its agent's calls; it decides what counts as idle."""
+"""The tree of a trajectory's contexts and its agent's calls; it decides how calls are told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.observe.web.view import short
-from dora_pipe.schemas.contexts import Call, bounds, pieces, place_of
+from dora_pipe.schemas.contexts import bounds, pieces
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.wire import canonical
 
 MS: Final = 1e6
 
@@ -44,31 +44,19 @@ def tree_of(found: Trajectory, said: Callable[[str | None], str | None]) -> dict
 
 
 def _rows(found: Trajectory, said: Callable[[str | None], str | None]) -> Iterator[list[Any]]:
-    placed, calls = found.meta.times.placed, found.meta.calls
-    idle = idle_before(calls, placed)
-    for number, one in enumerate(calls):
-        context, prompt_tokens = place_of(one, found.meta.contexts)
+    placed_ns = found.meta.times.placed
+    for one in call_rows(found):
         yield [
-            number,
-            context,
-            said(one.caller) or None,
+            one.call,
+            one.context,
+            said(one.caller),
             one.api or None,
-            short((one.asked_ns - placed) / MS, 6),
+            short((one.asked_ns - placed_ns) / MS, 6),
             short((one.answered_ns - one.asked_ns) / MS, 6),
-            short(idle[number] / MS, 6),
-            prompt_tokens,
-            one.end - one.start,
+            short(one.idle_ns / MS, 6),
+            one.prompt_tokens,
+            one.tokens,
             one.finish,
             one.occurrence,
-            said(canonical(one.asked).decode() if one.asked else None),
+            said(one.asked),
         ]
-
-
-def idle_before(calls: Sequence[Call], placed_ns: int) -> list[int]:
-    """Before each call, ns in which none was open: the agent thought, or did something else."""
-    found = [0] * len(calls)
-    busy_until = placed_ns
-    for number in sorted(range(len(calls)), key=lambda one: calls[one].asked_ns):
-        found[number] = max(0, calls[number].asked_ns - busy_until)
-        busy_until = max(busy_until, calls[number].answered_ns)
-    return found

@@ -109,12 +109,9 @@ from groups where purpose = 'train' group by version order by version""",
     ),
     (
         "How long does an agent think between two calls, and how long does it wait for answers?",
-        """with gaps as (
-    select *, asked_ns - lag(answered_ns) over (
-        partition by trajectory_id order by answered_ns) as idle_ns from calls)
-select caller, count(*) as calls, avg(answered_ns - asked_ns) / 1e9 as answered_s,
-       avg(greatest(idle_ns, 0)) / 1e9 as thinking_s, avg(tokens) as tokens
-from gaps group by caller order by calls desc""",
+        """select caller, count(*) as calls, avg(answered_ns - asked_ns) / 1e9 as answered_s,
+       avg(idle_ns) / 1e9 as thinking_s, avg(prompt_tokens) as prompt, avg(tokens) as tokens
+from calls group by caller order by calls desc""",
     ),
     (
         "Which errors do requests end with?",

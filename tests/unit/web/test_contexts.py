@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dora_pipe.observe.web.contexts import CALL_COLUMNS, idle_before, tree_of
+from dora_pipe.observe.web.contexts import CALL_COLUMNS, tree_of
 from dora_pipe.observe.web.pages import HIDDEN
-from dora_pipe.schemas.contexts import Call
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.branched_values import BRANCHED_TRAJECTORY
-
-
-def _call(asked: int, answered: int) -> Call:
-    return Call(start=0, end=0, seed=0, asked_ns=asked, answered_ns=answered)
 
 
 def test_a_trajectory_of_one_context_without_calls_has_no_tree() -> None:
@@ -42,8 +37,3 @@ def test_what_an_agent_said_is_hidden_where_texts_are() -> None:
     assert tree is not None
     (row,) = (dict(zip(CALL_COLUMNS, one, strict=True)) for one in tree["calls"]["rows"])
     assert (row["caller"], row["asked for"]) == (HIDDEN, HIDDEN)
-
-
-def test_time_is_idle_only_while_no_call_is_open() -> None:
-    calls = [_call(5, 20), _call(10, 15), _call(18, 40), _call(50, 60)]
-    assert idle_before(calls, 0) == [5, 0, 0, 10]

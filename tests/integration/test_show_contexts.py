@@ -1,0 +1,63 @@
+"""`show` of an agent's trajectory: its contexts, who called, and where each turn stands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.branched_run import ASKED, CONTEXTS, PIECES, branch
+from tests.support.command_line import Call
+from tests.support.recorded_run import RecordedRun
+from tests.support.tamper import Tamper
+
+
+@pytest.fixture
+def branched(copy: RecordedRun) -> tuple[RecordedRun, str]:
+    """A run with one trajectory of an agent; its name."""
+    with Tamper(copy) as log:
+        return copy, branch(log)
+
+
+def test_contexts_and_calls_of_an_agent_are_shown(
+    call: Call, branched: tuple[RecordedRun, str]
+) -> None:
+    run, name = branched
+    code, out, err = call("show", run.directory, name, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [one["begins as"] for one in found["contexts"]] == [
+        "-",
+        "-",
+        "6 tokens of context 0",
+        "9 tokens of context 2",
+    ]
+    assert [one["calls"] for one in found["contexts"]] == [2, 1, 1, 1]
+    assert [one["tokens"] for one in found["contexts"]] == [22, 11, 10, 17]
+    assert [(one["context"], one["caller"], one["took ms"]) for one in found["calls"]] == [
+        (0, "planner", 38.0),
+        (2, "planner", 30.0),
+        (1, "searcher", 50.0),
+        (0, "planner", 40.0),
+        (3, None, 30.0),
+    ]
+    assert len(found["calls"]) == len(ASKED)
+    assert [one["context"] for one in found["segments"]] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(found["segments"]) == len(PIECES)
+
+
+def test_it_is_readable_in_a_terminal(call: Call, branched: tuple[RecordedRun, str]) -> None:
+    run, name = branched
+    code, out, err = call("show", run.directory, name)
+    assert code == 0, err
+    assert f"9 tokens of context {CONTEXTS[2].parent}" in out
+    assert "searcher" in out
+
+
+def test_a_trajectory_of_one_context_says_nothing_of_contexts(
+    call: Call, recorded: RecordedRun
+) -> None:
+    code, out, err = call("show", recorded.directory, "g0000000010-001", "--json")
+    assert code == 0, err
+    assert not {"contexts", "calls"} & set(json.loads(out))
+    assert "context" not in json.loads(out)["segments"][0]

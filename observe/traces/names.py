@@ -91,6 +91,16 @@ MOVED_TO: Final = _name("dora.moved_to", "string", "Worker that shall go on with
 RESUMED: Final = _name("dora.resumed.tokens", "int", "Sampled tokens it went on from.")
 TURN: Final = _name("dora.turn", "int", "Turn of the model, from 0.")
 TOKENS: Final = _name("dora.tokens", "int", "Tokens of the segment.")
+CONTEXT: Final = _name(
+    "dora.context",
+    "int",
+    "Number of the context, where the trajectory has several; of calls always.",
+)
+CALL: Final = _name(
+    "dora.call", "int", "Number of the agent's call, as they were answered, from 0."
+)
+API: Final = _name("dora.call.api", "string", "`chat`, `responses`, `messages` or `generate`.")
+IDLE: Final = _name("dora.call.idle_s", "double", "Before it no call was open for so long; s.")
 OK: Final = _name("dora.ok", "bool", "False where the tool or environment failed.")
 MOVES: Final = _name("dora.moves", "int", "Moves with the KV cache.")
 ATTEMPTS: Final = _name("dora.stays", "int", "Attempts on workers, lost ones among them.")
@@ -107,7 +117,9 @@ GROUPS: Final = _name("dora.groups", "int", "Groups of the batch.")
 COMPUTE: Final = _name("dora.compute_s", "double", "Forward, backward and update; s.")
 FIGURE: Final = _name("dora.figures.*", "double", "Figures of the commit: loss, ...")
 
-OPERATION: Final = _name("gen_ai.operation.name", "string", "`text_completion`, or `execute_tool`.")
+OPERATION: Final = _name(
+    "gen_ai.operation.name", "string", "`text_completion`, `chat` (a call), or `execute_tool`."
+)
 PROVIDER: Final = _name("gen_ai.provider.name", "string", "`dora-pipe`.")
 MODEL: Final = _name("gen_ai.request.model", "string", "Folder of the model's version 0.")
 ANSWERED_BY: Final = _name(
@@ -115,7 +127,9 @@ ANSWERED_BY: Final = _name(
 )
 RESPONSE: Final = _name("gen_ai.response.id", "string", "Trajectory id.")
 CONVERSATION: Final = _name("gen_ai.conversation.id", "string", "Trajectory id.")
-FINISH: Final = _name("gen_ai.response.finish_reasons", "string[]", "Why the trajectory ended.")
+FINISH: Final = _name(
+    "gen_ai.response.finish_reasons", "string[]", "Why the trajectory, or the call, ended."
+)
 FIRST_TOKEN: Final = _name(
     "gen_ai.response.time_to_first_chunk",
     "double",
@@ -127,6 +141,7 @@ TEMPERATURE: Final = _name("gen_ai.request.temperature", "double", "As configure
 TOP_P: Final = _name("gen_ai.request.top_p", "double", "As configured.")
 TOP_K: Final = _name("gen_ai.request.top_k", "double", "As configured, if not 0.")
 MAX_TOKENS: Final = _name("gen_ai.request.max_tokens", "int", "As configured.")
+CALLER: Final = _name("gen_ai.agent.name", "string", "What the agent called itself.")
 TOOL: Final = _name("gen_ai.tool.name", "string", "Name of the tool.")
 
 SYSTEM: Final = _name("messaging.system", "string", "`kafka`, or `sqlite`.")
@@ -198,25 +213,32 @@ STAGES: Final[dict[str, Stage]] = {
             attributes=(WORKER, WAITED_FOR),
         ),
         Stage(
+            name="called",
+            parent="generated",
+            begins="an agent asks",
+            ends="its answer is durable in the log, and leaves",
+            attributes=(OPERATION, CALLER, CALL, CONTEXT, API, IDLE, INPUT, OUTPUT, FINISH),
+        ),
+        Stage(
             name="sampled",
             parent="generated",
             begins="a turn gets a slot and is prefilled",
             ends="the turn's last token on this worker",
-            attributes=(TURN, TOKENS, VERSION),
+            attributes=(TURN, TOKENS, VERSION, CONTEXT),
         ),
         Stage(
             name="environment",
             parent="generated",
             begins="the environment is asked",
             ends="it has answered",
-            attributes=(TURN, TOKENS, OK, ERROR),
+            attributes=(TURN, TOKENS, OK, CONTEXT, ERROR),
         ),
         Stage(
             name="tool",
             parent="generated",
             begins="the tool is called",
             ends="it has answered",
-            attributes=(OPERATION, TOOL, TURN, TOKENS, OK, ERROR),
+            attributes=(OPERATION, TOOL, TURN, TOKENS, OK, CONTEXT, ERROR),
         ),
         Stage(
             name="reward",

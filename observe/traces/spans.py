@@ -9,6 +9,7 @@ and the group says by how much (`dora.clock_skew_ms`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,6 +22,8 @@ from dora_pipe.catalogue.account import (
     StepEnded,
     WorkerHistory,
 )
+from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id
 from dora_pipe.observe.traces.span import (
@@ -53,6 +56,12 @@ class Content:
     moves: int
     reward_error: str
     error: str
+    starts: tuple[int, ...] = ()
+    """Where each context behind the first begins."""
+    calls: tuple[CallRow, ...] = ()
+    """Of an agent."""
+    called: tuple[int, ...] = ()
+    """Where what was sampled for each of them begins."""
 
 
 def content_of(trajectory: Described) -> Content:
@@ -65,6 +74,9 @@ def content_of(trajectory: Described) -> Content:
         moves=meta.moves,
         reward_error=meta.reward_error or "",
         error=meta.error or "",
+        starts=tuple(one.start for one in meta.contexts),
+        calls=tuple(call_rows(trajectory)),
+        called=tuple(one.start for one in meta.calls),
     )
 
 
@@ -222,11 +234,13 @@ class _Sibling:
                 names.WAITED_FOR: f"a slot on {attempt.worker}" if at_ns > times[0] else None,
             }
             self._builder.add("slot", parent, (times[0], at_ns), attrs, *about)
+        self._called(segments, parent, times, about)
         for place, one in enumerate(segments):
             # Tokens of a lost attempt are known by a progress record: it has their beginning alone.
             ends_ns = one.end_ns if one.end_ns > one.start_ns else times[1]
             span = within(one.start_ns, times), within(ends_ns, times)
             attrs = {names.TURN: one.turn, names.TOKENS: one.end - one.start}
+            attrs[names.CONTEXT] = self._segments.context_of(one)
             if one.kind == "model":
                 attrs[names.VERSION] = one.version
                 self._builder.add("sampled", parent, span, attrs, *about, place)
@@ -236,6 +250,35 @@ class _Sibling:
                 attrs |= {names.OPERATION: "execute_tool", names.TOOL: one.tool}
             error = "" if one.ok else f"the {one.kind} failed"
             self._builder.add(one.kind, parent, span, attrs, *about, place, error=error)
+
+    def _called(
+        self,
+        segments: list[Segment],
+        parent: str,
+        times: tuple[int, int],
+        about: tuple[str, int],
+    ) -> None:
+        """The calls of an agent that an attempt has answered."""
+        content = self._content
+        if content is None or not content.calls:
+            return
+        sampled = {one.start for one in segments if one.kind == "model"}
+        for start, one in zip(content.called, content.calls, strict=True):
+            if start not in sampled:
+                continue
+            attrs: Attributes = {
+                names.OPERATION: "chat",
+                names.CALLER: one.caller,
+                names.CALL: one.call,
+                names.CONTEXT: one.context,
+                names.API: one.api,
+                names.IDLE: one.idle_ns / 1e9,
+                names.INPUT: one.prompt_tokens,
+                names.OUTPUT: one.tokens,
+                names.FINISH: (one.finish,),
+            }
+            span = within(one.asked_ns, times), within(one.answered_ns, times)
+            self._builder.add("called", parent, span, attrs, *about, one.call)
 
     def _published(self, logged: TrajectoryLogged) -> None:
         content = self._content
@@ -269,6 +312,9 @@ class _Segments:
     def __init__(self, content: Content | None) -> None:
         self.content = content
         self._left = [] if content is None else [s for s in content.segments if s.kind != "prompt"]
+        if content is not None and content.starts:
+            # They stand by context: who made which is told by when.
+            self._left.sort(key=lambda one: one.start_ns)
         self._first_ns = None if content is None else content.times.first_token
 
     def take(self, attempt: Attempt, until_ns: int) -> list[Segment]:
@@ -284,6 +330,11 @@ class _Segments:
                 upto = place + 1
         found, self._left = self._left[:upto], self._left[upto:]
         return found
+
+    def context_of(self, segment: Segment) -> int | None:
+        """Number of the context that it stands in; None where there is one."""
+        starts = () if self.content is None else self.content.starts
+        return bisect_right(starts, segment.start) if starts else None
 
     def first_token(self, until_ns: int) -> int | None:
         """When the first token was sampled, if that was before this moment; told once."""

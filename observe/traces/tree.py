@@ -107,6 +107,7 @@ Attributes = Mapping[str, Value]
 WAITED: Final = f"waited for %({names.WAITED_FOR})s"
 STEP: Final = f"step %({names.STEP})d"
 PLACED: Final = f"to %({names.WORKER})s: %({names.REASON})s"
+CONTEXT: Final = f"context %({names.CONTEXT})d"
 TURN: Final = f"turn %({names.TURN})d, %({names.TOKENS})d tokens"
 RECORD: Final = f"trajectories:%({names.PARTITION})s:%({names.OFFSET})d, %({names.SIZE})d bytes"
 BATCH: Final = f"step %({names.STEP})d, attempt %({names.ATTEMPT})d"
@@ -142,6 +143,12 @@ def _generated(attrs: Attributes) -> Iterator[str]:
         yield str(outcome)
 
 
+def _called(attrs: Attributes) -> Iterator[str]:
+    by = f" by {attrs[names.CALLER]}" if names.CALLER in attrs else ""
+    tokens = f"{attrs[names.OUTPUT]} tokens after {attrs[names.INPUT]}"
+    yield f"call {attrs[names.CALL]}{by}, context {attrs[names.CONTEXT]}, {tokens}"
+
+
 def _size(attrs: Attributes) -> Iterator[str]:
     groups = attrs[names.GROUPS]
     yield f"{groups} group{'' if groups == 1 else 's'}, {attrs[names.COUNT]} trajectories"
@@ -157,9 +164,10 @@ _WORDS: Final[Mapping[str, tuple[str | Callable[[Attributes], Iterator[str]], ..
         _generated,
     ),
     "slot": (WAITED,),
-    "sampled": (TURN,),
-    "environment": (TURN,),
-    "tool": (f"%({names.TOOL})s, {TURN}",),
+    "called": (_called,),
+    "sampled": (TURN, CONTEXT),
+    "environment": (TURN, CONTEXT),
+    "tool": (f"%({names.TOOL})s, {TURN}", CONTEXT),
     "reward": (f"%({names.REWARD})g",),
     "published": (RECORD,),
     "gathered": (WAITED,),

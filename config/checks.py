@@ -34,6 +34,8 @@ ROUND_DECISIONS_MAX: Final = 1000
 above; that of new runs cuts at half of it); the groups of one evaluation are dispatched together
 all the same."""
 
+PORT_MAX: Final = 65_535
+
 WEIGHT_MAX: Final = 1e6
 """Of the objective's weights: as much as a reward may be (`schemas.wire.REWARD_MAX`)."""
 
@@ -286,6 +288,27 @@ def _check_rewards(config: Config) -> Iterator[str]:
                 yield f"{key}: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
 
 
+def _check_agents(config: Config) -> Iterator[Problem]:
+    for task in config.tasks:
+        if task.agent and task.command:
+            yield Problem(text="task.command: stands in place of task.agent; one has to go")
+        if task.agent and not re.fullmatch(r"[^:]+:[^:]+", task.agent):
+            yield Problem(
+                text=f"task.agent: `{task.agent}` is not of the form module:function",
+                hint='"agent:run" for the function `run` of agent.py',
+            )
+        if task.command and not task.command[0]:
+            yield Problem(text="task.command: its first word is empty")
+    if any(task.has_agent for task in config.tasks) and config.staleness.interruptible:
+        yield Problem(
+            text="staleness.interruptible: an agent's calls are all of one version",
+            hint="-o staleness.interruptible=false",
+        )
+    where = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\[\]]+):(\d{1,5})", config.workers.endpoint)
+    if where is None or int(where[2]) > PORT_MAX:
+        yield Problem(text=f"workers.endpoint: `{config.workers.endpoint}` is not HOST:PORT")
+
+
 def _check_timing(config: Config) -> Iterator[str]:
     timing = config.timing
     if timing.lease_s <= 2 * timing.heartbeat_s:
@@ -451,6 +474,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_schedule,
     _check_dates,
     _check_rewards,
+    _check_agents,
     _check_timing,
     _check_advantages,
     _check_watched,

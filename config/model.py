@@ -147,6 +147,21 @@ class Task(Section, frozen=True, kw_only=True):
     """How often a call that raised `Retry` is made again before its trajectory is invalid."""
     turns_max: Positive = 8
     """Turns of the model in one trajectory, where there is an environment."""
+    agent: str = ""
+    """`module:run`, a function of yours that is the rollout: it gets an address of the model, calls
+    it as it likes, and every sampled token is trained. `kind` gives rows and rewards. See
+    docs/agents.md."""
+    command: tuple[str, ...] = ()
+    """The same as a command line, `["node", "agent.js"]`."""
+    calls_max: Positive = 64
+    """Calls of an agent to the model in one trajectory."""
+    calls_open_max: Positive = 8
+    """Of these, at the same time."""
+    agent_timeout_s: PositiveFloat = 3600.0
+    """An agent that runs longer is stopped; its trajectory is invalid."""
+    sampling_asked: Literal["record", "refuse"] = "record"
+    """What becomes of sampling settings that an agent asks for and that are not the run's: recorded
+    with its call and not followed, or the call is refused."""
     special_tokens: Literal["text", "parse"] = "text"
     """How control tokens that are written in prompts and observations are encoded: as the text that
     they are, or as the tokenizer's own tokens, which lets any text of the data or of a tool end a
@@ -165,6 +180,11 @@ class Task(Section, frozen=True, kw_only=True):
     rewritten_history: Literal["refuse", "keep"] = "refuse"
     """Where a chat template writes earlier turns otherwise once others follow (drops thoughts):
     refuse a run of several turns, or keep what was sampled."""
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether its trajectories are sessions of an agent."""
+        return bool(self.agent or self.command)
 
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
@@ -316,6 +336,9 @@ class Workers(Section, frozen=True, kw_only=True):
     """A progress record every so many sampled tokens."""
     threads: Positive = 1
     """Of each worker's process."""
+    endpoint: str = "127.0.0.1:0"
+    """HOST:PORT at which a worker serves the model to agents; port 0: any that is free. There is no
+    TLS: see docs/agents.md before this is another host."""
     versions_resident: Positive = 4
     """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
 

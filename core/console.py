@@ -1,4 +1,5 @@
-"""What a process says to people: lines, errors with a hint and logs, on stderr; and its name.
+"""What a process says to people: lines, errors with a hint and logs, on stderr; its name, and whom
+it does not outlive.
 
 Nothing of it can steer a terminal: what a model sampled, a task said or a file holds may be an
 escape sequence, and is written as text.
@@ -6,10 +7,12 @@ escape sequence, and is written as text.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,3 +122,16 @@ def own_name() -> str:
 
     title = getproctitle()
     return title.removeprefix(PREFIX) if title.startswith(PREFIX) else ""
+
+
+PR_SET_PDEATHSIG: Final = 1
+"""Of Linux' prctl: the signal that a process gets when its parent dies."""
+
+
+def die_with(parent_pid: int) -> None:
+    """Be killed when the parent dies, whatever this process does then (Linux; elsewhere it has to
+    see that a pipe of the parent's ends)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before we asked

@@ -26,6 +26,7 @@ from dora_pipe.producers.tasks.calls import (
     EpisodeLost,
     GroupCall,
     PromptCall,
+    RewardCall,
     TaskCall,
     TaskEvent,
     TaskFailed,
@@ -343,7 +344,10 @@ class _FaultyTasks:
             return prompt_of(call, episode=self._injector.scenario.episodes)
         if isinstance(call, EnvStep):
             return observed_of(call, done=self._chance.randrange(TURNS_MEAN) == 0)
-        return group_rewards_of(call) if isinstance(call, GroupCall) else reward_of(call)
+        if isinstance(call, GroupCall):
+            return group_rewards_of(call)
+        assert isinstance(call, RewardCall), "agents run nowhere here"
+        return reward_of(call)
 
     def _kind(self, call: TaskCall) -> str:
         """The fault that a call of its kind may have."""

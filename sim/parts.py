@@ -356,7 +356,10 @@ def answer_of(call: TaskCall) -> TaskEvent:
         return prompt_of(call)
     if isinstance(call, EnvStep):
         return observed_of(call, done=True)
-    return group_rewards_of(call) if isinstance(call, GroupCall) else reward_of(call)
+    if isinstance(call, GroupCall):
+        return group_rewards_of(call)
+    assert isinstance(call, RewardCall), "agents run nowhere here"
+    return reward_of(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

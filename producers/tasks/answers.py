@@ -7,7 +7,13 @@ import math
 from collections.abc import Sequence
 
 from dora_pipe.core.errors import printable
-from dora_pipe.producers.tasks.calls import EnvObserved, GroupRewarded, PromptReady, Rewarded
+from dora_pipe.producers.tasks.calls import (
+    AgentEnded,
+    EnvObserved,
+    GroupRewarded,
+    PromptReady,
+    Rewarded,
+)
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import ANSWER_CHARACTERS_MAX, Observation, Reward, Tool
 from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
@@ -59,6 +65,13 @@ def scored(request: str, found: float | Reward) -> Rewarded:
     raw = None if reward.raw is None else finite("the raw reward", reward.raw)
     answer = answer_text(reward.answer)
     return Rewarded(request=request, reward=value, raw=raw, parts=parts, answer=answer)
+
+
+def agent_ended(request: str, found: object) -> AgentEnded:
+    """What an agent gave back as an answer. Raises NoAnswer for what is none."""
+    if found is None or isinstance(found, str):
+        return AgentEnded(request=request, text=found)
+    return AgentEnded(request=request, rewarded=scored(request, found))  # type: ignore[arg-type]
 
 
 def answer_text(answer: str) -> str:

@@ -8,6 +8,7 @@ one event, `Forget` none:
     EnvStep    -> EnvObserved | TaskFailed | EpisodeLost
     RewardCall -> Rewarded    | TaskFailed | EpisodeLost (only where an episode was to score)
     GroupCall  -> GroupRewarded | TaskFailed, of a request that has no other call
+    AgentCall  -> AgentEnded | TaskFailed | EpisodeLost; it stands in place of the prompt
 
 An episode that lies idle when its process dies gets an `EpisodeLost` too. `TaskFailed` is the
 fault of that call (it raised, hung or killed its process): the trajectory is invalid, and
@@ -92,6 +93,16 @@ class GroupCall(Message, frozen=True, kw_only=True):
     completions: tuple[Said, ...]
 
 
+class AgentCall(Message, frozen=True, kw_only=True):
+    """Run the task's agent on a row until it returns. It is not made again by anybody but who asks:
+    what it has done meanwhile, in the calls of its session, only its worker knows."""
+
+    split: Split
+    index: int
+    base_url: str
+    api_key: str
+
+
 class Forget(Message, frozen=True, kw_only=True):
     """Drop the request's call and episode without an event; unknown requests are ignored."""
 
@@ -137,6 +148,13 @@ class GroupRewarded(Message, frozen=True, kw_only=True):
     parts: tuple[Mapping[str, float], ...]
 
 
+class AgentEnded(Message, frozen=True, kw_only=True):
+    """The agent has returned: a reward, a text to be scored, or neither."""
+
+    rewarded: Rewarded | None = None
+    text: str | None = None
+
+
 class TaskFailed(Message, frozen=True, kw_only=True):
     """The call raised, hung, killed its process or gave something that is no answer.
 
@@ -155,8 +173,8 @@ class EpisodeLost(Message, frozen=True, kw_only=True):
     message: str
 
 
-TaskCall = PromptCall | EnvStep | RewardCall | GroupCall
-Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | TaskFailed
+TaskCall = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall
+Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | TaskFailed
 """Events that come from a task process."""
 TaskEvent = Answered | EpisodeLost
 

@@ -72,6 +72,8 @@ class OpenCall:
     limit_ns: int
     episode: int | None = None
     """The episode it is bound to; None for a call that any process can do."""
+    agent: bool = False
+    """An agent runs: nobody makes the call again but its worker."""
     forgotten: bool = False
     tries: int = 0
     """How often it was begun beside the others."""

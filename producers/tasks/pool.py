@@ -24,6 +24,7 @@ from dora_pipe.config import model
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
 from dora_pipe.producers.tasks.calls import (
+    AgentCall,
     Answered,
     Call,
     CallAnswer,
@@ -75,9 +76,9 @@ CLOSE_S: Final = 1.0
 class TaskPool:
     """Runs prompts, environments and rewards of one task in `task.processes` processes.
 
-    It is a port of the runtime: its effects are `PromptCall`, `EnvStep`, `RewardCall`, `GroupCall`
-    and `Forget`, its events those of `calls`. Make it, and use it, in the process's main thread (on
-    Linux the task processes die with the thread that made them).
+    It is a port of the runtime: its effects are each `TaskCall` and `Forget`, its events those of
+    `calls`. Make it, and use it, in the process's main thread (on Linux the task processes die with
+    the thread that made them).
 
     Example::
 
@@ -87,7 +88,14 @@ class TaskPool:
             events = pool.poll(wait_s=1.0)
     """
 
-    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, Forget)
+    effects: tuple[type, ...] = (
+        PromptCall,
+        EnvStep,
+        RewardCall,
+        GroupCall,
+        AgentCall,
+        Forget,
+    )
 
     def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
         self._task = task
@@ -148,17 +156,17 @@ class TaskPool:
     def submit(self, call: TaskCall) -> None:
         """Take a call; it leaves with the next `poll`.
 
-        A `PromptCall` drops what its request had before. Raises ValueError where the request has
+        A `PromptCall` or `AgentCall` drops what its request had. Raises ValueError where it has
         a call already, ResourceError beyond `QUEUE_MAX` calls.
         """
         lost = self._lost.get(call.request)
-        if isinstance(call, PromptCall):
+        if isinstance(call, PromptCall | AgentCall):
             self.forget(call.request)
         if call.request in self._open:
             raise ValueError(f"{call.request} has a call already")
         if len(self._open) >= QUEUE_MAX:
             raise ResourceError(f"the task pool has {QUEUE_MAX} calls already")
-        if lost is not None and not isinstance(call, PromptCall):
+        if lost is not None and not isinstance(call, PromptCall | AgentCall):
             self._events.append(EpisodeLost(request=call.request, message=lost[0]))
             return
         self._enqueue(call, avoid=None if lost is None else lost[1])
@@ -236,6 +244,7 @@ class TaskPool:
             limit_ns=int(seconds * _NS),
             deaths=self._suspected.get(call.request, 0),
             avoid=avoid,
+            agent=isinstance(call, AgentCall),
         )
         self._open[call.request] = opened
         if held is None:
@@ -247,6 +256,8 @@ class TaskPool:
     def _limit_s(self, call: TaskCall, *, tools: bool) -> float:
         if isinstance(call, RewardCall | GroupCall):
             return self._task.reward_timeout_s
+        if isinstance(call, AgentCall):
+            return self._task.agent_timeout_s
         seconds = self._task.environment_timeout_s
         return seconds + (self._task.tool_timeout_s or seconds) if tools else seconds
 
@@ -447,6 +458,9 @@ class TaskPool:
                 self._blame(call, "ProcessDied", message)
                 call.forgotten = True
         calls = (*child.deferred.values(), *child.sent, *child.pinned)
+        for call in calls:
+            if call.agent and not call.forgotten:
+                self._lose_agent(call, child, message)
         left = [call for call in calls if call.episode is None and not call.forgotten]
         self._queue.extendleft(reversed(left))
         why = one_line(f"the process of its environment ended: {message}")
@@ -455,6 +469,13 @@ class TaskPool:
             self._open.pop(request, None)
             self._lost[request] = why, child
             self._events.append(EpisodeLost(request=request, message=why))
+
+    def _lose_agent(self, call: OpenCall, child: Child, message: str) -> None:
+        call.forgotten = True
+        del self._open[call.request]
+        why = one_line(f"the process of its agent ended: {message}")
+        self._lost[call.request] = why, child
+        self._events.append(EpisodeLost(request=call.request, message=why))
 
     def _count_death(self, now_ns: int, message: str) -> None:
         self.deaths += 1

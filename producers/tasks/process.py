@@ -8,11 +8,9 @@ print goes to stderr), and dies with the process that started it.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import io
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,7 +20,7 @@ from typing import Final, TextIO
 
 import msgspec
 
-from dora_pipe.core.console import name_process, say
+from dora_pipe.core.console import die_with, name_process, say
 from dora_pipe.core.errors import ConfigError, DoraError, printable
 from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.calls import (
@@ -44,7 +42,6 @@ from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 READ_BYTES: Final = 1 << 18
 WATCH_S: Final = 0.25
 """How often it is seen whether the main thread hangs."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class PlainLines(io.TextIOWrapper):
@@ -75,7 +72,7 @@ def main() -> None:
     setup = next(frames, None)
     if not isinstance(setup, Setup):
         return
-    _die_with(setup.parent_pid)
+    die_with(setup.parent_pid)
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
     TOOL_LIMIT_S.set(setup.task.tool_timeout_s or setup.task.environment_timeout_s)
@@ -163,14 +160,6 @@ def _private_pipes() -> tuple[int, int]:
     os.dup2(2, 1)
     sys.stdout, sys.stderr = PlainLines.of(sys.stdout), PlainLines.of(sys.stderr)
     return inbox, outbox
-
-
-def _die_with(parent_pid: int) -> None:
-    """Be killed when the parent dies, also in the middle of users' code (Linux; else the pipe)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it died before we asked
 
 
 def _frames(inbox: int) -> Iterator[Down]:

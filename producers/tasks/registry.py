@@ -152,15 +152,15 @@ def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
     return digest.hexdigest(), len(rows)
 
 
-def reward_digest(task: Task) -> str:
+def reward_digest(task: Task, *more: Any) -> str:
     """sha256 (hex) over the source of the modules that decide the reward, and what else does.
 
     These are the modules of `task.reward_sources()`, not what they import in turn; a text there
-    (weights and options of rewards, versions of libraries) counts itself. "" where the source of
-    one cannot be known (typed in, or compiled).
+    (weights and options of rewards, versions of libraries) counts itself; `more` are others, such
+    as an agent. "" where the source of one cannot be known (typed in, or compiled).
     """
     digest = hashlib.sha256()
-    for source in task.reward_sources():
+    for source in (*task.reward_sources(), *more):
         if isinstance(source, str):
             digest.update(source.encode() + b"\0")
             continue

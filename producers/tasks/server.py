@@ -27,7 +27,14 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, TaskError
 from dora_pipe.core.errors import one_line as cut
-from dora_pipe.producers.tasks.answers import observed, prompted, scored, scored_together
+from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
+from dora_pipe.producers.tasks.answers import (
+    agent_ended,
+    observed,
+    prompted,
+    scored,
+    scored_together,
+)
 from dora_pipe.producers.tasks.background import (
     HUNG_MAX,
     HUNG_MOST,
@@ -43,6 +50,8 @@ from dora_pipe.producers.tasks.background import (
 )
 from dora_pipe.producers.tasks.calls import (
     Abandon,
+    AgentCall,
+    AgentEnded,
     Answered,
     Call,
     CallAnswer,
@@ -89,6 +98,10 @@ CLOSE_S: Final = 1.0
 """For environments whose `close` awaits something, when the process ends."""
 
 
+AGENT_THREADS_MAX: Final = 1024
+"""Agents that are plain functions, at a time; they mostly wait for the model."""
+
+
 class TaskServer:
     """An open task with its rows and running episodes.
 
@@ -106,9 +119,11 @@ class TaskServer:
         if not len(self._rows["train"]):
             raise TaskError("the training data has no rows", hint="see task.data and task.filter")
         self._episodes: dict[int, Environment] = {}
+        self._agent = open_agent(config)
         self._background = Background()
         self._threads = Threads(config.threads if config.threads > 1 else THREADS_ELSEWHERE)
         self._reward_threads = Threads(config.reward_threads)
+        self._agent_threads = Threads(AGENT_THREADS_MAX)
         self._episodic = not task.single_turn()
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
@@ -120,13 +135,14 @@ class TaskServer:
         self._task.check()
         train, train_rows = rows_digest(self._rows["train"], "train")
         evaluation, eval_rows = rows_digest(self._rows["eval"], "eval")
+        agent = () if self._agent is None else (self._agent.source,)
         return TaskFacts(
             train_digest=train,
             train_rows=train_rows,
             eval_digest=evaluation,
             eval_rows=eval_rows,
-            reward_digest=reward_digest(self._task),
-            single_turn=not self._episodic,
+            reward_digest=reward_digest(self._task, *agent),
+            single_turn=self._agent is None and not self._episodic,
             scores_groups=self._task.scores_groups(),
             packages=dict(self._task.packages()),
         )
@@ -204,13 +220,14 @@ class TaskServer:
         """What failed outside is no fault of an episode: it starts again, elsewhere."""
         request = call.call.request
         if error == "Retry" and (
-            isinstance(call.call, EnvStep) or (isinstance(call.call, PromptCall) and self._episodic)
+            isinstance(call.call, EnvStep | AgentCall)
+            or (isinstance(call.call, PromptCall) and self._episodic)
         ):
             return EpisodeLost(request=request, message=one_line(f"Retry: {message}"))
         return TaskFailed(request=request, error=error, message=message)
 
     def _count_hung(self) -> None:
-        hung = self._threads.hung + self._reward_threads.hung
+        hung = self._threads.hung + self._reward_threads.hung + self._agent_threads.hung
         if hung > HUNG_MOST:
             self.exhaust(f"more than {HUNG_MOST} of its threads hang", at_once=True)
         elif hung > HUNG_MAX and not self._exhausted:
@@ -227,6 +244,8 @@ class TaskServer:
                 beside = self._config.threads > 1
             case EnvStep() if not _awaits(self._world(call.episode)):
                 beside = self._config.threads > 1
+            case AgentCall():
+                return Place(threads=self._agent_threads, waits=waits)
             case _:
                 beside = False
         return Place(threads=self._threads, beside=beside, waits=waits)
@@ -244,7 +263,7 @@ class TaskServer:
             try:
                 return await self._event(call)
             except Retry as error:
-                if tries >= self._config.retries_max:
+                if tries >= self._config.retries_max or isinstance(call.call, AgentCall):
                     raise
                 sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
             seed = derive_seed("retry", call.call.request, call.number, tries)
@@ -268,6 +287,8 @@ class TaskServer:
                 return await self._score(call.episode, asked)
             case GroupCall() as asked:
                 return await self._score_group(asked)
+            case AgentCall() as asked:
+                return await self._run_agent(asked)
 
     def _row(self, split: Split, index: int) -> Row:
         rows = self._rows[split]
@@ -303,6 +324,15 @@ class TaskServer:
         said = [await self._completion(row, one) for one in call.completions]
         found = await call_user_code(self._task.score_group, row, said)
         return scored_together(call.request, found, len(said))
+
+    async def _run_agent(self, call: AgentCall) -> AgentEnded:
+        if self._agent is None:
+            raise NoAnswer("the task has no agent")
+        if not in_loop():
+            await ContinueInLoop()
+        row = self._row(call.split, call.index)
+        asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
+        return agent_ended(call.request, await self._agent.run(asked))
 
     async def _completion(self, row: Row, one: Said) -> Completion:
         """Of a single turn also the conversation, where the prompt is messages."""

@@ -12,6 +12,7 @@ from dora_pipe.config.model import Config, Task
 from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
+from dora_pipe.producers.chat.template import find_templates
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskFailed
 from dora_pipe.producers.tasks.messages import NoAnswer
@@ -107,6 +108,8 @@ def _chat_of(
     tokenizer: Tokenizer,
     stop: Callable[[], bool],
 ) -> Chat | None:
+    if one.task.has_agent:
+        return agent_chat(one.task, started_ns, assets, tokenizer)
     split: Split = "train" if one.sources[0].startswith("train") else "eval"
     ready = _first_prompt(pool, split, stop)
     if ready is None or not ready.messages:
@@ -118,6 +121,14 @@ def _chat_of(
     except TaskError as error:
         raise ConfigError(f"the first row's prompt: {error.message}", hint=error.hint) from None
     return chat
+
+
+def agent_chat(task: Task, started_ns: int, assets: Path, tokenizer: Tokenizer) -> Chat | None:
+    """What the calls of an agent are rendered with; None where the model has no chat template, and
+    agents have to bring token ids."""
+    if find_templates(assets) is None:
+        return None
+    return Chat.open(assets, tokenizer, chat_options(task, started_ns))
 
 
 def _first_prompt(pool: TaskPool, split: Split, stop: Callable[[], bool]) -> PromptReady | None:

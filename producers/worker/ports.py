@@ -32,10 +32,13 @@ from dora_pipe.core.errors import (
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
+from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
 from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.producers.worker.effects import (
+    AgentCall,
+    AgentEnded,
     DropKv,
     DropWeights,
     EncodeFailed,
@@ -276,7 +279,7 @@ class TextCodec(Protocol):
         """Text of sampled tokens."""
 
 
-TaskEffect = PromptCall | EnvStep | RewardCall | GroupCall | Forget
+TaskEffect = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall | Forget
 
 
 class TaskPort:
@@ -286,9 +289,17 @@ class TaskPort:
     forgotten, failed or lost; one that begins again begins another.
     """
 
-    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, Forget)
+    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
-    def __init__(self, tasks: Tasks, texts: TextCodec, chat: Chat | None = None) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        texts: TextCodec,
+        chat: Chat | None = None,
+        addresses: Addresses | None = None,
+    ) -> None:
+        """`addresses`: where agents call the model, of a task that has one."""
+        self._addresses = addresses
         self._tasks = tasks
         self._texts = texts
         self._chat = chat
@@ -299,6 +310,7 @@ class TaskPort:
             EnvStep: Handler(do=self._step, failed=self._failed),
             RewardCall: Handler(do=self._score, failed=self._failed),
             GroupCall: Handler(do=self._score_group, failed=self._failed),
+            AgentCall: Handler(do=self._run_agent, failed=self._failed),
             Forget: Handler(do=self._forget, failed=unanswered),
         }
 
@@ -341,6 +353,19 @@ class TaskPort:
         self._tasks.start(calls.EnvStep(request=effect.request, turn=turn))
         yield from ()
 
+    def _run_agent(self, effect: AgentCall) -> Iterator[Any]:
+        assert self._addresses is not None, "a source with an agent has an endpoint"
+        address = self._addresses.of(effect.request)
+        call = calls.AgentCall(
+            request=effect.request,
+            split=effect.split,
+            index=effect.index,
+            base_url=address.base_url,
+            api_key=address.api_key,
+        )
+        self._tasks.start(call)
+        yield from ()
+
     def _score(self, effect: RewardCall) -> Iterator[Any]:
         conversation = self._conversations.pop(effect.request, None)
         messages: tuple[dict[str, Any], ...] = ()
@@ -349,6 +374,8 @@ class TaskPort:
         turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
         if effect.text is not None:
             answer = effect.text
+        elif self._addresses is not None and self._chat is not None:
+            answer = self._chat.parse(effect.answer, (), ()).text
         if conversation is not None:
             if (
                 len(effect.turns) + 1
@@ -402,6 +429,8 @@ class TaskPort:
                 tool=event.tool,
                 ok=event.ok,
             )
+        elif isinstance(event, calls.AgentEnded):
+            yield AgentEnded(request=event.request, rewarded=event.rewarded, text=event.text)
         else:
             self._conversations.pop(event.request, None)
             yield event

@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from dora_pipe.core.errors import (
 )
 from dora_pipe.core.retry import retry_bus
 from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
-from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.core.runtime import Meter, Port, Runtime
 from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.producers.chat.chat import Chat
@@ -46,6 +46,9 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
 from dora_pipe.producers.engines.requests import Decode
+from dora_pipe.producers.sessions.addresses import Addresses
+from dora_pipe.producers.sessions.frames import SourceSetup
+from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data, packages_of, reward_digest_of
@@ -183,9 +186,14 @@ def params_by_source(
         chat = chats.get(source)
         return sampling_params(sampling, stop_ids if chat is None else chat.stop_ids)
 
+    return {source: params(source, one) for source, one in sampling_by_source(config).items()}
+
+
+def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
+    """The section that says how each source is sampled."""
     train = [(source_of("train", one.name), config.sampling) for one in config.tasks]
     apart = [(source_of("eval", one.name), one.sampling) for one in config.evaluations]
-    return {source: params(source, sampling) for source, sampling in (*train, *apart)}
+    return dict((*train, *apart))
 
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
@@ -225,6 +233,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         if not facts:
             return -1, "left"
         chats = chats_of(pools, here.run.at_ns, assets, tokenizer, stop=here.stop)
+        endpoint = _endpoint(here, stack, engine, assets, chats)
         writer = stack.enter_context(closing(here.bus.writer()))
         decisions_from = here.bus.end(TopicPartition(here.topics.decisions, 0))
         if run_is_over(here.bus, here.topics, decisions_from, here.clock):
@@ -236,21 +245,59 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         LOG.info("worker %s joined, role epoch %d", here.name, epoch)
         params = params_by_source(here.config, tokenizer.stop_ids, chats)
         setup = _setup(here, engine, params, facts, epoch, decisions_from)
-        return epoch, _serve(here, setup, writer, engine, task_ports(pools, tokenizer, chats))
+        addresses = None if endpoint is None else endpoint.addresses
+        tasks = task_ports(pools, tokenizer, chats, addresses)
+        ports: list[Port] = [tasks] if endpoint is None else [tasks, endpoint]
+        return epoch, _serve(here, setup, writer, engine, ports)
 
 
-def task_ports(pools: Pools, tokenizer: Tokenizer, chats: Mapping[str, Chat]) -> TaskPorts:
+def task_ports(
+    pools: Pools,
+    tokenizer: Tokenizer,
+    chats: Mapping[str, Chat],
+    addresses: Addresses | None = None,
+) -> TaskPorts:
     """The ports of the tasks, each with its own rule for control tokens in texts."""
     ports: dict[str, TaskPort] = {}
     for one, pool in pools:
         chat = chats.get(one.sources[0])
-        port = TaskPort(pool, tokenizer.reading(one.task.special_tokens), chat)
+        called = addresses if one.task.has_agent else None
+        port = TaskPort(pool, tokenizer.reading(one.task.special_tokens), chat, called)
         ports |= dict.fromkeys(one.sources, port)
     return TaskPorts(ports)
 
 
+def _endpoint(
+    here: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
+) -> SessionPort | None:
+    """Where agents call the model; None without agents. Raises ConfigError."""
+    specs = [one for one in pool_specs(here.config) if one.task.has_agent]
+    if not specs:
+        return None
+    sampling = sampling_by_source(here.config)
+    sources = tuple(
+        SourceSetup(
+            sources=(source,),
+            task=one.task,
+            sampling=sampling[source],
+            chat=source in chats,
+        )
+        for one in specs
+        for source in one.sources
+    )
+    setup = EndpointSetup(
+        listen=here.config.workers.endpoint,
+        assets=str(assets),
+        started_ns=here.run.at_ns,
+        model=here.topics.run,
+        context_tokens=engine.context_tokens,
+        sources=sources,
+    )
+    return stack.enter_context(closing(SessionPort(setup)))
+
+
 def _serve(
-    here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, tasks: TaskPorts
+    here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, asked: Sequence[Port]
 ) -> Outcome:
     machine = WorkerMachine(
         setup,
@@ -263,7 +310,7 @@ def _serve(
         bus=here.bus,
         writer=writer,
         ports=[  # in the order in which they are polled: the engine takes its time
-            tasks,
+            *asked,
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
             GroupPort(
@@ -301,6 +348,12 @@ def _setup(
     decisions_from: int,
 ) -> WorkerSetup:
     config = here.config
+    agents = {
+        source: one.task
+        for one in pool_specs(config)
+        if one.task.has_agent
+        for source in one.sources
+    }
     # Task calls that are killed by their own time limit are no alarm.
     calls_s = TASK_CALLS * max(_longest_call_s(one) for one in config.tasks)
     return WorkerSetup(
@@ -318,6 +371,9 @@ def _setup(
         decisions_from=decisions_from,
         digests={source: one.data(source).digest for source, one in facts.items()},
         params=params,
+        agents=frozenset(agents),
+        calls_max={source: one.calls_max for source, one in agents.items()},
+        calls_open_max={source: one.calls_open_max for source, one in agents.items()},
         interruptible=config.staleness.interruptible,
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s

@@ -75,6 +75,7 @@ class InlineTasks:
             return self.step(call) if self.step else done
         if isinstance(call, GroupCall):
             return self.group(call) if self.group else ranked(call)
+        assert isinstance(call, RewardCall), "agents run nowhere here"
         scored = Rewarded(request=call.request, reward=1.0, raw=0.5, parts={"exact": 1.0})
         return self.reward(call) if self.reward else scored
 

@@ -1,0 +1,67 @@
+"""Where an agent calls the model: an address and a key of each session's own.
+
+A key is made of the session's name and of a secret that only this incarnation of the worker and its
+endpoint have: nothing has to be kept to tell a wrong key from one of another session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Final, Literal
+
+SECRET_BYTES: Final = 32
+_PREFIX: Final = "dora-"
+
+Checked = Literal["mine", "other", "wrong"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAddress:
+    """What an agent is told.
+
+    Example: ``SessionAddress(base_url="http://127.0.0.1:4711/s/g0000000042-003.1/v1",
+    api_key="dora-g0000000042-003.1-5f2c...")``.
+    """
+
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """The addresses of one incarnation.
+
+    Example: ``Addresses(host="127.0.0.1", port=4711, secret=os.urandom(32)).of(key)``.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+
+    def of(self, request: str) -> SessionAddress:
+        """The address of a request's session: always the same."""
+        name = session_name(request)
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        url = f"http://{host}:{self.port}/s/{name}/v1"
+        return SessionAddress(base_url=url, api_key=key_of(self.secret, name))
+
+
+def session_name(request: str) -> str:
+    """A request's key (`request.key_of`) as one step of a path."""
+    return request.replace("/", ".")
+
+
+def key_of(secret: bytes, name: str) -> str:
+    """The key of a session."""
+    mac = hmac.new(secret, name.encode(), hashlib.sha256).hexdigest()
+    return f"{_PREFIX}{name}-{mac}"
+
+
+def check_key(secret: bytes, name: str, key: str) -> Checked:
+    """Whether a key is the session's, that of another one, or none."""
+    owner = key.removeprefix(_PREFIX).rpartition("-")[0]
+    if not hmac.compare_digest(key_of(secret, owner).encode(), key.encode()):
+        return "wrong"
+    return "mine" if owner == name else "other"

@@ -1,0 +1,206 @@
+"""Anthropic's messages, translated to chat messages and back, in the part that agents use: texts,
+thoughts, tools with their calls and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.producers.sessions.calls import (
+    Refused,
+    Sampled,
+    Wanted,
+    caller_of,
+    decoded,
+    messages_of,
+    most_tokens,
+    settings_of,
+    tools_of,
+)
+
+_ERRORS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    410: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+_CHOICES: Final = {"any": "required", "tool": "tool"}
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """What of a body is read."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int
+    model: str = ""
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    thinking: Any = None
+
+
+def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, Wanted]:
+    """A request and what it wants. Raises Refused."""
+    request: MessagesRequest = decoded(body, MessagesRequest)
+    settings = dict(settings_of(request))
+    if isinstance(request.thinking, Mapping) and request.thinking.get("type") == "disabled":
+        settings.pop("thinking", None)
+    choice = (request.tool_choice or {}).get("type")
+    user = (request.metadata or {}).get("user_id")
+    wanted = Wanted(
+        api="messages",
+        messages=messages_of(chat_messages(request)),
+        tools=tools_of([*map(_tool, request.tools or ())], _CHOICES.get(str(choice), choice)),
+        max_tokens=most_tokens(request.max_tokens),
+        stop=tuple(request.stop_sequences or ()),
+        settings=settings,
+        caller=caller_of(caller, user if isinstance(user, str) else None),
+        model=request.model,
+    )
+    return request, wanted
+
+
+def chat_messages(request: MessagesRequest) -> list[dict[str, Any]]:
+    """The conversation as chat messages. Raises Refused for what is no text."""
+    found: list[dict[str, Any]] = []
+    if request.system:
+        found.append({"role": "system", "content": _text(request.system, "system")})
+    for at, one in enumerate(request.messages):
+        content = one.get("content", "")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if one.get("role") == "assistant":
+            found.append(_assistant(blocks, f"messages[{at}]"))
+        else:
+            found += _user(blocks, f"messages[{at}]")
+    return found
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        return {"type": tool["type"]}  # one that Anthropic's own servers run
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema", {})}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                said["content"] += text
+            case {"type": "thinking", "thinking": str(text)}:
+                said["reasoning_content"] = said.get("reasoning_content", "") + text
+            case {"type": "tool_use", "name": name, "input": arguments}:
+                call = {"name": name, "arguments": arguments}
+                one = {"type": "function", "id": block.get("id", ""), "function": call}
+                said.setdefault("tool_calls", []).append(one)
+            case {"type": "redacted_thinking"}:
+                pass
+            case _:
+                raise _not_offered(block, where)
+    return said
+
+
+def _user(blocks: list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
+    """Results of tools, each a message of its own; then what the user says."""
+    texts: list[str] = []
+    for block in blocks:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_result", "tool_use_id": call}:
+                content = _text(block.get("content") or "", where)
+                yield {"role": "tool", "tool_call_id": call, "content": content}
+            case _:
+                raise _not_offered(block, where)
+    if texts:
+        yield {"role": "user", "content": "".join(texts)}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for block in content if isinstance(content, list) else [content]:
+        if not isinstance(block, Mapping) or not isinstance(block.get("text"), str):
+            raise _not_offered(block, where)
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def _not_offered(block: Any, where: str) -> Refused:
+    kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+    return Refused(400, "unsupported", f"{where}: a block of type `{kind}` is not offered")
+
+
+def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[str, Any]:
+    """The answer."""
+    said = sampled.turn.message()
+    content: list[dict[str, Any]] = []
+    if said.get("reasoning_content"):
+        thoughts = said["reasoning_content"]
+        content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
+    if said["content"]:
+        content.append({"type": "text", "text": said["content"]})
+    for call in said.get("tool_calls", ()):
+        function = call["function"]
+        use = {"id": call["id"], "name": function["name"], "input": function["arguments"]}
+        content.append({"type": "tool_use", **use})
+    stopped = "tool_use" if "tool_calls" in said else "end_turn"
+    return {
+        "id": f"msg_{number}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": content,
+        "stop_reason": "max_tokens" if sampled.finish == "length" else stopped,
+        "stop_sequence": None,
+        "usage": {"input_tokens": sampled.prompt_tokens, "output_tokens": len(sampled.token_ids)},
+    }
+
+
+def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The same answer as the events of a stream."""
+    start = {**answer, "content": [], "stop_reason": None}
+    found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for at, block in enumerate(answer["content"]):
+        empty, deltas = _opened(block)
+        found.append({"type": "content_block_start", "index": at, "content_block": empty})
+        found += [{"type": "content_block_delta", "index": at, "delta": one} for one in deltas]
+        found.append({"type": "content_block_stop", "index": at})
+    delta = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    found.append({"type": "message_delta", "delta": delta, "usage": answer["usage"]})
+    found.append({"type": "message_stop"})
+    return [(one["type"], one) for one in found]
+
+
+def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as it begins, and what is then put into it."""
+    match block["type"]:
+        case "text":
+            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        case "thinking":
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return {**block, "thinking": ""}, [delta]
+        case _:
+            text = msgspec.json.encode(block["input"]).decode()
+            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+
+
+def error_type(status: int) -> str:
+    """What Anthropic calls an error of this HTTP status."""
+    return _ERRORS.get(status, "api_error")

@@ -1,0 +1,171 @@
+"""Chat completions, as OpenAI and vLLM write them: a request as what it wants, and its answer.
+
+What a call samples is durable before any of it leaves, so a stream has its whole answer in one
+piece: it is there for agents that ask for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.producers.sessions.calls import (
+    Refused,
+    Sampled,
+    Wanted,
+    caller_of,
+    choices_of,
+    decoded,
+    messages_of,
+    most_tokens,
+    settings_of,
+    stops_of,
+    tools_of,
+)
+
+FINISH: Final = {"stop": "stop", "length": "length"}
+
+
+class ChatRequest(msgspec.Struct, kw_only=True):
+    """What of a body is read; what else stands in it is left alone."""
+
+    messages: list[dict[str, Any]]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    verbosity: Any = None
+
+
+def read(body: bytes, caller: str = "") -> tuple[ChatRequest, Wanted]:
+    """A request and what it wants. Raises Refused."""
+    request: ChatRequest = decoded(body, ChatRequest)
+    if request.top_logprobs:
+        raise Refused(
+            400, "unsupported", f"top_logprobs: {request.top_logprobs} is not offered, only 0"
+        )
+    wanted = Wanted(
+        api="chat",
+        messages=messages_of(request.messages),
+        tools=tools_of(request.tools, request.tool_choice),
+        max_tokens=most_tokens(request.max_tokens, request.max_completion_tokens),
+        choices=choices_of(request.n),
+        stop=stops_of(request.stop),
+        settings=dict(settings_of(request)),
+        caller=caller_of(caller, request.user),
+        model=request.model,
+    )
+    return request, wanted
+
+
+def completion(
+    request: ChatRequest,
+    choices: Sequence[Sampled],
+    *,
+    answer_id: str,
+    created_s: int,
+    pieces: Sequence[Sequence[str]],
+    prompt_ids: Sequence[int],
+) -> dict[str, Any]:
+    """The answer; `pieces` are the texts of each choice's tokens, where log-probs are wanted."""
+    found: dict[str, Any] = {
+        "id": answer_id,
+        "object": "chat.completion",
+        "created": created_s,
+        "model": request.model,
+        "choices": [
+            _choice(request, at, one, pieces[at] if pieces else ())
+            for at, one in enumerate(choices)
+        ],
+        "usage": usage(choices),
+    }
+    if request.return_token_ids:
+        found["prompt_token_ids"] = list(prompt_ids)
+    return found
+
+
+def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, Any]]:
+    """The same answer as the pieces of a stream."""
+    head = {key: answer[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    for one in answer["choices"]:
+        delta = {**one["message"]}
+        calls = delta.pop("tool_calls", [])
+        if calls:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        rest = {key: one[key] for key in ("index", "logprobs", "token_ids") if key in one}
+        yield {**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]}
+        last = {"index": one["index"], "delta": {}, "finish_reason": one["finish_reason"]}
+        yield {**head, "choices": [last]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": answer["usage"]}
+
+
+def usage(choices: Sequence[Sampled]) -> dict[str, int]:
+    """Tokens of an answer."""
+    prompt = choices[0].prompt_tokens
+    sampled = sum(len(one.token_ids) for one in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _choice(
+    request: ChatRequest, at: int, sampled: Sampled, pieces: Sequence[str]
+) -> dict[str, Any]:
+    message = sampled.turn.message()
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        function["arguments"] = msgspec.json.encode(function["arguments"]).decode()
+    if "tool_calls" in message and not message["content"]:
+        message["content"] = None
+    finish = FINISH.get(sampled.finish, "stop")
+    found: dict[str, Any] = {
+        "index": at,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": "tool_calls" if "tool_calls" in message and finish == "stop" else finish,
+    }
+    if request.logprobs:
+        pairs = zip(pieces, sampled.logprobs, strict=True)
+        found["logprobs"] = {"content": [_logprob(text, value) for text, value in pairs]}
+    if request.return_token_ids:
+        found["token_ids"] = list(sampled.token_ids)
+    return found
+
+
+def _logprob(text: str, value: float) -> dict[str, Any]:
+    return {
+        "token": text,
+        "logprob": value,
+        "bytes": list(text.encode("utf-8", "replace")),
+        "top_logprobs": [],
+    }

@@ -1,0 +1,181 @@
+"""A session's conversations: decides whether a call goes on from what was answered before.
+
+A call by messages whose beginning is a conversation as we answered it keeps the ids of that, what
+was sampled verbatim, and gets only the bridge behind it (see `chat`). Anything else (a first
+prompt, a compaction, a sub-agent, a history that was written anew) is rendered whole. What was
+answered is kept as a tree, no token twice, and found by a digest of its messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.chat.chat import Chat
+from dora_pipe.producers.tasks.port import Message, Turn
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A conversation up to a turn of the model: `given` and `sampled` stand behind `before`."""
+
+    before: Answered | None
+    given: array[int]
+    sampled: array[int]
+    message: Mapping[str, Any]
+    """The turn, thoughts included."""
+
+    def prompt_ids(self) -> list[int]:
+        """All ids that the turn was sampled behind."""
+        ids: list[int] = [] if self.before is None else self.before.ids()
+        ids.extend(self.given)
+        return ids
+
+    def ids(self) -> list[int]:
+        """All ids, those of the turn too."""
+        parts: list[array[int]] = []
+        one: Answered | None = self
+        while one is not None:
+            parts += [one.sampled, one.given]
+            one = one.before
+        return [token_id for part in reversed(parts) for token_id in part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a call's messages became: `ids` up to where the model speaks."""
+
+    ids: list[int]
+    before: Answered | None
+    given: array[int]
+    digest: bytes
+    """Of tools and messages."""
+    calls: int
+    """Calls of tools that the messages have."""
+    tools: Tools
+
+
+class Conversations:
+    """Those of one session.
+
+    Example: ``prompt = conversations.prompt(messages, tools)``, and when it is sampled
+    ``conversations.answer(prompt, ids).tool_calls``.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._answered: dict[bytes, Answered] = {}
+
+    def prompt(self, messages: Sequence[Message], tools: Tools, chat: Chat | None = None) -> Prompt:
+        """Messages in normal form (`messages.normal`). Raises TaskError where the chat template
+        refuses them."""
+        chat = chat or self._chat
+        digests = list(_digests(messages, tools))
+        calls = sum(len(one.get("tool_calls", ())) for one in messages)
+        for at in range(len(messages) - 1, 0, -1):
+            found = self._answered.get(digests[at])
+            bridge = (
+                None if found is None else _bridge(chat, found, messages[:at], messages[at:], tools)
+            )
+            if found is not None and bridge is not None:
+                ids = [*found.ids(), *bridge]
+                given = array("i", bridge)
+                return Prompt(
+                    ids=ids,
+                    before=found,
+                    given=given,
+                    digest=digests[-1],
+                    calls=calls,
+                    tools=tools,
+                )
+        ids = chat.start(messages, tools).prompt_ids
+        return Prompt(
+            ids=ids,
+            before=None,
+            given=array("i", ids),
+            digest=digests[-1],
+            calls=calls,
+            tools=tools,
+        )
+
+    def answer(self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()) -> Turn:
+        """What was sampled says this; its calls have ids of their own. `stop` are strings at which
+        the caller wants the text to end: what was sampled behind stays sampled."""
+        said = self._chat.parse(sampled, prompt.ids, prompt.tools)
+        said = msgspec.structs.replace(
+            said,
+            text=_cut(said.text, stop),
+            tool_calls=tuple(
+                one if one.id else msgspec.structs.replace(one, id=f"call{prompt.calls + at:05}")
+                for at, one in enumerate(said.tool_calls)
+            ),
+        )
+        message = said.message()
+        self._answered.setdefault(
+            _behind(prompt.digest, message),
+            Answered(
+                before=prompt.before,
+                given=prompt.given,
+                sampled=array("i", sampled),
+                message=message,
+            ),
+        )
+        return said
+
+
+def _bridge(
+    chat: Chat,
+    found: Answered,
+    before: Sequence[Message],
+    new: Sequence[Message],
+    tools: Tools,
+) -> list[int] | None:
+    """The ids of `new` behind a turn that `before` ends with; None where there is no bridge."""
+    if chat.flaw:
+        return None
+    try:
+        return chat.bridge(
+            before[:-1],
+            found.message,
+            new,
+            tools,
+            before=found.prompt_ids(),
+            sampled=list(found.sampled),
+            generate=True,
+        )
+    except TaskError:
+        return None
+
+
+def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
+    """Of the tools, then of the tools and every beginning of the messages."""
+    digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    yield digest
+    for one in messages:
+        digest = _behind(digest, one)
+        yield digest
+
+
+def _behind(digest: bytes, message: Message) -> bytes:
+    """One message more. Thoughts are left out: most agents do not say them again."""
+    calls = [
+        [one.get("id", ""), one["function"]["name"], one["function"]["arguments"]]
+        for one in message.get("tool_calls", ())
+    ]
+    said = [message["role"], message["content"], message.get("tool_call_id", ""), calls]
+    text = json.dumps(said, sort_keys=True)
+    return hashlib.sha256(digest + text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    places = [text.find(one) for one in stop if one and one in text]
+    return text[: min(places)] if places else text

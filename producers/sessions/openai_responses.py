@@ -1,0 +1,230 @@
+"""OpenAI's responses, translated to chat messages and back, in the part that agents use: texts,
+functions with their calls and results. The whole input comes with every call: nothing is kept
+under the name of an earlier response."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from dora_pipe.producers.sessions.calls import (
+    Refused,
+    Sampled,
+    Wanted,
+    caller_of,
+    decoded,
+    messages_of,
+    most_tokens,
+    settings_of,
+    tools_of,
+)
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """What of a body is read."""
+
+    input: str | list[dict[str, Any]]
+    model: str = ""
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None
+    user: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Any = None
+
+
+def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, Wanted]:
+    """A request and what it wants. Raises Refused."""
+    request: ResponsesRequest = decoded(body, ResponsesRequest)
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name):
+            raise Refused(
+                400, "unsupported", f"{name} is not offered: send the whole conversation as `input`"
+            )
+    settings = dict(settings_of(request))
+    form = (request.text or {}).get("format")
+    if form:
+        settings["response_format"] = form
+    wanted = Wanted(
+        api="responses",
+        messages=messages_of(list(chat_messages(request))),
+        tools=tools_of([*map(_tool, request.tools or ())], request.tool_choice),
+        max_tokens=most_tokens(request.max_output_tokens),
+        settings=settings,
+        caller=caller_of(caller, request.user),
+        model=request.model,
+    )
+    return request, wanted
+
+
+def chat_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
+    """The input as chat messages: what the assistant said and called in one go is one message.
+    Raises Refused for items that are no text and no function's."""
+    if request.instructions:
+        yield {"role": "system", "content": request.instructions}
+    if isinstance(request.input, str):
+        yield {"role": "user", "content": request.input}
+        return
+    for spoken, items in itertools.groupby(request.input, key=_is_spoken):
+        if spoken:
+            yield _assistant(items)
+            continue
+        for item in items:
+            if item.get("type") == "function_call_output":
+                content = _text(item.get("output", ""))
+                yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            else:
+                yield {"role": item.get("role"), "content": _text(item.get("content", ""))}
+
+
+def _is_spoken(item: Mapping[str, Any]) -> bool:
+    """Whether the model has said it. Raises Refused."""
+    match item.get("type", "message"):
+        case "message":
+            return item.get("role") == "assistant"
+        case "function_call" | "reasoning":
+            return True
+        case "function_call_output":
+            return False
+        case kind:
+            raise Refused(400, "unsupported", f"input: an item of type `{kind}` is not offered")
+
+
+def _assistant(items: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    for item in items:
+        match item.get("type", "message"):
+            case "message":
+                said["content"] += _text(item.get("content", ""))
+            case "function_call":
+                call = {"name": item.get("name"), "arguments": item.get("arguments")}
+                one = {"type": "function", "id": item.get("call_id", ""), "function": call}
+                said.setdefault("tool_calls", []).append(one)
+    return said
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind not in ("input_text", "output_text", "text") or not isinstance(text, str):
+            raise Refused(400, "unsupported", f"input: a part of type `{kind}` is not offered")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        return {"type": tool.get("type")}  # one that OpenAI's own servers run
+    known = ("name", "description", "parameters")
+    function = {key: tool[key] for key in known if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def response(
+    request: ResponsesRequest, sampled: Sampled, *, number: int, created_s: int
+) -> dict[str, Any]:
+    """The answer."""
+    cut = sampled.finish == "length"
+    status = "incomplete" if cut else "completed"
+    prompt, spoken = sampled.prompt_tokens, len(sampled.token_ids)
+    return {
+        "id": f"resp_{number}",
+        "object": "response",
+        "created_at": created_s,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": request.instructions,
+        "metadata": {},
+        "model": request.model,
+        "output": _output(sampled.turn.message(), number, status),
+        "parallel_tool_calls": True,
+        "temperature": request.temperature,
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "tools": request.tools or [],
+        "top_p": request.top_p,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": spoken,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + spoken,
+        },
+    }
+
+
+def _output(said: dict[str, Any], number: int, status: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if said.get("reasoning_content"):
+        thoughts = [{"type": "reasoning_text", "text": said["reasoning_content"]}]
+        items.append(
+            {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": thoughts}
+        )
+    calls = said.get("tool_calls", ())
+    if said["content"] or not calls:
+        text = {"type": "output_text", "text": said["content"], "annotations": []}
+        head = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": status}
+        items.append({**head, "content": [text]})
+    for at, call in enumerate(calls):
+        function = call["function"]
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{number}_{at}",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": msgspec.json.encode(function["arguments"]).decode(),
+                "status": status,
+            }
+        )
+    return items
+
+
+def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The same answer as the events of a stream."""
+    begun = {**answer, "status": "in_progress", "output": [], "usage": None}
+    found = [_event("created", response=begun), _event("in_progress", response=begun)]
+    for at, item in enumerate(answer["output"]):
+        found += _item_events(at, item)
+    found.append(_event(answer["status"], response=answer))
+    numbered = [{**one, "sequence_number": at} for at, one in enumerate(found)]
+    return [(one["type"], one) for one in numbered]
+
+
+def _item_events(at: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    place = {"output_index": at, "item_id": item["id"]}
+    if item["type"] == "message":
+        text = item["content"][0]["text"]
+        part = {**place, "content_index": 0}
+        yield _event("output_item.added", output_index=at, item={**item, "content": []})
+        yield _event("content_part.added", **part, part={**item["content"][0], "text": ""})
+        yield _event("output_text.delta", **part, delta=text, logprobs=[])
+        yield _event("output_text.done", **part, text=text, logprobs=[])
+        yield _event("content_part.done", **part, part=item["content"][0])
+    elif item["type"] == "function_call":
+        written = item["arguments"]
+        yield _event("output_item.added", output_index=at, item={**item, "arguments": ""})
+        yield _event("function_call_arguments.delta", **place, delta=written)
+        done = {"name": item["name"], "arguments": written}
+        yield _event("function_call_arguments.done", **place, **done)
+    else:
+        yield _event("output_item.added", output_index=at, item=item)
+    yield _event("output_item.done", output_index=at, item=item)
+
+
+def _event(name: str, **values: Any) -> dict[str, Any]:
+    return {"type": f"response.{name}", **values}

@@ -1,0 +1,278 @@
+"""The worker's port to its endpoint: starts the process, passes on what the machine wants, and
+tells what agents ask. A process that dies is started again; its sessions are lost, and their
+requests are told so, for their agents have seen their calls fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora_pipe.core.console import own_name
+from dora_pipe.core.errors import ConfigError, ResourceError
+from dora_pipe.producers.sessions.addresses import SECRET_BYTES, Addresses
+from dora_pipe.producers.sessions.frames import (
+    UP,
+    Answer,
+    Asked,
+    Close,
+    Frame,
+    Listening,
+    Open,
+    Refuse,
+    Setup,
+    SourceSetup,
+    pack,
+    packed_ids,
+    unpack,
+    unpacked_ids,
+)
+from dora_pipe.producers.tasks.calls import EpisodeLost
+from dora_pipe.producers.worker.effects import (
+    AnswerCall,
+    CallAsked,
+    CloseSession,
+    OpenSession,
+    RefuseCall,
+)
+
+BACKLOG: Final = 4096
+READ_BYTES: Final = 1 << 18
+READS_MAX: Final = 64
+"""Reads of one poll, so that many calls cannot hold the loop."""
+
+OUT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of what the endpoint has not taken yet; more means that it takes nothing any more."""
+
+DEATHS_MAX: Final = 8
+"""Processes that die in a row without a call in between, before the worker gives up."""
+
+CALLS_OF_ONE: Final = 1 << 40
+"""Numbers of calls that one process may give out: no two processes give the same."""
+
+CLOSE_S: Final = 1.0
+
+_COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.sessions.server")
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+SessionEffect = OpenSession | AnswerCall | RefuseCall | CloseSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSetup:
+    """What an endpoint serves.
+
+    Example: ``EndpointSetup(listen="127.0.0.1:0", assets=str(path), started_ns=run.at_ns,
+    model="demo", context_tokens=1024, sources=(...,))``.
+    """
+
+    listen: str
+    assets: str
+    started_ns: int
+    model: str
+    context_tokens: int
+    sources: tuple[SourceSetup, ...]
+
+
+class SessionPort:
+    """A port of the runtime: `OpenSession`, `AnswerCall`, `RefuseCall` and `CloseSession`, and the
+    events `CallAsked` and, where the endpoint's process ended, `EpisodeLost`.
+
+    Example: ``port = SessionPort(setup)``; ``port.addresses.of(request)`` is what an agent is told.
+    Raises ConfigError where it cannot listen, ResourceError where its processes die one after the
+    other.
+    """
+
+    effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)
+
+    def __init__(self, setup: EndpointSetup) -> None:
+        self._setup = setup
+        self._door = _listening(setup.listen)
+        host, port = self._door.getsockname()[:2]
+        if host in _ANYWHERE:  # agents run on this machine
+            host = _ANYWHERE[host]
+        self.addresses = Addresses(host=host, port=port, secret=os.urandom(SECRET_BYTES))
+        self._open: dict[str, str] = {}
+        """The source of every open session, by request."""
+        self._events: list[Any] = []
+        self._deaths_in_a_row = 0
+        self._started = 0
+        self.deaths = 0
+        """Processes that have ended by themselves."""
+        self._closed = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the endpoint's process."""
+        return self._process.pid
+
+    def start(self, effect: SessionEffect) -> None:
+        """Tell the endpoint; it leaves with the next `poll` where the socket is full."""
+        match effect:
+            case OpenSession(request=request, source=source):
+                self._open[request] = source
+                self._put(Open(request, source))
+            case CloseSession(request=request):
+                if self._open.pop(request, None) is not None:
+                    self._put(Close(request))
+            case AnswerCall():
+                self._put(
+                    Answer(
+                        effect.call,
+                        packed_ids(effect.token_ids),
+                        tuple(effect.logprobs),
+                        effect.finish,
+                        effect.prompt_tokens,
+                    )
+                )
+            case RefuseCall():
+                self._put(Refuse(effect.call, effect.status, effect.code, effect.message))
+        self._flush()
+
+    def poll(self) -> list[Any]:
+        """What agents have asked since the last call. Raises ResourceError."""
+        self._flush()
+        self._receive()
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are events that nobody has taken."""
+        return bool(self._events)
+
+    def close(self) -> None:
+        """End the process, and with it every session; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._link.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
+        self._process.kill()
+        self._process.wait()
+        self._door.close()
+
+    def _start(self) -> None:
+        self._link, theirs = socket.socketpair()
+        command = [*_COMMAND, str(self._door.fileno()), str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, f"endpoint of {own_name()}".strip()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(self._door.fileno(), theirs.fileno()),
+                env={**os.environ, **_ENVIRONMENT},
+                start_new_session=True,
+            )
+        self._link.setblocking(False)
+        self._in, self._out = bytearray(), bytearray()
+        setup = self._setup
+        self._put(
+            Setup(
+                os.getpid(),
+                self.addresses.secret,
+                setup.assets,
+                setup.started_ns,
+                setup.model,
+                setup.context_tokens,
+                self._started * CALLS_OF_ONE,
+                setup.sources,
+            )
+        )
+        self._started += 1
+
+    def _put(self, frame: Frame) -> None:
+        self._out += pack(frame)
+        if len(self._out) > OUT_BYTES_MAX:
+            raise ResourceError(f"the endpoint has not taken {len(self._out)} bytes for it")
+
+    def _flush(self) -> None:
+        while self._out:
+            try:
+                sent = self._link.send(self._out)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                return  # found out by reading
+            del self._out[:sent]
+
+    def _receive(self) -> None:
+        for _ in range(READS_MAX):
+            try:
+                data = self._link.recv(READ_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._ended()
+                return
+            self._in += data
+            for body in unpack(self._in):
+                self._heard(UP.decode(body))
+
+    def _heard(self, frame: Listening | Asked) -> None:
+        if isinstance(frame, Listening):
+            return
+        self._deaths_in_a_row = 0
+        if frame.request in self._open:
+            self._events.append(
+                CallAsked(
+                    request=frame.request,
+                    call=frame.call,
+                    token_ids=unpacked_ids(frame.token_ids),
+                    max_tokens=frame.max_tokens,
+                    api=frame.api,
+                    caller=frame.caller,
+                    asked=frame.asked,
+                )
+            )
+
+    def _ended(self) -> None:
+        """The process is gone, and another takes its place at the same address."""
+        self._link.close()
+        self._process.kill()
+        status = self._process.wait()
+        self.deaths += 1
+        self._deaths_in_a_row += 1
+        why = f"the endpoint's process ended with status {status}"
+        if self._deaths_in_a_row >= DEATHS_MAX:
+            raise ResourceError(
+                f"{DEATHS_MAX} processes of the endpoint in a row ended without a call; the last"
+                f" with status {status}",
+                hint="what they wrote to stderr may tell why",
+            )
+        lost, self._open = self._open, {}
+        self._events = [one for one in self._events if not isinstance(one, CallAsked)]
+        self._events += [EpisodeLost(request=request, message=why) for request in lost]
+        self._start()
+
+
+def _listening(where: str) -> socket.socket:
+    """The socket that agents connect to. Raises ConfigError."""
+    host, port = host_and_port(where)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        door = socket.socket(family, socket.SOCK_STREAM)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((host, port))
+        door.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"workers.endpoint: cannot listen at {host}:{port}: {error.strerror}",
+            hint="port 0 is any that is free; workers of one machine cannot share another",
+        ) from None
+    return door
+
+
+def host_and_port(where: str) -> tuple[str, int]:
+    """``host_and_port("127.0.0.1:8100") == ("127.0.0.1", 8100)``; `checks` knows that it is one."""
+    host, _, port = where.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,216 @@
+"""The endpoint's process: serves sessions over HTTP, and asks the worker over a socket.
+
+It never imports torch, holds the tokenizer and the chat template, and dies with the worker that
+started it. It listens on a socket that the worker keeps, so that its address outlives it.
+
+    python -m dora_pipe.producers.sessions.server LISTEN LINK NAME     two descriptors; by `port`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dora_pipe.core.console import die_with, name_process
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.chat.chat import Chat
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.sessions.app import Endpoint
+from dora_pipe.producers.sessions.frames import (
+    DOWN,
+    Down,
+    Frame,
+    Listening,
+    Setup,
+    SourceSetup,
+    pack,
+    unpack,
+)
+from dora_pipe.producers.sessions.sessions import Sessions, Source
+from dora_pipe.producers.worker.chats import chat_options
+
+HEAD_BYTES_MAX: Final = 64 * 1024
+"""Of a request's line and headers."""
+
+HEAD_S: Final = 15.0
+"""For them to come, from the moment a connection is opened or another request begins on it."""
+
+KEEP_ALIVE_S: Final = 75
+"""For the next request on a connection; longer than clients keep one, so that they close it."""
+
+CONNECTIONS_MAX: Final = 32_768
+"""At once; others are told to come later."""
+
+BACKLOG: Final = 4096
+READ_BYTES: Final = 1 << 18
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection whose heads are bounded, in bytes and in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _in_head = True
+
+    def connection_made(self, transport: Any) -> None:
+        """Its first request has to begin."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more comes."""
+        self._headed()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """A head that never ends is ended."""
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._headed()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        """Its body may follow."""
+        self._headed()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _headed(self) -> None:
+        self._in_head = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def serve(listen: socket.socket, link: socket.socket) -> None:
+    """Serve until the link to the worker ends. Raises PolicyError, ValueError."""
+    reader, writer = await asyncio.open_unix_connection(sock=link)
+    buffer = bytearray()
+    setup = await _first(reader, buffer)
+    if setup is None:
+        return
+    die_with(setup.parent_pid)
+    sessions = open_sessions(setup, lambda frame: writer.write(pack(frame)))
+    vocabulary = Tokenizer(Path(setup.assets)).backend.get_vocab_size()
+    endpoint = Endpoint(sessions, model=setup.model, vocabulary=vocabulary)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            endpoint.app(),
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            limit_concurrency=CONNECTIONS_MAX,
+            backlog=BACKLOG,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listen]))
+    writer.write(pack(Listening()))
+    try:
+        async for frame in _frames(reader, buffer):
+            if not isinstance(frame, Setup):
+                sessions.take(frame)
+    finally:
+        server.should_exit = server.force_exit = True
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+def open_sessions(setup: Setup, send: Callable[[Frame], None]) -> Sessions:
+    """What a setup says. Raises PolicyError for a tokenizer that cannot be read."""
+    assets = Path(setup.assets)
+    tokenizer = Tokenizer(assets)
+    sources: dict[str, Source] = {}
+    for one in setup.sources:
+        sources |= dict.fromkeys(one.sources, _source(one, assets, tokenizer, setup.started_ns))
+    return Sessions(
+        sources,
+        secret=setup.secret,
+        context_tokens=setup.context_tokens,
+        first_call=setup.first_call,
+        send=send,
+    )
+
+
+def _source(one: SourceSetup, assets: Path, tokenizer: Tokenizer, started_ns: int) -> Source:
+    def chat() -> Chat:
+        return Chat.open(assets, tokenizer, chat_options(one.task, started_ns))
+
+    return Source(
+        chat=chat() if one.chat else None,
+        open_chat=chat,
+        tokenizer=tokenizer.reading(one.task.special_tokens),
+        task=one.task,
+        sampling=one.sampling,
+    )
+
+
+async def _first(reader: asyncio.StreamReader, buffer: bytearray) -> Setup | None:
+    while data := await reader.read(READ_BYTES):
+        buffer += data
+        for body in unpack(buffer):
+            frame = DOWN.decode(body)
+            if not isinstance(frame, Setup):
+                raise ValueError("the first frame is no Setup")
+            return frame
+    return None
+
+
+async def _frames(reader: asyncio.StreamReader, buffer: bytearray) -> Any:
+    while True:
+        for body in unpack(buffer):
+            frame: Down = DOWN.decode(body)
+            yield frame
+        data = await reader.read(READ_BYTES)
+        if not data:
+            return
+        buffer += data
+
+
+def main() -> None:
+    """Serve what the two descriptors are; what stands behind them is what the process is called."""
+    listen, link, *name = sys.argv[1:]
+    name_process(*name)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    try:
+        with socket.socket(fileno=int(listen)) as door, socket.socket(fileno=int(link)) as end:
+            door.setblocking(False)
+            end.setblocking(False)
+            asyncio.run(serve(door, end))
+    except (PolicyError, BrokenPipeError, ConnectionResetError) as error:
+        sys.stderr.write(f"endpoint: {error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

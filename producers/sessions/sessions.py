@@ -1,0 +1,249 @@
+"""The sessions that are open, and the calls in them that wait for their answers: decides which key
+opens what, and which answer belongs to whom. It does no IO: frames go out by the function that it
+is given, and whoever asked awaits a future."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora_pipe.config import model
+from dora_pipe.producers.chat.chat import Chat
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.sessions.addresses import check_key, session_name
+from dora_pipe.producers.sessions.calls import Refused, Sampled, Wanted, asked_of
+from dora_pipe.producers.sessions.conversations import Conversations, Prompt
+from dora_pipe.producers.sessions.frames import (
+    Answer,
+    Asked,
+    Close,
+    Frame,
+    Open,
+    Refuse,
+    packed_ids,
+    unpacked_ids,
+)
+
+ENDED_MAX: Final = 65_536
+"""Sessions that are remembered as ended; one that is forgotten is waited for like one to come."""
+
+OPENING_S: Final = 2.0
+"""How long a call waits for its session, which may be on its way from the worker."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Source:
+    """What the sessions of a source share."""
+
+    chat: Chat | None
+    """None: the model has no chat template."""
+    open_chat: Callable[[], Chat]
+    tokenizer: Tokenizer
+    task: model.Task
+    sampling: model.Sampling
+    _beside: Chat | None = None
+
+    def chat_beside(self) -> Chat:
+        """Another one, for a thread beside the loop: a chat is used by one at a time."""
+        if self._beside is None:
+            self._beside = self.open_chat()
+        return self._beside
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """An open session."""
+
+    request: str
+    source: Source
+    conversations: Conversations | None
+    calls: set[int] = field(default_factory=set)
+    """Those that have no answer yet."""
+
+
+class Sessions:
+    """All of them.
+
+    Example: ``sessions.open(Open("g0000000042-003/1", "train"))``, then
+    ``await sessions.ask(session, wanted, ids)``.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        *,
+        secret: bytes,
+        context_tokens: int,
+        first_call: int,
+        send: Callable[[Frame], None],
+    ) -> None:
+        self._sources = sources
+        self._secret = secret
+        self._send = send
+        self._next_call = first_call
+        self._open: dict[str, Session] = {}
+        self._opening: dict[str, asyncio.Event] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self.context_tokens = context_tokens
+
+    @property
+    def opened(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def take(self, frame: Open | Close | Answer | Refuse) -> None:
+        """Do what the worker says."""
+        match frame:
+            case Open():
+                self._begin(frame)
+            case Close():
+                self._end(session_name(frame.request))
+            case Answer():
+                waiting = self._waiting.get(frame.call)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(frame)
+            case Refuse():
+                refused = Refused(frame.status, frame.code, frame.message)
+                waiting = self._waiting.get(frame.call)
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(refused)
+
+    async def session(self, name: str, key: str) -> Session:
+        """The session of this name, for who has its key. Raises Refused."""
+        match check_key(self._secret, name, key):
+            case "wrong":
+                raise Refused(401, "invalid_api_key", "the key is none of this endpoint")
+            case "other":
+                raise Refused(404, "not_found", "the key is of another session than the address")
+        if name not in self._open and name not in self._ended:
+            opening = self._opening.setdefault(name, asyncio.Event())
+            try:
+                async with asyncio.timeout(OPENING_S):
+                    await opening.wait()
+            except TimeoutError:
+                self._opening.pop(name, None)
+        if name not in self._open:
+            raise ended()
+        return self._open[name]
+
+    async def ask(self, session: Session, wanted: Wanted, prompt_ids: list[int]) -> list[Answer]:
+        """What was sampled for each choice of a call, in order. Raises Refused."""
+        if self._open.get(session_name(session.request)) is not session:
+            raise ended()
+        asked = asked_of(wanted.settings, wanted.stop, session.source.sampling)
+        if asked and session.source.task.sampling_asked == "refuse":
+            names = ", ".join(asked)
+            raise Refused(
+                400,
+                "sampling_is_the_runs",
+                f"{names}: sampling follows the run (task.sampling_asked is `refuse`)",
+            )
+        # A longer one is refused by the worker, by its length: the rest would be sent for nothing.
+        token_ids = packed_ids(prompt_ids[: self.context_tokens + 1])
+        calls = [self._call(session) for _ in range(wanted.choices)]
+        for call, _ in calls:
+            self._send(
+                Asked(
+                    session.request,
+                    call,
+                    token_ids,
+                    wanted.max_tokens,
+                    wanted.api,
+                    wanted.caller,
+                    asked,
+                )
+            )
+        try:
+            return await asyncio.gather(*(future for _, future in calls))
+        finally:
+            for call, future in calls:
+                future.cancel()
+                if future.done() and not future.cancelled():
+                    future.exception()  # each was heard of, whoever else failed
+                self._waiting.pop(call, None)
+                session.calls.discard(call)
+
+    def _call(self, session: Session) -> tuple[int, asyncio.Future[Answer]]:
+        call, self._next_call = self._next_call, self._next_call + 1
+        session.calls.add(call)
+        self._waiting[call] = asyncio.get_running_loop().create_future()
+        return call, self._waiting[call]
+
+    def _begin(self, frame: Open) -> None:
+        name = session_name(frame.request)
+        self._end(name)
+        self._ended.pop(name, None)
+        source = self._sources[frame.source]
+        conversations = None if source.chat is None else Conversations(source.chat)
+        self._open[name] = Session(
+            request=frame.request, source=source, conversations=conversations
+        )
+        opening = self._opening.pop(name, None)
+        if opening is not None:
+            opening.set()
+
+    def _end(self, name: str) -> None:
+        session = self._open.pop(name, None)
+        if session is None:
+            return
+        for call in session.calls:
+            waiting = self._waiting.get(call)
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(ended())
+        self._ended[name] = None
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+
+def ended() -> Refused:
+    """Of a session that is not open any more."""
+    return Refused(410, "session_ended", "the session has ended: nothing more is sampled for it")
+
+
+def prompt_of(session: Session, wanted: Wanted, *, beside: bool = False) -> Prompt | None:
+    """Messages as token ids; None where the call has token ids itself. `beside`: in a thread beside
+    the loop. Raises Refused, TaskError: the chat template refuses them."""
+    if not wanted.messages:
+        return None
+    if session.conversations is None:
+        raise Refused(
+            400,
+            "no_chat_template",
+            "the model has no chat template: POST /inference/v1/generate takes token ids",
+        )
+    chat = session.source.chat_beside() if beside else None
+    return session.conversations.prompt(wanted.messages, wanted.tools, chat)
+
+
+def sampled_of(
+    session: Session, wanted: Wanted, prompt: Prompt | None, answers: list[Answer]
+) -> list[Sampled]:
+    """The choices of a call, read as turns where it was of messages; from now on a call may go on
+    from each."""
+    found: list[Sampled] = []
+    for one in answers:
+        ids = unpacked_ids(one.token_ids)
+        plain = Sampled(
+            token_ids=ids,
+            logprobs=one.logprobs,
+            finish=one.finish,
+            prompt_tokens=one.prompt_tokens,
+        )
+        if prompt is None or session.conversations is None:
+            found.append(plain)
+            continue
+        turn = session.conversations.answer(prompt, ids, wanted.stop)
+        found.append(
+            Sampled(
+                token_ids=ids,
+                logprobs=one.logprobs,
+                finish=one.finish,
+                prompt_tokens=one.prompt_tokens,
+                turn=turn,
+            )
+        )
+    return found

@@ -1,0 +1,104 @@
+"""Token ids in, token ids out, as vLLM's `POST /inference/v1/generate` has it: for agents that
+render messages by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dora_pipe.producers.sessions.calls import (
+    Refused,
+    Sampled,
+    Wanted,
+    caller_of,
+    choices_of,
+    decoded,
+    most_tokens,
+    settings_of,
+    stops_of,
+)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """What of `sampling_params` is read. What ends a turn is the run's: other `stop_token_ids` and
+    `stop` end nothing here, and are recorded."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """What of a body is read."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    model: str = ""
+    request_id: str = ""
+
+
+def read(
+    body: bytes, *, vocabulary: int, stop_ids: frozenset[int], caller: str = ""
+) -> tuple[GenerateRequest, Wanted]:
+    """A request and what it wants. Raises Refused for ids that the model has not."""
+    request: GenerateRequest = decoded(body, GenerateRequest)
+    params, ids = request.sampling_params, request.token_ids
+    if not ids:
+        raise Refused(400, "invalid_request", "token_ids is empty")
+    if not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise Refused(400, "invalid_request", f"token_ids: not all are below {vocabulary}")
+    settings = dict(settings_of(params))
+    others = sorted(set(params.stop_token_ids or ()) - stop_ids)
+    if others:
+        settings["stop_token_ids"] = others
+    wanted = Wanted(
+        api="generate",
+        token_ids=tuple(ids),
+        max_tokens=most_tokens(params.max_tokens),
+        choices=choices_of(params.n),
+        stop=stops_of(params.stop),
+        settings=settings,
+        caller=caller_of(caller),
+        model=request.model,
+    )
+    return request, wanted
+
+
+def generated(
+    request: GenerateRequest, choices: list[Sampled], *, answer_id: str, with_logprobs: bool
+) -> dict[str, Any]:
+    """The answer; log-probs as chat completions have them, tokens named by their ids."""
+    return {
+        "request_id": request.request_id or answer_id,
+        "prompt_token_ids": request.token_ids,
+        "choices": [
+            {
+                "index": at,
+                "token_ids": list(one.token_ids),
+                "finish_reason": one.finish if one.finish in ("stop", "length") else "stop",
+                "logprobs": _logprobs(one) if with_logprobs else None,
+            }
+            for at, one in enumerate(choices)
+        ],
+    }
+
+
+def _logprobs(sampled: Sampled) -> dict[str, Any]:
+    pairs = zip(sampled.token_ids, sampled.logprobs, strict=True)
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{at}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for at, value in pairs
+    ]
+    return {"content": content}

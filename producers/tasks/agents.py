@@ -1,0 +1,185 @@
+"""An agent of the user's: a function or a command line that calls the model as it likes. Decides
+what it is given, and what of it is an answer.
+
+A function is called with those of `base_url`, `api_key` and `row` that it names. A command line has
+them in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `DORA_PIPE_ROW` as JSON), and may
+write what it gives back as JSON into the file `DORA_PIPE_RESULT`: null, a text, a number, or an
+object with the fields of a `Reward`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config import model
+from dora_pipe.core.console import PR_SET_PDEATHSIG
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.own_code import load_attribute
+from dora_pipe.producers.tasks.background import call_user_code
+from dora_pipe.producers.tasks.messages import NoAnswer
+from dora_pipe.producers.tasks.port import Reward, Row
+
+GIVEN: Final = ("base_url", "api_key", "row")
+"""What an agent's function may take, by name."""
+
+RESULT_BYTES_MAX: Final = 1024 * 1024
+TAIL_CHARACTERS: Final = 200
+"""Of what a command wrote last, for the error that it ended with."""
+
+READ_BYTES: Final = 1 << 16
+DRAIN_S: Final = 1.0
+"""For what an ended command has left in its pipe."""
+
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class AgentFailed(Exception):
+    """A command line that ended with another status than 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentAsked:
+    """What an agent is told.
+
+    Example: ``AgentAsked(base_url="http://127.0.0.1:4711/s/.../v1", api_key="dora-...", row={})``.
+    """
+
+    base_url: str
+    api_key: str
+    row: Row
+
+
+class FunctionAgent:
+    """`task.agent`. Raises TaskError where it cannot be imported, ConfigError where it is no
+    function that can be called so."""
+
+    def __init__(self, reference: str) -> None:
+        self.function: Callable[..., Any] = load_attribute("task.agent", reference, TaskError)
+        if not callable(self.function):
+            raise ConfigError(f"task.agent: `{reference}` is not a function")
+        parameters = inspect.signature(self.function).parameters.values()
+        anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
+        self._names = GIVEN if anything else tuple(name for name in GIVEN if name in named)
+        try:
+            inspect.signature(self.function).bind(**dict.fromkeys(self._names))
+        except TypeError as error:
+            raise ConfigError(
+                f"task.agent: `{reference}`: {error}", hint=f"it may take {', '.join(GIVEN)}"
+            ) from None
+
+    @property
+    def source(self) -> Any:
+        """What decides what it does, for the digest of the reward."""
+        return self.function
+
+    async def run(self, asked: AgentAsked) -> Any:
+        """What it gives back; in the loop where it is `async`, else in a thread."""
+        given = {name: getattr(asked, name) for name in self._names}
+        return await call_user_code(partial(self.function, **given))
+
+
+class CommandAgent:
+    """`task.command`, a process with a group of its own that ends with its call."""
+
+    def __init__(self, command: Sequence[str], directory: str) -> None:
+        self._command, self._directory = tuple(command), directory or None
+
+    @property
+    def source(self) -> Any:
+        """What decides what it does, for the digest of the reward: its words, and no files."""
+        return "\0".join(self._command)
+
+    async def run(self, asked: AgentAsked) -> Any:
+        """What it wrote as its result. Raises AgentFailed, NoAnswer, OSError."""
+        with tempfile.TemporaryDirectory(prefix="dora-pipe-agent-") as folder:
+            result = Path(folder) / "result.json"
+            environment = {
+                "OPENAI_BASE_URL": asked.base_url,
+                "OPENAI_API_KEY": asked.api_key,
+                "DORA_PIPE_ROW": msgspec.json.encode(dict(asked.row)).decode(),
+                "DORA_PIPE_RESULT": str(result),
+            }
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=self._directory,
+                env={**os.environ, **environment},
+                process_group=0,
+                preexec_fn=_die_with_parent,
+            )
+            tail = await _run_to_its_end(process)
+            if process.returncode:
+                raise AgentFailed(f"status {process.returncode}: {tail}")
+            return _result(result)
+
+
+Agent = FunctionAgent | CommandAgent
+
+
+def open_agent(task: model.Task) -> Agent | None:
+    """The agent that a task has, if it has one. Raises as `FunctionAgent`."""
+    if task.agent:
+        return FunctionAgent(task.agent)
+    return CommandAgent(task.command, task.directory) if task.command else None
+
+
+async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:
+    """The end of what it wrote. Whoever is cancelled here leaves no process behind."""
+    draining = asyncio.create_task(_tail(process.stdout))
+    try:
+        await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+        if process.returncode is None:
+            await process.wait()
+        await asyncio.wait([draining], timeout=DRAIN_S)
+        draining.cancel()
+    return draining.result() if draining.done() and not draining.cancelled() else ""
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> str:
+    assert stream is not None
+    kept = b""
+    while data := await stream.read(READ_BYTES):
+        kept = (kept + data)[-4 * TAIL_CHARACTERS :]
+    return " ".join(kept.decode("utf-8", "replace").split())[-TAIL_CHARACTERS:]
+
+
+def _result(path: Path) -> Any:
+    """Raises NoAnswer for a file that is no such result."""
+    try:
+        with path.open("rb") as file:
+            written = file.read(RESULT_BYTES_MAX + 1)
+    except FileNotFoundError:
+        return None
+    if len(written) > RESULT_BYTES_MAX:
+        raise NoAnswer(f"the result has more than {RESULT_BYTES_MAX} bytes")
+    try:
+        found = msgspec.json.decode(written)
+        return msgspec.convert(found, Reward) if isinstance(found, dict) else found
+    except msgspec.MsgspecError as error:
+        raise NoAnswer(f"the result is no JSON of a result: {error}") from None
+
+
+def _die_with_parent() -> None:
+    """In the new process: it does not outlive the one that started it, however that ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,230 @@
+"""Chat completions, asked by OpenAI's own client: what an agent says is what the worker is asked,
+and what was sampled is never made again from text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.worker.effects import CallAsked, RefuseCall
+from tests.support.chat_models import write_chat_model
+from tests.support.endpoints import Stage, says, stage
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+HELLO = [{"role": "user", "content": "hello"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen 2.5's template with a small tokenizer."""
+    return write_chat_model(tmp_path_factory.mktemp("qwen"), "qwen2_5")
+
+
+@pytest.fixture(scope="module")
+def hi(assets: Path) -> Iterator[Stage]:
+    """One that says hi."""
+    with stage(assets, says(assets, "hi<|im_end|>")) as one:
+        yield one
+
+
+def client_of(address: tuple[str, str]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=address[0], api_key=address[1], max_retries=0, timeout=20)
+
+
+def create(client: openai.OpenAI, messages: Any = HELLO, **more: Any) -> Any:
+    return client.chat.completions.create(model="any", messages=messages, **more)
+
+
+def test_a_call_is_asked_as_the_template_renders_it_and_answered_with_its_text(
+    hi: Stage, assets: Path
+) -> None:
+    with client_of(hi.open("g-0/0")) as client:
+        answer = create(client, max_completion_tokens=7, user="planner")
+    asked = hi.calls[-1]
+    assert (
+        Tokenizer(assets)
+        .full_text(asked.token_ids)
+        .endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    )
+    assert (asked.request, asked.max_tokens, asked.api) == ("g-0/0", 7, "chat")
+    assert (asked.caller, asked.asked) == ("planner", {})
+    assert answer.choices[0].message.content == "hi"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.prompt_tokens == len(asked.token_ids)
+
+
+def test_ids_and_log_probs_are_given_where_they_are_asked_for(hi: Stage) -> None:
+    with client_of(hi.open("g-0/1")) as client:
+        answer = create(client, logprobs=True, extra_body={"return_token_ids": True})
+    choice = answer.choices[0]
+    assert answer.prompt_token_ids == hi.calls[-1].token_ids
+    assert [one.logprob for one in choice.logprobs.content] == [-0.5] * len(choice.token_ids)
+    assert "".join(one.token for one in choice.logprobs.content) == "hi<|im_end|>"
+
+
+def test_a_stream_has_the_whole_answer(hi: Stage) -> None:
+    with client_of(hi.open("g-0/2")) as client:
+        chunks = list(create(client, stream=True, stream_options={"include_usage": True}))
+    texts = [one.choices[0].delta.content for one in chunks if one.choices]
+    assert "".join(text or "" for text in texts) == "hi"
+    assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
+
+
+def test_several_choices_are_as_many_calls_with_the_same_prompt(hi: Stage) -> None:
+    before = len(hi.calls)
+    with client_of(hi.open("g-0/3")) as client:
+        answer = create(client, n=3)
+    asked = hi.calls[before:]
+    assert [one.index for one in answer.choices] == [0, 1, 2]
+    assert len({one.call for one in asked}) == 3
+    assert asked[0].token_ids == asked[1].token_ids == asked[2].token_ids
+
+
+def test_settings_that_are_not_the_runs_are_recorded(hi: Stage) -> None:
+    with client_of(hi.open("g-0/4")) as client:
+        create(client, temperature=0.3, top_p=1, seed=7, stop=["END"], presence_penalty=0)
+    assert hi.calls[-1].asked == {"temperature": 0.3, "seed": 7, "stop": ["END"]}
+
+
+def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
+    with (
+        stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
+        client_of(one.open("g-0/0")) as client,
+    ):
+        create(client, temperature=1.0)
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            create(client, temperature=0.5)
+        assert len(one.calls) == 1
+
+
+def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(assets: Path) -> None:
+    """The sampled turn has two blanks where the template writes one: they stay."""
+    turns = {0: CALL.replace(": 1", ":  1"), 1: "three<|im_end|>"}
+    with stage(assets, says(assets, turns)) as one, client_of(one.open("g-0/0")) as client:
+        answer = create(client, tools=[ADD]).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        call = answer.message.tool_calls[0]
+        assert (call.function.name, call.function.arguments) == ("add", '{"a":1,"b":2}')
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        last = create(client, [*HELLO, answer.message, result], tools=[ADD])
+    assert last.choices[0].message.content == "three"
+    first, second = one.calls
+    sampled = Tokenizer(assets, special_tokens="parse").ids(turns[0])
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
+    behind = second.token_ids[len(first.token_ids) :]
+    assert behind[: len(sampled)] == sampled
+    rest = Tokenizer(assets).full_text(behind[len(sampled) :])
+    assert "<tool_response>\n3\n</tool_response>" in rest
+    assert rest.endswith("<|im_start|>assistant\n")
+
+
+def test_a_history_that_was_written_anew_is_rendered_whole(assets: Path) -> None:
+    words = says(assets, "hi<|im_end|>")
+    with stage(assets, words) as one, client_of(one.open("g-0/0")) as client:
+        create(client)
+        said = {"role": "assistant", "content": "something else"}
+        create(client, [*HELLO, said, {"role": "user", "content": "go on"}])
+    first, second = one.calls
+    text = Tokenizer(assets).full_text(second.token_ids)
+    assert "something else<|im_end|>" in text
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids  # as the template has it
+
+
+def test_a_text_ends_at_the_callers_stop_and_what_was_sampled_stays(assets: Path) -> None:
+    with (
+        stage(assets, says(assets, "one STOP two<|im_end|>")) as one,
+        client_of(one.open("g-0/0")) as client,
+    ):
+        answer = create(client, stop="STOP")
+        assert answer.choices[0].message.content == "one "
+        said = answer.choices[0].message
+        create(client, [*HELLO, said, {"role": "user", "content": "go on"}])
+    assert "one STOP two<|im_end|>" in Tokenizer(assets).full_text(one.calls[1].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"tools": [ADD], "tool_choice": "required"}, "required"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "custom"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"n": 1000}, "n: 1000"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "alien"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "image_url",
+        ),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_its_name(
+    hi: Stage, more: dict[str, Any], why: str
+) -> None:
+    asked = len(hi.calls)
+    with client_of(hi.open("g-0/5")) as client, pytest.raises(openai.BadRequestError, match=why):
+        create(client, **more)
+    assert len(hi.calls) == asked
+
+
+def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) -> None:
+    def refuse(asked: CallAsked) -> RefuseCall:
+        return RefuseCall(
+            request=asked.request,
+            call=asked.call,
+            status=429,
+            code="calls_max",
+            message="64 calls were made: no more is sampled",
+        )
+
+    with stage(assets, refuse) as one, client_of(one.open("g-0/0")) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            create(client.with_options(max_retries=2))
+        assert caught.value.code == "calls_max"
+        assert len(one.calls) == 1, "what is refused for good is not asked again"
+
+
+def test_models_say_how_long_a_context_is(hi: Stage) -> None:
+    with client_of(hi.open("g-0/6")) as client:
+        (found,) = client.models.list().data
+    assert (found.id, getattr(found, "max_model_len", None)) == ("policy", 4096)
+
+
+def test_keys_and_sessions(hi: Stage) -> None:
+    mine, other = hi.open("g-0/7"), hi.open("g-0/8")
+    with client_of((mine[0], "dora-nothing")) as client, pytest.raises(openai.AuthenticationError):
+        create(client)
+    with client_of((mine[0], other[1])) as client, pytest.raises(openai.NotFoundError):
+        create(client)
+    hi.end("g-0/7")
+    with client_of(mine) as client, pytest.raises(openai.APIStatusError) as caught:
+        create(client)
+    assert caught.value.status_code == 410
+
+
+def test_calls_that_wait_hear_of_the_end_of_their_session(assets: Path) -> None:
+    with stage(assets, lambda asked: None) as one:
+        address = one.open("g-0/0")
+        timer = threading.Timer(0.5, one.end, ["g-0/0"])
+        timer.start()
+        with client_of(address) as client, pytest.raises(openai.APIStatusError) as caught:
+            create(client)
+        timer.join()
+    assert caught.value.status_code == 410

@@ -1,0 +1,125 @@
+"""An endpoint with its process, and a worker's machine that the test plays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.config import model
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.sessions.frames import SourceSetup
+from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort
+from dora_pipe.producers.worker.effects import (
+    AnswerCall,
+    CallAsked,
+    CloseSession,
+    OpenSession,
+    RefuseCall,
+)
+
+Said = AnswerCall | RefuseCall
+CONTEXT_TOKENS = 4096
+
+
+def source_setup(*, chat: bool = True, **task: Any) -> SourceSetup:
+    """One source, `train`, of a task that has an agent."""
+    config = model.Task(kind="calculator", agent="agent:run", **task)
+    return SourceSetup(sources=("train",), task=config, sampling=model.Sampling(), chat=chat)
+
+
+class Stage:
+    """A `SessionPort` driven from a thread, whose calls are answered by a function.
+
+    Example: ``with stage(assets, lambda asked: answer(asked, ids)) as one: one.open("g-0/0")``.
+    """
+
+    def __init__(self, port: SessionPort, answer: Callable[[CallAsked], Said | None]) -> None:
+        self.port = port
+        self.calls: list[CallAsked] = []
+        self.events: list[Any] = []
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def open(self, request: str) -> tuple[str, str]:
+        """A session's address and key."""
+        self.tell(OpenSession(request=request, source="train"))
+        address = self.port.addresses.of(request)
+        return address.base_url, address.api_key
+
+    def end(self, request: str) -> None:
+        """End a session."""
+        self.tell(CloseSession(request=request))
+
+    def tell(self, effect: Any) -> None:
+        """As the machine would."""
+        with self._lock:
+            self.port.start(effect)
+
+    def close(self) -> None:
+        """Stop the thread, then the process."""
+        self._over.set()
+        self._thread.join()
+        self.port.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            with self._lock:
+                for event in self.port.poll():
+                    self.events.append(event)
+                    if isinstance(event, CallAsked):
+                        self.calls.append(event)
+                        said = self._answer(event)
+                        if said is not None:
+                            self.port.start(said)
+            time.sleep(0.001)
+
+
+@contextmanager
+def stage(
+    assets: Path,
+    answer: Callable[[CallAsked], Said | None],
+    *,
+    listen: str = "127.0.0.1:0",
+    **task: Any,
+) -> Iterator[Stage]:
+    """An endpoint over a model directory; `task` are keys of its task."""
+    setup = EndpointSetup(
+        listen=listen,
+        assets=str(assets),
+        started_ns=10**18,
+        model="policy",
+        context_tokens=CONTEXT_TOKENS,
+        sources=(source_setup(**task),),
+    )
+    one = Stage(SessionPort(setup), answer)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def says(assets: Path, words: Mapping[int, str] | str) -> Callable[[CallAsked], AnswerCall]:
+    """A model that says these texts (added tokens written out), by the number of the call."""
+    tokenizer = Tokenizer(assets)
+    count = iter(range(10**6))
+
+    def answer(asked: CallAsked) -> AnswerCall:
+        text = words if isinstance(words, str) else words[next(count)]
+        ids = tokenizer.reading("parse").ids(text)
+        return AnswerCall(
+            request=asked.request,
+            call=asked.call,
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            finish="stop",
+            prompt_tokens=len(asked.token_ids),
+        )
+
+    return answer

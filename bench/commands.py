@@ -14,9 +14,11 @@ import typer
 from dora_pipe.cli.options import JsonOption, RunsOption
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.core.console import RUNS, say
+from dora_pipe.core.errors import UsageError
 
 VLLM_ROWS = (1, 16, 64)
 RESIDENT_ROWS = (1, 16, 64)
+TURN_ROWS = (16, 64)
 RECORD_BYTES = (2_000, 65_536, 1_048_576)
 AUDITED_TOKENS = (2_048, 16_384)
 WEIGHTS_WORKERS = (1, 4, 8)
@@ -40,6 +42,12 @@ def engine(
             help="With so many LoRA versions resident, beside merged weights; may be repeated."
         ),
     ] = None,
+    turns: Annotated[
+        int,
+        typer.Option(
+            help="Episodes of so many turns: what kept prefixes save of the own engine's prefill."
+        ),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Tokens per second of an engine by rows, beside `generate`: that of transformers for the own
@@ -48,7 +56,9 @@ def engine(
 
     need_engines([engine])
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        if resident:
+        if turns:
+            found = _turn_figures(engine, rows or TURN_ROWS, turns)
+        elif resident:
             found = _resident_figures(engine, Path(folder), rows or RESIDENT_ROWS, resident)
         else:
             found = _beside_generate(engine, Path(folder), rows)
@@ -305,6 +315,15 @@ def tasks(
     from dora_pipe.bench.tasks import bench_tasks
 
     _emit_figures(bench_tasks(seconds=seconds), as_json=as_json)
+
+
+def _turn_figures(engine: str, rows: Sequence[int], turns: int) -> list[Any]:
+    """The own engine with prefixes kept, beside itself."""
+    from dora_pipe.bench.engine_turns import bench_turns
+
+    if engine != "torch":
+        raise UsageError(f"--turns is of the own engine; {engine} does not tell what it prefills")
+    return [*bench_turns(rows, turns)]
 
 
 def _resident_figures(

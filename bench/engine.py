@@ -189,7 +189,7 @@ def measured(spent: Spent) -> Iterator[None]:
     spent.wall_s, spent.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
 
 
-def make_engine(rows: int, **more: Any) -> Any:
+def make_engine(rows: int, *, context_tokens: int = CONTEXT_TOKENS, **more: Any) -> Any:
     """The own engine with random weights of `MODEL`; `more` goes to it. Needs torch."""
     import torch
 
@@ -199,7 +199,7 @@ def make_engine(rows: int, **more: Any) -> Any:
 
     torch.set_num_threads(1)
     weights = fuse(MODEL, random_tensors(MODEL, _SEED))
-    return TorchEngine(MODEL, weights, slots=rows, context_tokens=CONTEXT_TOKENS, **more)
+    return TorchEngine(MODEL, weights, slots=rows, context_tokens=context_tokens, **more)
 
 
 def demo_config(**more: Any) -> Any:

@@ -191,6 +191,9 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
         return Line(f"{name} {version:<3} silent since {duration(silent_s)}", "alarm")
     away = f" env {status.in_environment}" if status.in_environment else ""
     away += f" scored {status.being_scored}" if status.being_scored else ""
+    away += f" agents {status.with_agent}" if status.with_agent else ""
+    if status.calls_open:
+        away += f" calls {status.calls_open} ({duration(status.call_open_s)})"
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     reused = f" reused {worker.tokens.reused_share:.0%}" if worker.tokens.reused else ""

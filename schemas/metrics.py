@@ -91,6 +91,18 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Requests whose environment or tool is waited for."""
     being_scored: int = 0
     """Requests whose reward is waited for."""
+    with_agent: int = 0
+    """Sessions none of whose calls needs the engine: their agents think, or do something else."""
+    calls_open: int = 0
+    """Calls of agents that have no answer yet."""
+    call_since_ns: int = 0
+    """When the oldest of these came, wall clock; 0 where there is none."""
+
+    @property
+    def call_open_s(self) -> float:
+        """How long the oldest open call has been so, as of this status."""
+        return max(0.0, (self.at_ns - self.call_since_ns) / 1e9) if self.call_since_ns else 0.0
+
     prompt_tokens_computed: int = 0
     """Tokens that the engine of this incarnation has prefilled; 0 where it does not count."""
     prompt_tokens_reused: int = 0

@@ -459,6 +459,18 @@ WORKERS: Final = Dashboard(
             ('dora_pipe_worker_requests{RUN,state="waiting"}', "{{worker}}"),
         ),
         panel(
+            "With their agents",
+            "Sessions whose agents think, and calls that have no answer yet.",
+            ('dora_pipe_worker_requests{RUN,state="agent"}', "{{worker}} agents"),
+            ("dora_pipe_worker_calls_open{RUN}", "{{worker}} calls"),
+        ),
+        panel(
+            "Oldest open call",
+            "Since it came.",
+            ("dora_pipe_worker_call_open_seconds{RUN}", "{{worker}}"),
+            unit="s",
+        ),
+        panel(
             "KV cache in use",
             "Tokens over what fits.",
             (

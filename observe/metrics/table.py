@@ -69,6 +69,7 @@ def _requests(stats: RunStats) -> Samples:
             ("waiting", status.waiting),
             ("environment", status.in_environment),
             ("reward", status.being_scored),
+            ("agent", status.with_agent),
         )
     }
 
@@ -252,9 +253,21 @@ WORKERS: Final = (
     gauge(
         "worker_requests{worker,state}",
         "Its requests: `active` ones have a slot, `waiting` ones do not yet; the others need none: "
-        "their `environment` or their `reward` is waited for.",
+        "their `environment`, their `reward` or their `agent` is waited for.",
         "statuses",
         _requests,
+    ),
+    gauge(
+        "worker_calls_open{worker}",
+        "Calls of agents that have no answer yet.",
+        "statuses",
+        lambda t: {name: status.calls_open for name, status in _heard(t)},
+    ),
+    gauge(
+        "worker_call_open_seconds{worker}",
+        "How long the oldest of these had been open when the worker said so; 0 without one.",
+        "statuses",
+        lambda t: {name: status.call_open_s for name, status in _heard(t)},
     ),
     gauge(
         "worker_kv_used_tokens{worker}",

@@ -151,8 +151,17 @@ class Chain:
             text += f", {status.waiting} ahead of its slots" if status.waiting else ""
             text += f", {status.in_environment} at environments" if status.in_environment else ""
             text += f", {status.being_scored} being scored" if status.being_scored else ""
+            text += self._agents(status)
             return text + ("" if rate is None else f", {rate:,.0f} tok/s")
         return "works"
+
+    def _agents(self, status: WorkerStatus) -> str:
+        """What sessions do there, if there are any."""
+        text = f", {status.with_agent} with their agents" if status.with_agent else ""
+        if status.calls_open:
+            longest = self._ago(status.call_since_ns)
+            text += f", {counted(status.calls_open, 'open call')}, the longest since {longest}"
+        return text
 
     # Waits
 

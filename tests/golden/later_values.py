@@ -121,6 +121,17 @@ STATUS_OFF_ENGINE = metrics.WorkerStatus(
 )
 """A worker most of whose requests wait for tools and judges."""
 
+STATUS_SESSIONS = msgspec.structs.replace(
+    STATUS_OFF_ENGINE,
+    off_engine=230,
+    in_environment=0,
+    being_scored=1,
+    with_agent=229,
+    calls_open=65,
+    call_since_ns=AT_NS - 1_500_000_000,
+)
+"""A worker of sessions, most of whose agents think."""
+
 STATUS_KEEPING = msgspec.structs.replace(
     STATUS_SINCE, prompt_tokens_computed=1200, prompt_tokens_reused=3400
 )

@@ -93,6 +93,7 @@ def files() -> dict[str, bytes]:
         "metrics/worker-status-since.json": encode(later_values.STATUS_SINCE),
         "metrics/worker-status-off-engine.json": encode(later_values.STATUS_OFF_ENGINE),
         "metrics/worker-status-keeping.json": encode(later_values.STATUS_KEEPING),
+        "metrics/worker-status-sessions.json": encode(later_values.STATUS_SESSIONS),
         "decisions/round-off-engine.json": encode(later_values.ROUND_OFF_ENGINE),
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),

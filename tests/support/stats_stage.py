@@ -77,10 +77,12 @@ class Stage(ToldRun):
         sampled: int = 0,
         computed: int = 0,
         reused: int = 0,
+        **more: int,
     ) -> None:
-        """A worker says what it does."""
+        """A worker says what it does; `more` as `WorkerStatus` has it."""
         self.stats.status(
             WorkerStatus(
+                **more,
                 at_ns=self.now_ns,
                 cost=COST,
                 worker=name,

@@ -13,6 +13,7 @@ from dora_pipe.observe.metrics.exposition import counter, exposition, gauge, his
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import Histogram, RunStats
 from tests.support.metrics_page import page
+from tests.support.orchestrator_records import RUN
 from tests.support.recorded_run import RecordedRun
 from tests.support.stats_stage import Stage, stats_of
 from tests.support.tidy import ROOT
@@ -99,3 +100,14 @@ def test_prometheus_own_tool_finds_nothing_wrong_with_metrics_of_a_whole_run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_sessions_are_told_by_those_whose_agents_think_and_by_open_calls() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    since = {"call_since_ns": stage.now_ns - 12_000_000_000}
+    stage.status("w0", epoch, with_agent=9, calls_open=3, **since)
+    text = exposition(METRICS, stage.stats)
+    assert f'worker_requests{{run="{RUN}",worker="w0",state="agent"}} 9' in text
+    assert f'worker_calls_open{{run="{RUN}",worker="w0"}} 3' in text
+    assert f'worker_call_open_seconds{{run="{RUN}",worker="w0"}} 12' in text

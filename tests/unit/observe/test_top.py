@@ -56,6 +56,16 @@ def test_share_of_prompts_that_was_not_computed_stands_beside_the_cache() -> Non
     assert line == "w0 v0  generating 2/4+0 0 tok/s kv 25% reused 75%"
 
 
+def test_agents_that_think_and_their_oldest_open_call_are_told() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    stage.assign("w0", epoch, 0)
+    since = {"call_since_ns": stage.now_ns - 12_000_000_000}
+    stage.status("w0", epoch, active=2, with_agent=9, calls_open=3, **since)
+    (line,) = _texts(_shown(stage).workers)[1:]
+    assert line == "w0 v0  generating 2/4+0 agents 9 calls 3 (12.0 s) 0 tok/s kv 25%"
+
+
 def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:
     stage = Stage()
     epoch = stage.worker()

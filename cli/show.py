@@ -116,6 +116,8 @@ class Overview:
     state: str
     best: tuple[int, float] | None
     """Version and figure, where an evaluation decides that."""
+    agents: tuple[int, float, float] | None
+    """Trajectories whose agents called the model, and the calls and contexts of one, on average."""
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -143,7 +145,11 @@ class Overview:
             "faults": by_fault(stats.errors),
             "step_errors": [dict(one.errors) for one in stats.steps],
             "waits": asdict(self.waits),
+            **({"agents": dict(zip(_AGENTS, self.agents, strict=True))} if self.agents else {}),
         }
+
+
+_AGENTS: Final = ("trajectories", "calls", "contexts")
 
 
 def overview(run: OpenRun) -> Overview:
@@ -157,11 +163,15 @@ def overview(run: OpenRun) -> Overview:
         best = best_version(tables, run.config)
         config = {} if stats.started is None else stats.started.config
         evaluations = evaluations_of(tables, config)
+        agents = tables.one(
+            "select count(*), avg(calls), avg(contexts) from trajectories where calls > 0"
+        )
     return Overview(
         stats=stats,
         waits=waits,
         evaluations=evaluations,
         best=best,
+        agents=(agents[0], agents[1], agents[2]) if agents and agents[0] else None,
         log=run.directory.bus_url(run.config),
         state=frame(stats, time.time_ns()).head.partition(": ")[2],
     )
@@ -192,6 +202,10 @@ def print_overview(found: Overview) -> None:
     if found.best is not None:
         version, reward = found.best
         pairs["best"] = f"version {version}, {reward:.3f}"
+    if found.agents is not None:
+        pairs["agents"] = "{:.0f} trajectories, {:.1f} calls and {:.1f} contexts each".format(
+            *found.agents
+        )
     pairs["staleness"] = _staleness(stats)
     fates = ", ".join(f"{count} {fate}" for fate, count in stats.fates.most_common())
     pairs["groups"] = f"{fates or 'none has ended'}; {len(stats.account.open)} open"

@@ -63,6 +63,17 @@ def test_its_trace_has_a_span_for_each_call_with_context_and_caller(
     assert "turn 0, 6 tokens; context 1" in sampled
 
 
+def test_a_run_says_how_often_its_agents_call(
+    call: Call, branched: tuple[RecordedRun, str]
+) -> None:
+    run, _ = branched
+    code, out, err = call("show", run.directory)
+    assert code == 0, err
+    assert "1 trajectories, 5.0 calls and 4.0 contexts each" in out
+    found = json.loads(call("show", run.directory, "--json")[1])
+    assert found["agents"] == {"trajectories": 1, "calls": 5.0, "contexts": 4.0}
+
+
 def test_it_is_readable_in_a_terminal(call: Call, branched: tuple[RecordedRun, str]) -> None:
     run, name = branched
     code, out, err = call("show", run.directory, name)

@@ -77,7 +77,7 @@ class Stage(ToldRun):
         sampled: int = 0,
         computed: int = 0,
         reused: int = 0,
-        **more: int,
+        **more: Any,
     ) -> None:
         """A worker says what it does; `more` as `WorkerStatus` has it."""
         self.stats.status(

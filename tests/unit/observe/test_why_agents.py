@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from dora_pipe.catalogue.statuses import LastStatus
 from dora_pipe.observe.why.chain import roles_of
 from dora_pipe.observe.why.log import Picture
@@ -24,10 +26,12 @@ def _picture(**said: int) -> Picture:
         kv_used_tokens=0,
         tokens_total=0,
         progress={},
-        **said,
     )
+    status = replace(status, **said)
     state = State(workers={"w0": Worker(name="w0", epoch=7, slots=4, prefetch=1, hosted=3)})
-    return Picture(at_ns=AT_NS + 1_000_000_000, state=state, heard={"w0": LastStatus(status=status)})
+    return Picture(
+        at_ns=AT_NS + 1_000_000_000, state=state, heard={"w0": LastStatus(status=status)}
+    )
 
 
 def _text(picture: Picture) -> str:

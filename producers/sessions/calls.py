@@ -38,6 +38,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 UNKNOWN_TO_RUNS: Final = (
     *NEUTRAL,
+    "stop_token_ids",
     "seed",
     "reasoning_effort",
     "reasoning",

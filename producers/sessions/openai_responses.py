@@ -226,5 +226,5 @@ def _item_events(at: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield _event("output_item.done", output_index=at, item=item)
 
 
-def _event(name: str, **values: Any) -> dict[str, Any]:
+def _event(name: str, /, **values: Any) -> dict[str, Any]:
     return {"type": f"response.{name}", **values}

@@ -60,7 +60,7 @@ def read(
     if not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(400, "invalid_request", f"token_ids: not all are below {vocabulary}")
     settings = dict(settings_of(params))
-    others = sorted(set(params.stop_token_ids or ()) - stop_ids)
+    others = sorted(set(settings.pop("stop_token_ids", ())) - stop_ids)
     if others:
         settings["stop_token_ids"] = others
     wanted = Wanted(

@@ -1,0 +1,158 @@
+"""Responses, Anthropic's messages and token ids, each asked by who speaks it: the same call, and a
+conversation goes on behind what was sampled in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import requests
+
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from tests.support.chat_models import write_chat_model
+from tests.support.endpoints import Stage, says, stage
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+CALL = 'so:\n<tool_call>\n{"name": "add", "arguments": {"a":  1, "b": 2}}\n</tool_call><|im_end|>'
+TURNS = (CALL, "three<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("qwen"), "qwen2_5")
+
+
+@pytest.fixture(scope="module")
+def one(assets: Path) -> Iterator[Stage]:
+    """A model that calls, then answers, again and again."""
+    words = {at: TURNS[at % 2] for at in range(64)}
+    with stage(assets, says(assets, words)) as opened:
+        yield opened
+
+
+def goes_on(one: Stage, assets: Path) -> None:
+    """The last two calls: the second has the first's prompt, what was sampled, and a result."""
+    first, second = one.calls[-2:]
+    sampled = Tokenizer(assets, special_tokens="parse").ids(CALL)
+    start = [*first.token_ids, *sampled]
+    assert second.token_ids[: len(start)] == start
+    text = Tokenizer(assets).full_text(second.token_ids[len(start) :])
+    assert "<tool_response>\n3\n</tool_response>" in text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
+    url, key = one.open(f"g-1/{int(streamed)}")
+    tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
+    given: dict[str, Any] = {"model": "any", "tools": [tool], "instructions": "Add."}
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
+        said: Any
+        asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
+        if streamed:
+            with client.responses.stream(input=asked, **given) as stream:
+                said = stream.get_final_response()
+        else:
+            said = client.responses.create(input=asked, **given)
+        assert said.output_text == "so:"
+        call = said.output[-1]
+        assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a":1,"b":2}')
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        items = [item.model_dump(exclude_none=True) for item in said.output]
+        last = client.responses.create(input=[*asked, *items, result], **given)
+    assert last.output_text == "three"
+    assert last.usage is not None
+    assert last.usage.input_tokens == len(one.calls[-1].token_ids)
+    assert one.calls[-1].api == "responses"
+    goes_on(one, assets)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
+    url, key = one.open(f"g-2/{int(streamed)}")
+    tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
+    given: dict[str, Any] = {
+        "model": "any",
+        "max_tokens": 50,
+        "system": "Add.",
+        "tools": [tool],
+    }
+    base = url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
+        said: Any
+        asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
+        if streamed:
+            with client.messages.stream(messages=asked, **given) as stream:
+                said = stream.get_final_message()
+        else:
+            said = client.messages.create(messages=asked, **given)
+        text, use = said.content
+        assert (text.text, use.name, use.input) == ("so:", "add", {"a": 1, "b": 2})
+        assert said.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
+        turns = [
+            {"role": "assistant", "content": said.content},
+            {"role": "user", "content": [result]},
+        ]
+        last = client.messages.create(messages=[*asked, *turns], **given)
+    assert last.content[0].text == "three"  # type: ignore[union-attr]
+    assert (last.stop_reason, one.calls[-1].max_tokens) == ("end_turn", 50)
+    assert one.calls[-1].api == "messages"
+    goes_on(one, assets)
+
+
+def test_anthropics_errors_have_their_form(one: Stage) -> None:
+    url, _ = one.open("g-3/0")
+    base = url.removesuffix("/v1")
+    with (
+        anthropic.Anthropic(base_url=base, api_key="none", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError, match="none of this endpoint"),
+    ):
+        asked: list[Any] = [{"role": "user", "content": "hi"}]
+        client.messages.create(model="any", max_tokens=1, messages=asked)
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/../inference/v1/generate"])
+def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
+    url, key = one.open("g-4/0")
+    where = url + path if ".." not in path else url.removesuffix("/v1") + path[3:]
+    params = {"max_tokens": 5, "logprobs": 1, "temperature": 1.0, "stop_token_ids": [7]}
+    answer = requests.post(
+        where,
+        json={"token_ids": [5, 6, 7], "sampling_params": params},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+    ).json()
+    asked = one.calls[-1]
+    assert (asked.token_ids, asked.max_tokens, asked.api) == ([5, 6, 7], 5, "generate")
+    assert asked.asked == {"stop_token_ids": [7]}
+    (choice,) = answer["choices"]
+    assert Tokenizer(assets).full_text(choice["token_ids"]) in TURNS
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/responses", {"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("/responses", {"input": "hi", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("/inference/v1/generate", {"token_ids": [10**6]}, "below"),
+        ("/inference/v1/generate", {"token_ids": "text"}, "token_ids"),
+        ("/chat/completions", {"messages": "hi"}, "messages"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_its_name(
+    one: Stage, path: str, body: dict[str, Any], why: str
+) -> None:
+    url, key = one.open("g-5/0")
+    head = {"Authorization": f"Bearer {key}"}
+    answer = requests.post(url + path, json=body, headers=head, timeout=60)
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]["message"]

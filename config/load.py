@@ -46,6 +46,7 @@ PATH_KEYS: Final = (
     "task.data",
     "task.eval_data",
     "task.directory",
+    "task.python",
     "evaluation.data",
     "store.path",
     "bus.password_file",
@@ -58,6 +59,9 @@ PATH_KEYS: Final = (
     "transfers.key_file",
 )
 """Relative to the configuration file; in an override, to where the command is started."""
+
+LINK_KEYS: Final = ("task.python",)
+"""Those that are not what they point to: an environment's interpreter is a link to another one."""
 
 INTEGER_MAX: Final = 2**63 - 1
 """A larger one comes back from a record as a float, which is another number."""
@@ -252,7 +256,7 @@ def _resolve_paths(table: Table, folder: Path) -> None:
             if isinstance(given, list):
                 values[name] = [_resolved(one, folder) for one in given]
             elif given:
-                values[name] = _resolved(given, folder)
+                values[name] = _resolved(given, folder, links=dotted not in LINK_KEYS)
     bus = table.get("bus")
     url = bus.get("url") if isinstance(bus, dict) else None
     if isinstance(bus, dict) and isinstance(url, str) and url.startswith(_SQLITE):
@@ -260,12 +264,14 @@ def _resolve_paths(table: Table, folder: Path) -> None:
         bus["url"] = _SQLITE + (_resolved(path, folder) if path else "")
 
 
-def _resolved(path: Any, folder: Path) -> Any:
-    """Where a path is; names on the hub, and what is no text, stay as they are."""
+def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
+    """Where a path is, and with `links` what it points to; names on the hub, and what is no text,
+    stay as they are."""
     if not isinstance(path, str) or not path or path.startswith(_HUB):
         return path
     try:
-        return str((folder / Path(path).expanduser()).resolve())
+        whole = folder / Path(path).expanduser()
+        return str(whole.resolve() if links else whole.parent.resolve() / whole.name)
     except (OSError, RuntimeError, ValueError) as error:  # a NUL, somebody without a home
         raise ConfigError(f"{path!r} is no path: {error}") from error
 

@@ -130,6 +130,9 @@ class Task(Section, frozen=True, kw_only=True):
     """Rows whose last `drop_solved_of` groups each had at least this mean reward are skipped."""
     drop_solved_of: Annotated[int, Meta(ge=1, le=16)] = 4
     """See `drop_solved`."""
+    python: str = ""
+    """Path of the interpreter of another virtual environment, in which the task then runs: Python
+    3.11 or newer with msgspec. Empty: that of the worker."""
     processes: Positive = 1
     """Processes per worker that run rewards and environments."""
     threads: Threads = 256

@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -111,9 +111,10 @@ PREFIX: Final = "dora-pipe "
 def name_process(*words: str) -> None:
     """Call this process so. Example: ``name_process("worker", "w0", "demo")`` shows
     ``dora-pipe worker w0 demo``."""
-    from setproctitle import setproctitle
+    with suppress(ImportError):  # a task's interpreter may lack it
+        from setproctitle import setproctitle
 
-    setproctitle(PREFIX + printable(" ".join(words)))
+        setproctitle(PREFIX + printable(" ".join(words)))
 
 
 def own_name() -> str:

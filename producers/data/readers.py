@@ -13,13 +13,13 @@ import datetime
 import gzip
 import io
 import mmap
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import zstandard
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.data.sources import DataFile, HubSet, Source
@@ -75,8 +75,15 @@ def _text_rows(path: Path, packed: str) -> Iterator[Placed]:
                 yield from _csv_rows(path, stream, "\t" if kind == ".tsv" else ",")
             else:
                 yield from _json_rows(path, stream, packed)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except _torn() as error:
         raise TaskError(f"{path}: {error}") from error
+
+
+def _torn() -> tuple[type[Exception], ...]:
+    """What reading a file raises that is not whole."""
+    zstandard = sys.modules.get("zstandard")
+    of_zstandard = () if zstandard is None else (zstandard.ZstdError,)
+    return OSError, EOFError, zlib.error, *of_zstandard
 
 
 def _opened(path: Path, packed: str) -> io.BufferedReader:
@@ -84,6 +91,8 @@ def _opened(path: Path, packed: str) -> io.BufferedReader:
         return path.open("rb")
     if packed == "gzip":
         return io.BufferedReader(gzip.open(path))
+    import zstandard
+
     return io.BufferedReader(zstandard.open(path, "rb"))
 
 

@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,6 +26,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
+from dora_pipe.producers.tasks.interpreter import Interpreter
 
 WINDOW: Final = 32
 """Calls sent to a process ahead of its answers: enough to keep it busy between two polls."""
@@ -57,9 +57,7 @@ READS_MAX: Final = 64
 _NS: Final = 1_000_000_000
 _NEVER_NS: Final = 1 << 63
 
-_COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.tasks.process")
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""One thread, and the same order of sets in every process: rewards do not depend on it."""
+_MODULE: Final = "dora_pipe.producers.tasks.process"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,14 +116,20 @@ class Child:
     """No deferred call is late before."""
 
     @classmethod
-    def start(cls, task: model.Task, selector: selectors.BaseSelector, now_ns: int) -> Child:
+    def start(
+        cls,
+        task: model.Task,
+        interpreter: Interpreter,
+        selector: selectors.BaseSelector,
+        now_ns: int,
+    ) -> Child:
         """Start a process of its own session, so that it can be killed with all it started."""
         process = subprocess.Popen(
-            [*_COMMAND, f"task of {own_name()}".strip()],
+            interpreter.command(_MODULE, f"task of {own_name()}".strip()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, **_ENVIRONMENT},
+            env=interpreter.environment(),
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -51,6 +51,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
 )
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
+from dora_pipe.producers.tasks.interpreter import Interpreter
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -100,6 +101,7 @@ class TaskPool:
     def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
         self._task = task
         self._clock = clock or SystemClock()
+        self._interpreter = Interpreter(task.python)
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
@@ -212,6 +214,7 @@ class TaskPool:
             child.release()
         self._children.clear()
         self._selector.close()
+        self._interpreter.close()
 
     def __enter__(self) -> TaskPool:
         return self
@@ -502,7 +505,13 @@ class TaskPool:
     def _start(self) -> None:
         now_ns = self._clock.now_ns()
         while self._missing > 0:
-            self._children.append(Child.start(self._task, self._selector, now_ns))
+            self._children.append(self._started(now_ns))
+
+    def _started(self, now_ns: int) -> Child:
+        try:
+            return Child.start(self._task, self._interpreter, self._selector, now_ns)
+        except OSError as error:
+            raise TaskError(f"no task process can be started: {error}") from error
 
     def _end_episode(self, request: str) -> None:
         held = self._episodes.pop(request, None)

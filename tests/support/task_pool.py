@@ -137,12 +137,13 @@ def pid_of(pool: TaskPool) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie that nobody reaps counts)."""
+    """Whether a process has ended with all its threads (a zombie that nobody reaps counts)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
     except FileNotFoundError:
         return True
-    return state == "Z"
+    return state == "Z" and threads <= 1
 
 
 def wait_until_gone(pid: int) -> bool:

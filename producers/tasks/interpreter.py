@@ -1,0 +1,86 @@
+"""Which interpreter runs a task: the worker's own, or that of another virtual environment, which is
+asked first whether it will do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.tasks.calls import one_line
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+"""The package; another environment need not have it."""
+
+OLDEST: Final = (3, 11)
+
+_QUESTION: Final = "import sys; print('%d.%d' % sys.version_info[:2]); import msgspec"
+_ANSWER_S: Final = 60.0
+_FIXED: Final = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""One thread, and the same order of sets in every process: rewards do not depend on it."""
+
+
+class Interpreter:
+    """How modules of this package are run for a task.
+
+    Example: ``Interpreter("/srv/games/bin/python").command("dora_pipe.producers.tasks.process")``.
+    """
+
+    def __init__(self, python: str) -> None:
+        """`python`: a path; empty: the one that runs this. Raises ConfigError where it will not
+        do."""
+        self._python = python or sys.executable
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if python:
+            _check(python)
+            # Only this package, not what is installed beside it, is to be found from there.
+            self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-")
+            Path(self._folder.name, "dora_pipe").symlink_to(ROOT, target_is_directory=True)
+
+    def command(self, module: str, *words: str) -> Sequence[str]:
+        """The words that run a module."""
+        return [self._python, "-P", "-m", module, *words]
+
+    def environment(self) -> Mapping[str, str]:
+        """The variables to run it with."""
+        found = {**os.environ, **_FIXED}
+        if self._folder is not None:
+            paths = [self._folder.name, found.get("PYTHONPATH", "")]
+            found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            found.pop("PYTHONHOME", None)
+        return found
+
+    def close(self) -> None:
+        """Nothing is run any more."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _check(python: str) -> None:
+    """Raise ConfigError unless it runs, is new enough and has msgspec."""
+    words = [python, "-c", _QUESTION]
+    key = f"task.python: `{python}`"
+    try:
+        asked = subprocess.run(
+            words, capture_output=True, timeout=_ANSWER_S, check=False, text=True
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"{key} does not exist") from None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{key} cannot be run: {error}") from error
+    version = asked.stdout.strip()
+    if not version.replace(".", "").isdecimal():
+        raise ConfigError(f"{key} is no Python: {one_line(asked.stderr.strip() or version)}")
+    if tuple(map(int, version.split("."))) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{key} is Python {version}, and {needed} is the oldest that will do")
+    if asked.returncode:
+        raise ConfigError(
+            f"{key} has no msgspec: {one_line(asked.stderr.strip().rpartition(chr(10))[2])}",
+            hint=f"{python} -m pip install msgspec",
+        )

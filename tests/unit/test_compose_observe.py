@@ -10,7 +10,7 @@ import yaml
 
 from dora_pipe.cli.up import PAGES, PROFILES
 from dora_pipe.launch.run_dir import RunDir
-from infra.observe.dashboards import FOLDER
+from infra.observe.panels import FOLDER
 from tests.support.cli_words import parsed
 from tests.support.compose import Service, read
 from tests.support.prometheus import OBSERVE

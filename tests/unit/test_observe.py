@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from dora_pipe.observe.metrics.table import METRICS
-from infra.observe.dashboards import COLUMNS, DASHBOARDS, FOLDER, HEIGHT, Dashboard
+from infra.observe.dashboards import DASHBOARDS
+from infra.observe.panels import COLUMNS, FOLDER, HEIGHT, Dashboard
 from tests.support.prometheus import OBSERVE, missing
 
 METRIC = re.compile(r"dora_pipe_[a-z_]+")

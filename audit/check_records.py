@@ -260,6 +260,9 @@ class RecordCheck:
         self._same("records", who, "answer", logged.fact.answer, content.answer)
         self._same("records", who, "contexts", logged.fact.contexts, content.contexts)
         self._same("records", who, "calls", logged.fact.calls, content.calls)
+        self._findings.looked["records"] += content.calls
+        if content.fault:
+            self._wrong(who, content.fault)
         if logged.fact.parts:  # Logs from before control repeated them have none.
             self._same("records", who, "reward parts", logged.fact.parts, content.parts)
         self._versions(content, versions, logged, group)

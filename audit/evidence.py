@@ -26,10 +26,11 @@ from dora_pipe.audit.reading import EMPTY_POLLS_MAX, gc_paused, wait_after
 from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, DoraError, SchemaError
+from dora_pipe.schemas.contexts import call_fault
 from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
-from dora_pipe.schemas.trajectory_codec import matches, parse_headers
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
 from dora_pipe.schemas.wire import sha256_hex
 
 Place = tuple[int, int]
@@ -56,6 +57,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Those that control repeats."""
     contexts: int = 1
     calls: int = 0
+    fault: str = ""
+    """Why its calls do not follow from its tokens; empty where they do, or there are none."""
 
     @property
     def versions(self) -> list[int]:
@@ -137,10 +140,11 @@ def _open(
         seen = validator.look(value)
     except SchemaError as error:
         return None, error.message, ()
-    return _content(seen), "", tuple(matches(headers, seen))
+    fault = call_fault(decode_trajectory(value)) if seen.meta.calls else ""
+    return _content(seen, fault), "", tuple(matches(headers, seen))
 
 
-def _content(seen: Described) -> Content:
+def _content(seen: Described, fault: str) -> Content:
     meta = seen.meta
     return Content(
         group_size=meta.group_size,
@@ -159,6 +163,7 @@ def _content(seen: Described) -> Content:
         parts=parts_in_control(meta.reward_parts),
         contexts=1 + len(meta.contexts),
         calls=len(meta.calls),
+        fault=fault,
     )
 
 

@@ -28,8 +28,9 @@ from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
 from dora_pipe.orchestrator import watched
+from dora_pipe.schemas.contexts import Context, context_at
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory import Trajectory, answer_of
 from dora_pipe.schemas.trajectory_codec import TRAJECTORY
 from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.store import PolicyStore, as_store
@@ -40,7 +41,10 @@ ROW: Final = "row_"
 JSON: Final = pa.large_utf8()
 """Of a column whose values are lists, objects, or of several types: each is JSON there."""
 
-TURN: Final = pa.struct([("kind", pa.utf8()), ("turn", pa.int32()), ("text", pa.utf8())])
+TURN: Final = pa.struct(
+    [("kind", pa.utf8()), ("turn", pa.int32()), ("context", pa.int32()), ("text", pa.utf8())]
+)
+"""`turn` is its number within its context."""
 
 FIELDS: Final = (
     pa.field("prompt", pa.utf8()),
@@ -104,20 +108,23 @@ class TextColumns:
 
 def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
     """A turn that was sampled in pieces, on several workers, is one text."""
-    ids = trajectory.token_ids
+    ids, contexts = trajectory.token_ids, trajectory.meta.contexts
     turns = []
     for (kind, turn), of in groupby(trajectory.segments, lambda one: (one.kind, one.turn)):
         pieces = list(of)
-        turns.append((kind, turn, ids[pieces[0].start : pieces[-1].end]))
-    said = [tokens for kind, _, tokens in turns if kind == "model"]
+        start, end = pieces[0].start, pieces[-1].end
+        if kind == "prompt" and start == end:  # Of a context that adds nothing to what it shares.
+            continue
+        turns.append((kind, turn, context_at(contexts, start), ids[start:end]))
+    said = [tokens for kind, _, _, tokens in turns if kind == "model"]
     return {
         "prompt": words.full_text(ids[: trajectory.meta.prompt_tokens]),
         "turns": [
-            {"kind": kind, "turn": turn, "text": words.full_text(tokens)}
-            for kind, turn, tokens in turns
-            if kind != "prompt"
+            {"kind": kind, "turn": turn, "context": context, "text": words.full_text(tokens)}
+            for kind, turn, context, tokens in turns
+            if kind != "prompt" or context
         ],
-        "answer": words.text(said[-1]) if said else None,
+        "answer": words.text(answer_of(trajectory)) if said else None,
     }
 
 
@@ -187,6 +194,9 @@ def _fields(kind: pa.DataType, *names: str) -> list[pa.Field]:
     return [pa.field(name, kind) for name in names]
 
 
+BRANCH: Final = pa.struct([(name, pa.int32()) for name in Context.__struct_fields__])
+"""A context behind the first (`schemas.contexts.Context`)."""
+
 SCHEMA: Final = pa.schema(
     [
         *_fields(pa.utf8(), "run", "trajectory", "group", "purpose", "standing"),
@@ -204,6 +214,7 @@ SCHEMA: Final = pa.schema(
         *_fields(pa.int64(), "prompt_tokens", "tokens", "sampled"),
         *(TRAJECTORY.schema.field(name).with_nullable(True) for name in _ARRAYS),
         pa.field("prefills", pa.list_(pa.int32())),
+        pa.field("branches", pa.list_(BRANCH)),
         *_fields(pa.int64(), "dispatched_ns", "placed_ns", "started_ns", "first_token_ns"),
         *_fields(pa.int64(), "finished_ns", "rewarded_ns", "logged_ns"),
         *(CONTRIBUTIONS.field(name).with_nullable(True) for name in _CONTRIBUTED),
@@ -403,6 +414,7 @@ def _about(trajectory: Trajectory) -> dict[str, Any]:
         "sampled": trajectory.sampled,
         "segments": [msgspec.structs.asdict(one) for one in trajectory.segments],
         "prefills": list(meta.prefills),
+        "branches": [msgspec.structs.asdict(one) for one in meta.contexts],
         **{name: getattr(trajectory, name) for name in _ARRAYS if name != "segments"},
         **{name: getattr(meta, name) for name in (*same, *also, *more)},
         **{f"{name}_ns": getattr(times, name) for name in times.__struct_fields__},

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -28,6 +29,7 @@ import numpy as np
 
 from dora_pipe.consumers.learners.port import TrainBatch
 from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.contexts import bounds, counted_places, rows_of, tokens_before
 from dora_pipe.schemas.trajectory import Segment, Trajectory
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -113,7 +115,7 @@ class Retokenised:
     """Trajectories that get other ids."""
     tokens: int
     tokens_after: int
-    """Sampled tokens from the first difference of their trajectory on: all that would be trained
+    """Sampled tokens from the first difference of their context on: all that would be trained
     on another context than they were sampled in."""
     logprob_mean: float | None
     """Mean over differing trajectories of log pi_w(text as encoded again) - log pi_w(text as
@@ -162,7 +164,7 @@ def measure(
     for place, versions in wanted.items():
         for version in set(versions.tolist()):
             now.setdefault(version, []).append(place)
-    rows = [(one.token_ids, one.loss_mask) for one in trajectories]
+    rows = [[(ids, mask) for ids, mask, _ in rows_of(one)] for one in trajectories]
     again = [None if texts is None else encoded_again(one, texts) for one in trajectories]
     changed = {place: row for place, row in enumerate(again) if row is not None}
     then = [np.zeros(len(versions)) for versions in wanted.values()]
@@ -172,14 +174,15 @@ def measure(
         path, digest = weights_of(version)
         scorer.load(path, digest=digest, optimizer=None)
         places = sorted(set(now[version]))
-        scored = [np.array(one) for one in scorer.score([rows[place] for place in places])]
+        scored = _scored(scorer, [rows[place] for place in places])
         if version == batch.step:
             trained = scored
         for place, values in zip(places, scored, strict=True):
             own = wanted[place] == version
             then[place][own] = values[own]
         mine = [place for place in places if place in changed and _only(wanted[place], version)]
-        for place, one in zip(mine, scorer.score([changed[place] for place in mine]), strict=True):
+        again_scored = _scored(scorer, [changed[place] for place in mine])
+        for place, one in zip(mine, again_scored, strict=True):
             gaps[place] = float(np.sum(one) - np.sum(then[place]))
     splits = [
         split(one, batch.step, trained=trained[place], then=then[place])
@@ -189,13 +192,19 @@ def measure(
     return report(batch.step, splits, retokenised)
 
 
+def _scored(scorer: Scorer, trajectories: Sequence[Sequence[Row]]) -> list[Numbers]:
+    """Log-probs of each trajectory's tokens, context after context."""
+    following = iter(scorer.score([row for rows in trajectories for row in rows]))
+    return [_join([np.array(one) for one in islice(following, len(rows))]) for rows in trajectories]
+
+
 def split(trajectory: Trajectory, step: int, *, trained: Numbers, then: Numbers) -> Split:
     """One trajectory's log ratios by cause.
 
     `trained` and `then` are the trainer's log-probs of its sampled tokens (but a first token of
-    the sequence) under the step's first weights and under those that sampled each.
+    a context) under the step's first weights and under those that sampled each.
     """
-    counted = _counted(trajectory)
+    counted = counted_places(trajectory)
     recorded = _chosen(trajectory.logprobs, counted)
     sampler = _chosen(trajectory.sampler_logprobs, counted)
     versions = _versions(trajectory)
@@ -244,21 +253,30 @@ def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
     )
 
 
-def encoded_again(trajectory: Trajectory, texts: Encoder) -> Row | None:
-    """The row with the text of every stretch that the policy sampled encoded again; None if equal.
+def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
+    """The rows of its contexts with the text of every stretch that the policy sampled encoded
+    again; None if all are equal.
 
-    Prompts and what environments said stand as recorded: they were encoded once already.
+    Prompts and what environments said stand as recorded: they were encoded once already. So does
+    what a context shares with an earlier one.
     """
-    ids: list[int] = []
-    mask: list[int] = []
-    own = list(trajectory.token_ids)
-    for start, end, sampled in stretches(trajectory.segments):
-        part = own[start:end]
-        if sampled:
-            part = texts.again(part)
-        ids += part
-        mask += [int(sampled)] * len(part)
-    return None if ids == own else (ids, mask)
+    own, contexts = list(trajectory.token_ids), trajectory.meta.contexts
+    found: list[Row] = []
+    for number, (first, last) in enumerate(bounds(contexts, trajectory.length)):
+        ids = tokens_before(trajectory, first) if number else []
+        mask = [0] * len(ids)
+        inside = [one for one in trajectory.segments if first <= one.start and one.end <= last]
+        for start, end, sampled in stretches(inside):
+            part = own[start:end]
+            if sampled:
+                part = texts.again(part)
+            ids += part
+            mask += [int(sampled)] * len(part)
+        found.append((ids, mask))
+    equal = all(
+        ids == list(row[0]) for (ids, _), row in zip(found, rows_of(trajectory), strict=True)
+    )
+    return None if equal else found
 
 
 def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
@@ -279,14 +297,16 @@ def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
 
 
 def _retokenised(
-    trajectories: Sequence[Trajectory], changed: Mapping[int, Row], gaps: Mapping[int, float]
+    trajectories: Sequence[Trajectory],
+    changed: Mapping[int, Sequence[Row]],
+    gaps: Mapping[int, float],
 ) -> Retokenised:
     after = 0
-    for place, (ids, _) in changed.items():
-        own = trajectories[place]
-        pairs = enumerate(zip(own.token_ids, ids, strict=False))
-        first = next((at for at, (a, b) in pairs if a != b), min(len(own.token_ids), len(ids)))
-        after += int(sum(own.loss_mask[first:]))
+    for place, rows in changed.items():
+        for (ids, _), (own, mask, _) in zip(rows, rows_of(trajectories[place]), strict=True):
+            pairs = enumerate(zip(own, ids, strict=False))
+            first = next((at for at, (a, b) in pairs if a != b), min(len(own), len(ids)))
+            after += int(sum(mask[first:]))
     values = np.array(list(gaps.values()))
     return Retokenised(
         trajectories=len(trajectories),
@@ -296,10 +316,6 @@ def _retokenised(
         logprob_mean=float(values.mean()) if len(values) else None,
         logprob_largest=float(np.abs(values).max()) if len(values) else None,
     )
-
-
-def _counted(trajectory: Trajectory) -> np.ndarray[Any, Any]:
-    return np.flatnonzero(np.asarray(trajectory.loss_mask)[1:]) + 1
 
 
 def _chosen(values: Sequence[float | None], counted: np.ndarray[Any, Any]) -> Numbers:
@@ -312,7 +328,7 @@ def _versions(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int6
     for one in trajectory.segments:
         if one.kind == "model":
             whole[one.start : one.end] = one.version
-    found: np.ndarray[tuple[int], np.dtype[np.int64]] = whole[_counted(trajectory)]
+    found: np.ndarray[tuple[int], np.dtype[np.int64]] = whole[counted_places(trajectory)]
     return found
 
 

@@ -3,8 +3,9 @@
 A trajectory is cut into *prefill segments*: tokens that were sampled behind one prefill. The
 recorded prefill points say where each began (a request that went on elsewhere, or whose
 environment answered, or whose weights changed, was prefilled again), so each segment is generated
-from the recorded tokens before it under the version that sampled it, and what an environment said
-is fed back as it was recorded. Tokens and both log-probs of every one must come out bit for bit.
+from the recorded tokens before it in its context under the version that sampled it, and what an
+environment said is fed back as it was recorded. An agent's call has a seed of its own. Tokens and
+both log-probs of every one must come out bit for bit.
 
 What that promises depends on what the engine declares: equal bits need `counter_sampling`, and
 `batch_invariant` where the trajectory was sampled beside others.
@@ -35,6 +36,8 @@ from dora_pipe.producers.engines.port import (
     SamplingParams,
     TokensSampled,
 )
+from dora_pipe.schemas.contexts import Call, bounds, context_at, tokens_before
+from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
@@ -45,7 +48,7 @@ STEPS_MAX: Final = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSegment:
-    """Tokens [start, end) of a trajectory, sampled behind one prefill of the first `start`."""
+    """Tokens [start, end) of a record, sampled behind one prefill of its context's before them."""
 
     start: int
     end: int
@@ -53,6 +56,10 @@ class PrefillSegment:
     """Which one sampled it; in an interruptible run not always the trajectory's own."""
     whole: bool
     """Whether the engine itself ended there; else the request was taken away from it."""
+    finish: FinishReason | None = None
+    """Why it ended there, where the record says so."""
+    call: Call | None = None
+    """Of an agent, that they are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +104,30 @@ def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
 
     Example: prompt of 5, prefilled at 5 and (on another worker) at 12, 20 tokens: 5..12 and 12..20.
     """
-    size, mask = len(trajectory.token_ids), trajectory.loss_mask
-    points = sorted(set(trajectory.meta.prefills))
+    size, mask, meta = trajectory.length, trajectory.loss_mask, trajectory.meta
+    points = sorted({*meta.prefills, *(one.start for one in meta.calls if one.end > one.start)})
+    edges = sorted({*(one.start for one in meta.contexts), *(one.end for one in meta.calls), size})
     found: list[PrefillSegment] = []
     for place, start in enumerate(points):
         end = start
-        limit = points[place + 1] if place + 1 < len(points) else size
+        following = points[place + 1] if place + 1 < len(points) else size
+        limit = min(following, next((edge for edge in edges if edge > start), size))
         while end < limit and mask[end]:
             end += 1
         last = place + 1 == len(points)
-        taken = trajectory.meta.finish == "error" if last else end == limit
-        if end > start:
-            version = _version_of(trajectory, start, end)
-            found.append(PrefillSegment(start=start, end=end, version=version, whole=not taken))
+        if end > start and meta.calls:
+            found.append(_of_call(trajectory, start, end))
+        elif end > start:
+            taken = meta.finish == "error" if last else end == following and end not in edges
+            found.append(
+                PrefillSegment(
+                    start=start,
+                    end=end,
+                    version=_version_of(trajectory, start, end),
+                    whole=not taken,
+                    finish=meta.finish if last and meta.finish in ("stop", "length") else None,
+                )
+            )
     covered = sum(segment.end - segment.start for segment in found)
     if covered != trajectory.sampled:
         raise InvariantBroken(
@@ -117,6 +135,32 @@ def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
             f"{trajectory.sampled} sampled tokens"
         )
     return found
+
+
+def _of_call(trajectory: Trajectory, start: int, end: int) -> PrefillSegment:
+    """What was sampled of an agent's call behind one prefill."""
+    calls = [one for one in trajectory.meta.calls if one.start <= start and end <= one.end]
+    if len(calls) != 1:
+        raise InvariantBroken(f"{trajectory.trajectory}: tokens {start} to {end} are of no call")
+    (call,) = calls
+    ended = end == call.end and call.finish in ("stop", "length")
+    return PrefillSegment(
+        start=start,
+        end=end,
+        version=_version_of(trajectory, start, end),
+        whole=ended,
+        finish=call.finish if ended else None,
+        call=call,
+    )
+
+
+def _turn_start(trajectory: Trajectory, start: int) -> int:
+    """Where the turn begins that a segment belongs to, in its context."""
+    contexts = trajectory.meta.contexts
+    first, end = bounds(contexts, trajectory.length)[context_at(contexts, start)]
+    model = [one for one in trajectory.segments if one.kind == "model" and first <= one.start < end]
+    turn = next(one.turn for one in model if one.start <= start < one.end)
+    return min(one.start for one in model if one.turn == turn)
 
 
 def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
@@ -266,31 +310,26 @@ def _request(run: _Run) -> EngineRequest:
     """The request that the worker made for this segment.
 
     Every turn of an episode is a request of its own, with what is left of `max_tokens`; a turn that
-    goes on behind another prefill counts what was sampled of it before.
+    goes on behind another prefill counts what was sampled of it before. So is every call.
     """
     segment, recorded = run.left[0], run.recorded
     run.ids, run.logprobs, run.sampler = [], [], []
-    turn = _turn_start(recorded, segment)
-    before = sum(recorded.loss_mask[:turn])
-    sampled, params = (
-        segment.start - turn,
-        replace(run.params, max_tokens=run.params.max_tokens - before),
-    )
+    call, most = segment.call, run.params.max_tokens
+    if call is None:
+        turn, seed = _turn_start(recorded, segment.start), recorded.meta.seed
+        most -= sum(recorded.loss_mask[:turn])
+    else:
+        turn, seed = call.start, call.seed
+        # What an agent asked for, and what other calls had left, is not in the record.
+        most = call.end - call.start if call.finish == "length" else most
     return EngineRequest(
         request=recorded.trajectory,
-        token_ids=list(recorded.token_ids[: segment.start]),
-        sampled=sampled,
-        seed=recorded.meta.seed,
-        params=params,
+        token_ids=tokens_before(recorded, segment.start),
+        sampled=segment.start - turn,
+        seed=seed,
+        params=replace(run.params, max_tokens=most),
         emit_every=0 if segment.whole else 1,
     )
-
-
-def _turn_start(trajectory: Trajectory, segment: PrefillSegment) -> int:
-    """Where the turn begins that a segment belongs to."""
-    model = [one for one in trajectory.segments if one.kind == "model"]
-    turn = next(one.turn for one in model if one.start <= segment.start < one.end)
-    return min(one.start for one in model if one.turn == turn)
 
 
 def _take(run: _Run, event: TokensSampled) -> None:
@@ -309,8 +348,8 @@ def _ended(run: _Run, event: RequestFinished | None) -> bool:
     if not run.difference and event is not None:
         if not segment.whole and not (last and finish == "error"):
             run.difference = f"it ends at token {segment.start + len(run.ids)} ({event.reason})"
-        elif last and finish in ("stop", "length") and event.reason != finish:
-            run.difference = f"it ends with {event.reason!r}, recorded is {finish!r}"
+        elif segment.finish is not None and event.reason != segment.finish:
+            run.difference = f"it ends with {event.reason!r}, recorded is {segment.finish!r}"
     return bool(run.left) and not run.difference
 
 

@@ -5,6 +5,9 @@ must come out token for token, the environment is told every recorded turn and m
 did, and the reward, its raw value and its parts must be the recorded ones, exactly. That says
 something of tasks that are deterministic; of others it says which trajectories differ.
 
+An agent's trajectory is scored by what it was answered last. The log does not say whether the agent
+gave reward or answer itself: where the task says otherwise, it is counted and not compared.
+
 What was lost to infrastructure (a time limit, a dead process, `Retry`), then or now, is counted and
 not compared: how long a task takes is no property of the log.
 """
@@ -33,7 +36,7 @@ from dora_pipe.producers.worker.effects import (
     RewardCall,
 )
 from dora_pipe.schemas.control import INFRASTRUCTURE, error_class
-from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, turns_of
+from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, turns_of
 
 IN_FLIGHT_MAX: Final = 64
 """Trajectories that the task works on at a time."""
@@ -147,6 +150,9 @@ class _Again:
             )
             return
         self.asked[name] = _Asked(recorded=one, turns=turns_of(one.segments, one.token_ids))
+        if meta.calls:
+            self._score(self.asked[name])
+            return
         self._tasks.start(
             PromptCall(request=name, split=meta.purpose, index=meta.index, source=meta.source)
         )
@@ -202,13 +208,12 @@ class _Again:
 
     def _score(self, asked: _Asked) -> None:
         meta = asked.recorded.meta
-        answers = [ids for kind, ids in asked.turns if kind == "model"]
         self._tasks.start(
             RewardCall(
                 request=asked.recorded.trajectory,
                 split=meta.purpose,
                 index=meta.index,
-                answer=answers[-1] if answers else [],
+                answer=answer_of(asked.recorded),
                 turns=[ids for _, ids in asked.turns],
                 source=meta.source,
             )
@@ -258,6 +263,9 @@ class _Again:
         not_compared: str = "",
     ) -> None:
         name = asked.recorded.trajectory
+        if difference and asked.recorded.meta.calls:
+            not_compared = f"{difference}; its agent may have said otherwise"
+            found, difference = None, ""
         del self.asked[name]
         self.done.append(
             Rescored(

@@ -25,6 +25,8 @@ import numpy as np
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.identity import call_seed
+from dora_pipe.schemas.wire import sha256_hex
 
 if TYPE_CHECKING:
     from dora_pipe.schemas.trajectory import Segment, Trajectory
@@ -98,12 +100,18 @@ def lengths(contexts: Sequence[Context], length: int) -> list[int]:
     return [before + end - start for before, (start, end) in places]
 
 
+def context_at(contexts: Sequence[Context], place: int) -> int:
+    """Number of the context whose own tokens lie at this place of the record."""
+    return bisect_right([one.start for one in contexts], place)
+
+
 def place_of(call: Call, contexts: Sequence[Context]) -> tuple[int, int]:
     """The number of the context that a call belongs to, and the tokens of its prompt."""
-    starts = [0, *(one.start for one in contexts)]
-    number = bisect_right(starts, call.start) - 1
-    shared = contexts[number - 1].shared if number else 0
-    return number, shared + call.start - starts[number]
+    number = context_at(contexts, call.start)
+    if not number:
+        return number, call.start
+    context = contexts[number - 1]
+    return number, context.shared + call.start - context.start
 
 
 def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[int, int]]:
@@ -152,6 +160,20 @@ def _given(values: np.ndarray[Any, Any], own: int, empty: float) -> np.ndarray[A
     """`joined` has made a copy."""
     values[:own] = empty
     return values
+
+
+def tokens_before(trajectory: Trajectory, place: int) -> list[int]:
+    """What the model saw when it sampled the token at this place of the record."""
+    if not trajectory.meta.contexts:
+        return list(trajectory.token_ids[:place])
+    one = context_of(trajectory, context_at(trajectory.meta.contexts, place))
+    found: list[int] = one.token_ids[: one.own + place - one.start].tolist()
+    return found
+
+
+def prompt_digest(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> str:
+    """Of a call's prompt, as its seed is made of it."""
+    return sha256_hex(np.asarray(token_ids, "<i4").tobytes())
 
 
 TrainedRow = tuple[Sequence[int], Sequence[int], Sequence[float | None]]
@@ -206,3 +228,43 @@ def check_contexts(
     for place, call in enumerate(calls):
         if not 0 <= call.start <= call.end <= length or call.start not in sampled:
             raise SchemaError("not what a model sampled", path=f"$.meta.calls[{place}]")
+
+
+def call_fault(trajectory: Trajectory) -> str:
+    """Why its calls are not those of an agent that was served as the run says; empty if they are.
+
+    They are all that was sampled, each token once, in one context each; and the seed of each is
+    what its prompt and its occurrence make of the trajectory's, no two of them the same.
+    """
+    meta = trajectory.meta
+    sampled = np.array(trajectory.loss_mask, dtype=bool)
+    for call in sorted(meta.calls, key=lambda one: (one.start, one.end)):
+        if not sampled[call.start : call.end].all():
+            return f"the call at token {call.start} has tokens that were given, or another call's"
+        sampled[call.start : call.end] = False
+        if context_at(meta.contexts, max(call.start, call.end - 1)) != (
+            context_at(meta.contexts, call.start)
+        ):
+            return f"the call at token {call.start} goes beyond its context"
+        if call.answered_ns < call.asked_ns:
+            return f"the call at token {call.start} was answered before it was asked"
+    if sampled.any():
+        return f"token {int(sampled.argmax())} was sampled for no call"
+    return _seed_fault(trajectory)
+
+
+def _seed_fault(trajectory: Trajectory) -> str:
+    meta, seen = trajectory.meta, set[tuple[str, int]]()
+    by_context: dict[int, list[Call]] = {}
+    for call in meta.calls:
+        by_context.setdefault(place_of(call, meta.contexts)[0], []).append(call)
+    for number, calls in sorted(by_context.items()):
+        ids = context_of(trajectory, number).token_ids
+        for call in calls:
+            prompt = prompt_digest(ids[: place_of(call, meta.contexts)[1]])
+            if call.seed != call_seed(meta.seed, prompt, call.occurrence):
+                return f"the seed of the call at token {call.start} does not follow from its prompt"
+            if (prompt, call.occurrence) in seen:
+                return f"the call at token {call.start} occurs twice"
+            seen.add((prompt, call.occurrence))
+    return ""

@@ -341,11 +341,12 @@ def check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> N
 def turns_of(
     segments: Sequence[Segment], token_ids: Sequence[int]
 ) -> list[tuple[SegmentKind, list[int]]]:
-    """Every turn but the prompt, with its token ids; a turn of several segments is one."""
+    """Every turn but the prompts, with its token ids; a turn of several segments is one."""
     found: list[tuple[SegmentKind, list[int]]] = []
     last: tuple[SegmentKind, int] | None = None
     for segment in segments:
-        if segment.kind == "prompt":
+        if segment.kind == "prompt":  # Of each context.
+            last = None
             continue
         ids = token_ids[segment.start : segment.end]
         if last == (segment.kind, segment.turn):
@@ -354,6 +355,15 @@ def turns_of(
             found.append((segment.kind, list(ids)))
         last = (segment.kind, segment.turn)
     return found
+
+
+def answer_of(trajectory: Trajectory) -> list[int]:
+    """What the model said last: to an agent in the call that was answered last, else in the last
+    turn; empty where it said nothing."""
+    if calls := trajectory.meta.calls:
+        return list(trajectory.token_ids[calls[-1].start : calls[-1].end])
+    turns = turns_of(trajectory.segments, trajectory.token_ids)
+    return next((ids for kind, ids in reversed(turns) if kind == "model"), [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

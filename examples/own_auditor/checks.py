@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from digests import batch_digest, derive, sha256, tensors_of, weights_digest
+from digests import batch_digest, before, derive, sha256, tensors_of, weights_digest
 from ledger import TAKEN, Ledger, Logged
 from log import Json, Record, row_of, whole
 
@@ -194,9 +195,33 @@ def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
     ends = [0, *(one["end"] for one in row["segments"])]
     starts = [*(one["start"] for one in row["segments"]), len(mask)]
     findings.same("records", who, "segments that tile the sequence", ends, starts)
+    _check_calls(ledger, who, row)
     if not ledger.started["config"]["staleness"].get("interruptible"):
         versions = {one["version"] for one in row["segments"] if one["kind"] == "model"}
         findings.same("C1", who, "versions that sampled", set(), versions - {row["version"]})
+
+
+def _check_calls(ledger: Ledger, who: str, row: Json) -> None:
+    """Contexts begin with prompts; an agent's calls are all that was sampled, each with the seed of
+    its prompt."""
+    same, meta = ledger.findings.same, row["meta"]
+    contexts, calls = meta.get("contexts", []), meta.get("calls", [])
+    prompts = [one["start"] for one in row["segments"] if one["kind"] == "prompt"]
+    same("records", who, "contexts", prompts[1:], [one["start"] for one in contexts])
+    if not calls:
+        return
+    sampled = [place for place, one in enumerate(row["loss_mask"]) if one]
+    spans = sorted((one["start"], one["end"]) for one in calls)
+    of_calls = [place for start, end in spans for place in range(start, end)]
+    same("records", who, "tokens of calls", sampled, of_calls)
+    seen = set()
+    for one in calls:
+        prompt = sha256(array("i", before(row["token_ids"], contexts, one["start"])).tobytes())
+        occurrence = one.get("occurrence", 0)
+        seed = derive("call", meta["seed"], prompt, occurrence)
+        same("records", who, f"seed of the call at {one['start']}", seed, one["seed"])
+        seen.add((prompt, occurrence))
+    same("records", who, "calls with a prompt and an occurrence", len(calls), len(seen))
 
 
 def check_store(ledger: Ledger, store: Path) -> None:

@@ -23,6 +23,27 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def before(tokens: list[int], contexts: Sequence[Json], place: int) -> list[int]:
+    """What stands before a place of a record, in the context that it lies in."""
+    for one in reversed(contexts):
+        if one["start"] <= place:
+            shared = _first(tokens, contexts, one.get("parent", -1), one.get("shared", 0))
+            return shared + tokens[one["start"] : place]
+    return tokens[:place]
+
+
+def _first(tokens: list[int], contexts: Sequence[Json], number: int, count: int) -> list[int]:
+    """The first tokens of a context's sequence; the first context has number 0."""
+    if not count:
+        return []
+    starts = [0, *(one["start"] for one in contexts), len(tokens)]
+    found: list[int] = []
+    if number:
+        one = contexts[number - 1]
+        found = _first(tokens, contexts, one.get("parent", -1), one.get("shared", 0))
+    return (found + tokens[starts[number] : starts[number + 1]])[:count]
+
+
 def prompt_of(seed: int, ordinal: int, rows: int) -> tuple[int, int]:
     """(data epoch, row) of a training group."""
     epoch, place = divmod(ordinal, rows)

@@ -23,6 +23,7 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.schemas.control import WorkerReady
+from dora_pipe.schemas.trajectory import Trajectory
 from tests.integration.test_audit_damage import BREAKS_THE_CHAIN, DAMAGES
 from tests.integration.test_audit_every_field import (
     UNSEEN,
@@ -31,6 +32,7 @@ from tests.integration.test_audit_every_field import (
 )
 from tests.integration.test_audit_rules import RULES
 from tests.support import damage
+from tests.support.branched_run import branch, branched
 from tests.support.every_field import LEFT_OUT
 from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
@@ -107,6 +109,42 @@ def test_every_damage_that_audit_names_is_found_from_the_page_alone(
     lines = ledger.findings.lines
     assert any(subject in line for line in lines), (subject, lines)
     assert not any(": chain: " in line for line in lines), lines
+
+
+def test_an_agents_trajectory_is_checked_from_the_page_alone(
+    copy: RecordedRun, own_audit: Callable[[Path], tuple[Any, Counter[str]]]
+) -> None:
+    with Tamper(copy) as log:
+        name = branch(log)
+    ledger, _ = own_audit(copy.directory)
+    assert [
+        one for one in ledger.findings.lines if name in one and "contributions" not in one
+    ] == []
+
+
+def _other_seed(one: Trajectory) -> Trajectory:
+    first, *others = one.meta.calls
+    calls = (msgspec.structs.replace(first, seed=first.seed + 1), *others)
+    return replace(one, meta=msgspec.structs.replace(one.meta, calls=calls))
+
+
+def _one_less(one: Trajectory) -> Trajectory:
+    return replace(one, meta=msgspec.structs.replace(one.meta, calls=one.meta.calls[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(_other_seed, "seed of the call"), (_one_less, "tokens of calls")]
+)
+def test_a_call_that_does_not_follow_is_found_from_the_page_alone(
+    copy: RecordedRun,
+    own_audit: Callable[[Path], tuple[Any, Counter[str]]],
+    change: Callable[[Trajectory], Trajectory],
+    said: str,
+) -> None:
+    with Tamper(copy) as log:
+        name = branch(log, change=lambda found: change(branched(found)))
+    ledger, _ = own_audit(copy.directory)
+    assert [one for one in ledger.findings.lines if name in one and said in one]
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -37,6 +37,7 @@ from dora_pipe.schemas.trajectory import Trajectory, turns_of
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.sim.parts import Numbers
 from tests.support import damage
+from tests.support.branched_run import branched
 from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
@@ -266,3 +267,22 @@ def test_environment_that_answers_otherwise_is_named(turns: list[Trajectory]) ->
     )
     found = _again(turns[:2], tasks)
     assert {one.difference for one in found} == {"its environment answers otherwise"}
+
+
+def test_an_agents_trajectory_is_scored_by_what_it_was_answered_last(
+    recorded: RecordedRun,
+) -> None:
+    with Tamper(recorded) as log:
+        found = branched(next(one for one in _logged(log) if one.reward is not None))
+    tasks = InlineTasks(reward=reward_by_text)
+    (again,) = _again([found], tasks)
+    (asked,) = tasks.seen
+    assert isinstance(asked, RewardCall)
+    last = found.meta.calls[-1]
+    assert asked.text.split() == [str(one) for one in found.token_ids[last.start : last.end]]
+    assert len(asked.turns) == 6
+    assert again.equal or again.not_compared.endswith("its agent may have said otherwise")
+    other = replace(found, reward=77.0)
+    (again,) = _again([other], InlineTasks(reward=reward_by_text))
+    assert not again.difference
+    assert "recorded is 77.0; its agent may have said otherwise" in again.not_compared

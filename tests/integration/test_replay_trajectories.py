@@ -28,11 +28,14 @@ from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.tasks.calls import EnvStep, TaskEvent
 from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.trajectory import Trajectory
 from tests.support import damage
 from tests.support.batches import make_trajectory
+from tests.support.branched_run import branch, branched
 from tests.support.cluster import Cluster, make_config
+from tests.support.contexts import served_agent
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
-from tests.support.recorded_run import RecordedRun
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Tamper
 
 MOVED = """
@@ -181,3 +184,63 @@ def _segments(mask: list[int], prefills: tuple[int, ...]) -> list[tuple[int, int
     meta = msgspec.structs.replace(one.meta, prefills=prefills)
     found = prefill_segments(replace(one, loss_mask=mask, meta=meta))
     return [(one.start, one.end, one.whole) for one in found]
+
+
+def _agent(log: Tamper, place: int = 40) -> str:
+    """A trained trajectory becomes an agent's, whose calls the engine has sampled."""
+    engine = SimulatedEngine(slots=6, context_tokens=256, lengths=long_tailed_length)
+    params = SamplingParams(max_tokens=40, stop_ids=(END_TOKEN,))
+    return branch(log, place, lambda found: served_agent(found, engine, params))
+
+
+def test_calls_of_an_agent_come_out_bit_for_bit_in_their_contexts(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        names = [_agent(log, place) for place in (20, 40)]
+    found = _again(copy, names)
+    assert [one.difference for one in found] == ["", ""]
+    assert all(one.prefills >= 6 for one in found)
+
+
+def test_the_audit_of_an_agents_trajectory_is_clean(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        _agent(log)
+    found = [one.message for one in audited(copy).violations]
+    # What its step says that it has trained is of the trajectory that was there.
+    assert found == ["tokens in the contributions of step 2 does not follow from what was logged"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 5}, "does not follow from its prompt"),
+        ({"occurrence": 3}, "does not follow from its prompt"),
+        ({"answered_ns": 0}, "was answered before it was asked"),
+    ],
+)
+def test_a_call_that_does_not_follow_from_its_prompt_is_named(
+    copy: RecordedRun, change: dict[str, int], said: str
+) -> None:
+    def changed(one: Trajectory) -> Trajectory:
+        first, *others = one.meta.calls
+        calls = (msgspec.structs.replace(first, **change), *others)
+        return replace(one, meta=msgspec.structs.replace(one.meta, calls=calls))
+
+    with Tamper(copy) as log:
+        name = branch(log, change=lambda found: changed(branched(found)))
+    found = [one.message for one in audited(copy).violations if one.subject == name]
+    assert [said in one for one in found if "contributions" not in one] == [True], found
+
+
+def test_a_seed_that_is_not_the_calls_is_no_other_trajectory_unseen(copy: RecordedRun) -> None:
+    """Generated again with it, the first token differs."""
+
+    def changed(one: Trajectory) -> Trajectory:
+        calls = tuple(msgspec.structs.replace(call, seed=call.seed ^ 1) for call in one.meta.calls)
+        return replace(one, meta=msgspec.structs.replace(one.meta, calls=calls))
+
+    engine = SimulatedEngine(slots=6, context_tokens=256, lengths=long_tailed_length)
+    params = SamplingParams(max_tokens=40, stop_ids=(END_TOKEN,))
+    with Tamper(copy) as log:
+        name = branch(log, change=lambda found: changed(served_agent(found, engine, params)))
+    (found,) = _again(copy, [name])
+    assert found.difference.startswith("token ")

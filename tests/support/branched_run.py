@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.schemas.contexts import Call, Context
+from dora_pipe.schemas.contexts import Call, Context, prompt_digest, tokens_before
 from dora_pipe.schemas.control import TakenGroup, TrajectoryLogged
+from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.tamper import Tamper
 
 MS: Final = 1_000_000
@@ -44,10 +47,13 @@ ASKED: Final = (
 """Of each call: from, to, asked and answered (ms after the trajectory was placed), its caller."""
 
 
-def branch(log: Tamper, place: int = 40) -> str:
-    """Make a trained trajectory an agent's, in its record, in control, decisions and the commit."""
+def branch(
+    log: Tamper, place: int = 40, change: Callable[[Trajectory], Trajectory] | None = None
+) -> str:
+    """Make a trained trajectory an agent's, in its record, in control, decisions and the commit:
+    the one above, or what `change` makes of it."""
     row, fact = log.trained(place)
-    made = log.reencode(row, branched)
+    made = log.reencode(row, change or branched)
     log.put(made)
     said = dict(made.headers)
     digest = said["sha256"].decode()
@@ -57,7 +63,9 @@ def branch(log: Tamper, place: int = 40) -> str:
         "bytes": len(made.value),
         "tokens": int(said["sampled"]),
     }
-    counts: dict[str, Any] = {"contexts": 1 + len(CONTEXTS), "calls": len(ASKED)}
+    meta = decode_trajectory(made.value).meta
+    counts: dict[str, Any] = {"contexts": 1 + len(meta.contexts), "calls": len(meta.calls)}
+    changes["finish"] = meta.finish
     row, record, at, _ = report
     log.log_otherwise(row, record, at, **changes, **counts)
     log.rebatch(lambda step, group: _retaken(group, fact, digest))
@@ -79,7 +87,7 @@ def branched(found: Trajectory) -> Trajectory:
         segments.append(Segment(kind=kind, start=start, end=start + size, turn=turn, **own))
     mask = [int(one.kind == "model") for one in segments for _ in range(one.start, one.end)]
     logprobs = [-0.02 * (place % 40) if one else None for place, one in enumerate(mask)]
-    return replace(
+    made = replace(
         found,
         token_ids=[place % 8 for place in range(len(mask))],
         logprobs=logprobs,
@@ -91,17 +99,18 @@ def branched(found: Trajectory) -> Trajectory:
             prompt_tokens=6,
             prefills=(6, 27, 33, 40),
             contexts=CONTEXTS,
-            calls=_calls(at_ns),
         ),
     )
+    return replace(made, meta=msgspec.structs.replace(made.meta, calls=_calls(made)))
 
 
-def _calls(at_ns: int) -> tuple[Call, ...]:
+def _calls(found: Trajectory) -> tuple[Call, ...]:
+    at_ns, seed = found.meta.times.placed, found.meta.seed
     made = [
         Call(
             start=start,
             end=end,
-            seed=start,
+            seed=call_seed(seed, prompt_digest(tokens_before(found, start)), int(start == 33)),
             occurrence=int(start == 33),
             asked_ns=at_ns + asked * MS,
             answered_ns=at_ns + answered * MS,

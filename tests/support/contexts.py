@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
-from dora_pipe.schemas.contexts import Context
-from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.producers.engines.port import (
+    Engine,
+    EngineRequest,
+    RequestFinished,
+    SamplingParams,
+    TokensSampled,
+)
+from dora_pipe.schemas.contexts import Call, Context, prompt_digest
+from dora_pipe.schemas.identity import call_seed, group_id, trajectory_id
 from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
 from tests.support.batches import make_trajectory
 
@@ -129,3 +138,166 @@ def _each(batch: TrainBatch, change: object) -> TrainBatch:
         for group in batch.groups
     ]
     return replace(batch, groups=groups)
+
+
+@dataclass(slots=True)
+class _Own:
+    """The own tokens of a context that is being written down."""
+
+    context: Context
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    sampler: list[float | None] = field(default_factory=list)
+    tiles: list[tuple[SegmentKind, int]] = field(default_factory=list)
+    calls: list[tuple[int, int, Call]] = field(default_factory=list)
+    """Of each where it begins and ends, here."""
+    prefills: list[int] = field(default_factory=list)
+
+    def give(self, kind: SegmentKind, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.logprobs += [None] * len(ids)
+        self.sampler += [None] * len(ids)
+        self.tiles.append((kind, len(ids)))
+
+
+class Served:
+    """An agent's trajectory in the place of a recorded one, its calls sampled by an engine that has
+    the version's weights.
+
+    Example: ``served = Served(one, engine, params); served.call(); served.trajectory()``.
+    """
+
+    def __init__(self, found: Trajectory, engine: Engine, params: SamplingParams) -> None:
+        self._found, self._engine, self._params = found, engine, params
+        self._own = [_Own(Context(start=0))]
+        self._asked: Counter[str] = Counter()
+        self._own[0].give("prompt", list(found.token_ids[: found.meta.prompt_tokens]))
+        self._clock = 0
+
+    def open(self, ids: Sequence[int], *, parent: int = -1, shared: int = 0) -> int:
+        """Another context; its number."""
+        self._own.append(_Own(Context(start=0, parent=parent, shared=shared)))
+        self._own[-1].give("prompt", ids)
+        return len(self._own) - 1
+
+    def sequence(self, number: int) -> list[int]:
+        """All tokens of a context so far."""
+        own = self._own[number]
+        before = (
+            self.sequence(own.context.parent)[: own.context.shared] if own.context.shared else []
+        )
+        return [*before, *own.ids]
+
+    def call(
+        self, number: int = 0, given: Sequence[int] = (), *, most: int = 40, moves_at: int = 0
+    ) -> None:
+        """A call whose prompt is the context and what is given; it goes on elsewhere after so many
+        tokens."""
+        own = self._own[number]
+        if given:
+            own.give("environment", given)
+        prompt = self.sequence(number)
+        digest = prompt_digest(prompt)
+        occurrence, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
+        seed = call_seed(self._found.meta.seed, digest, occurrence)
+        start, finish = len(own.ids), "length"
+        for stay in (moves_at, most) if moves_at else (most,):
+            own.prefills.append(len(own.ids))
+            sampled = len(own.ids) - start
+            finish = self._stay(own, prompt, seed, sampled, stay)
+        self._clock += 1
+        call = Call(
+            start=0,
+            end=0,
+            seed=seed,
+            occurrence=occurrence,
+            finish=finish,  # type: ignore[arg-type]
+            asked_ns=self._clock,
+            answered_ns=self._clock + 1,
+            api="chat",
+        )
+        own.calls.append((start, len(own.ids), call))
+
+    def _stay(self, own: _Own, prompt: list[int], seed: int, sampled: int, until: int) -> str:
+        """Sample a call from its first tokens to so many."""
+        engine = self._engine
+        request = EngineRequest(
+            request="call",
+            token_ids=[*prompt, *own.ids[len(own.ids) - sampled :]] if sampled else prompt,
+            sampled=sampled,
+            seed=seed,
+            params=replace(self._params, max_tokens=until),
+        )
+        engine.add(request)
+        while True:
+            for event in engine.step():
+                if isinstance(event, TokensSampled):
+                    own.ids += event.token_ids
+                    own.logprobs += event.logprobs
+                    own.sampler += event.sampler_logprobs
+                    own.tiles.append(("model", len(event.token_ids)))
+                elif isinstance(event, RequestFinished):
+                    return event.reason
+
+    def trajectory(self) -> Trajectory:
+        """What was said so far, as its record."""
+        found, at = self._found, 0
+        segments: list[Segment] = []
+        calls: list[Call] = []
+        prefills: list[int] = []
+        contexts: list[Context] = []
+        sampler = {"worker": found.meta.worker, "epoch": found.meta.epoch}
+        for number, own in enumerate(self._own):
+            if number:
+                contexts.append(msgspec.structs.replace(own.context, start=at))
+            prefills += [at + place for place in own.prefills]
+            calls += [
+                msgspec.structs.replace(call, start=at + start, end=at + end)
+                for start, end, call in own.calls
+            ]
+            turns = {start: turn for turn, (start, _, _) in enumerate(own.calls)}
+            here = turn = 0
+            for kind, size in own.tiles:
+                turn = turns.get(here, turn)
+                of: dict[str, Any] = dict(sampler, version=found.version) if kind == "model" else {}
+                start, end = at + here, at + here + size
+                segments.append(
+                    Segment(kind=kind, start=start, end=end, turn=turn, start_ns=1, end_ns=2, **of)
+                )
+                here += size
+            at += here
+        calls.sort(key=lambda one: one.answered_ns)
+        return replace(
+            found,
+            token_ids=[token for own in self._own for token in own.ids],
+            logprobs=[one for own in self._own for one in own.logprobs],
+            sampler_logprobs=[one for own in self._own for one in own.sampler],
+            loss_mask=[int(one is not None) for own in self._own for one in own.logprobs],
+            segments=segments,
+            meta=msgspec.structs.replace(
+                found.meta,
+                finish=calls[-1].finish,
+                prefills=tuple(prefills),
+                contexts=tuple(contexts),
+                calls=tuple(calls),
+            ),
+        )
+
+
+def served_agent(found: Trajectory, engine: Engine, params: SamplingParams) -> Trajectory:
+    """An agent's trajectory: two turns, the second of which moves, a sub-agent, a second answer to
+    the first prompt, and a compaction of that."""
+    engine.load(Path(), version=found.version, digest=found.digest)
+    served = Served(found, engine, params)
+    prompt = len(served.sequence(0))
+    served.call(most=9)
+    served.call(given=[7, 8, 9], moves_at=2)
+    searcher = served.open([11, 12, 13, 14])
+    served.call(searcher, most=6)
+    again = served.open([], parent=0, shared=prompt)
+    served.call(again)
+    shorter = served.open([21, 22], parent=again, shared=prompt + 2)
+    served.call(shorter)
+    served.call(searcher, given=[15], most=5)
+    engine.drop(found.version)
+    return served.trajectory()

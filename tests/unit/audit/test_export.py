@@ -23,6 +23,8 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import PolicyError, UsageError
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.trajectory import Trajectory
+from tests.golden import branched_values
+from tests.support.branched_run import branch
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
@@ -240,3 +242,32 @@ def test_policy_is_exported_with_its_digest(recorded: RecordedRun, tmp_path: Pat
     assert digest == _ledger(recorded).versions[5].digest
     assert (tmp_path / "out" / "config.json").is_file()
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_texts_of_an_agent_say_their_context_and_the_answer_is_that_of_the_last_call() -> None:
+    one = branched_values.branched(calls=(branched_values.CALL,))
+    texts = TextColumns(Numbers())
+    found = texts.columns(one, types(texts))
+    assert found["prompt"] == "0 1 2"
+    assert [(turn["kind"], turn["context"], turn["text"]) for turn in found["turns"]] == [
+        *(("model", 0, "3 4"), ("environment", 0, "5"), ("model", 0, "6 7")),
+        *(("prompt", 1, "8 9"), ("model", 1, "10 11")),
+        ("model", 2, "12"),
+        *(("prompt", 3, "13"), ("model", 3, "14 15")),
+    ]
+    assert found["answer"] == "3 4"
+
+
+def test_file_has_where_contexts_branch(copy: RecordedRun, tmp_path: Path) -> None:
+    with Tamper(copy) as log:
+        name = branch(log)
+    with closing(copy.open()) as bus, closing(read_catalogue(bus, copy.topics)) as tables:
+        export_parquet(bus, copy.topics, tables, copy.store, tmp_path / "a.parquet")
+    rows = {row["trajectory"]: row for row in pq.read_table(tmp_path / "a.parquet").to_pylist()}
+    assert rows[name]["branches"] == [
+        {"start": 22, "parent": -1, "shared": 0},
+        {"start": 33, "parent": 0, "shared": 6},
+        {"start": 37, "parent": 2, "shared": 9},
+    ]
+    assert (rows[name]["contexts"], rows[name]["calls"]) == (4, 5)
+    assert all(row["branches"] == [] for other, row in rows.items() if other != name)

@@ -18,9 +18,11 @@ from dora_pipe.audit.mismatch import (
     stretches,
 )
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.schemas.contexts import Context
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
 from tests.support.batches import make_trajectory
+from tests.support.contexts import in_pieces
 
 STEP = 3
 
@@ -209,7 +211,7 @@ def test_text_that_is_encoded_to_other_ids_is_counted_from_its_first_difference(
 def test_prompt_stands_as_it_was_encoded() -> None:
     made = make_trajectory("g0000000001-000", prompt=(97, 97), sampled=(98, 98, 99))
     again = encoded_again(made, Letters())
-    assert again == ([97, 97, 98 + 1000, 99], [0, 0, 1, 1])
+    assert again == [([97, 97, 98 + 1000, 99], [0, 0, 1, 1])]
     assert encoded_again(make_trajectory("g0000000001-000", sampled=(98, 99)), Letters()) is None
 
 
@@ -230,6 +232,55 @@ def test_turn_that_moved_between_workers_is_encoded_whole() -> None:
         (6, 8, False),
         (8, 9, True),
     ]
+
+
+def test_contexts_are_held_against_what_they_were_sampled_behind() -> None:
+    class Positions(Table):
+        """A log-prob is made of the token before, too."""
+
+        def score(self, rows: Sequence[Row]) -> list[list[float]]:
+            return [
+                [
+                    logprob(own + before, self.version)
+                    for before, own, one in zip(ids, ids[1:], mask[1:], strict=False)
+                    if one
+                ]
+                for ids, mask in rows
+            ]
+
+    made = in_pieces(
+        sampled_by(3, "abcdefg"),
+        [("prompt", 2), ("model", 3), ("prompt", 0), ("model", 2), ("prompt", 1), ("model", 1)],
+        (Context(start=5, parent=0, shared=2), Context(start=7)),
+    )
+    behind = dict(zip("abcdeg", [66, ord("a"), ord("b"), 66, ord("d"), ord("f")], strict=True))
+    recorded = [
+        None if one is None else logprob(token + behind[chr(token)], 3)
+        for token, one in zip(made.token_ids, made.logprobs, strict=True)
+    ]
+    made = replace(made, logprobs=recorded, sampler_logprobs=recorded)
+    found = measure(batch_of(made, sampled_by(3, "a", sibling=1)), Positions(), weights_of)
+    (numerics,) = [one for one in found.figures if one.cause == "numerics"]
+    assert found.tokens == 7
+    assert numerics.largest == pytest.approx(abs(logprob(66 + ord("a"), 3) - logprob(ord("a"), 3)))
+    alone = measure(batch_of(made), Positions(), weights_of)
+    assert cause(alone, "numerics") == pytest.approx(0.0, abs=1e-12)
+
+
+def test_text_of_a_context_is_encoded_again_behind_what_it_shares() -> None:
+    made = in_pieces(
+        sampled_by(3, "aabbcc"),
+        [("prompt", 2), ("model", 2), ("prompt", 0), ("model", 2), ("prompt", 1), ("model", 1)],
+        (Context(start=4, parent=0, shared=4), Context(start=6)),
+    )
+    assert encoded_again(made, Letters()) == [
+        ([65, 66, 97 + 1000], [0, 0, 1]),
+        ([65, 66, 97, 97, 98 + 1000], [0, 0, 0, 0, 1]),
+        ([99, 99], [0, 1]),
+    ]
+    found = measure(batch_of(made), Table(), weights_of, Letters()).tokenisation
+    assert found is not None
+    assert (found.differing, found.tokens, found.tokens_after) == (1, 5, 4)
 
 
 def test_share_of_a_cause_that_works_against_the_others_is_negative() -> None:

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.contexts import Context, contexts_of
+from dora_pipe.schemas.contexts import (
+    Context,
+    call_fault,
+    contexts_of,
+    counted_places,
+    counted_tokens,
+    prompt_digest,
+    rows_of,
+    tokens_before,
+)
+from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 from tests.golden.branched_values import CALL, CONTEXTS, branched
@@ -62,3 +72,78 @@ def test_contexts_that_the_record_cannot_have_are_refused(
 def test_call_that_no_model_answered_is_refused() -> None:
     with pytest.raises(SchemaError, match="not what a model sampled"):
         encode_trajectory(branched(calls=(msgspec.structs.replace(CALL, start=0),)))
+
+
+@given(trajectories())
+def test_what_is_counted_is_what_contexts_have_behind_their_first_token(
+    trajectory: Trajectory,
+) -> None:
+    places = counted_places(trajectory).tolist()
+    rows = rows_of(trajectory)
+    assert counted_tokens(trajectory) == [int(sum(mask[1:])) for _, mask, _ in rows]
+    assert [trajectory.token_ids[at] for at in places] == [
+        token for ids, mask, _ in rows for token, one in zip(ids[1:], mask[1:], strict=True) if one
+    ]
+    known = [
+        value
+        for _, mask, values in rows
+        for value, one in zip(values[1:], mask[1:], strict=True)
+        if one
+    ]
+    recorded = np.array([trajectory.logprobs[at] for at in places], np.float32)
+    assert np.array_equal(recorded, np.array(known, np.float32))
+
+
+@given(trajectories())
+def test_what_stood_before_a_token_is_the_beginning_of_its_context(trajectory: Trajectory) -> None:
+    for one in contexts_of(trajectory):
+        for at in range(one.own, len(one.token_ids)):
+            before = tokens_before(trajectory, one.start + at - one.own)
+            assert before == one.token_ids[:at].tolist()
+
+
+def _served() -> Trajectory:
+    """Every token that was sampled is of a call, two of which have one prompt."""
+    one = branched()
+    spans = [(3, 5, 0), (6, 8, 0), (10, 12, 0), (12, 13, 1), (14, 16, 0)]
+    calls = tuple(
+        msgspec.structs.replace(
+            CALL,
+            start=start,
+            end=end,
+            occurrence=again,
+            seed=call_seed(one.meta.seed, prompt_digest(tokens_before(one, start)), again),
+        )
+        for start, end, again in spans
+    )
+    return branched(calls=calls)
+
+
+def test_calls_that_follow_from_what_was_sampled_have_no_fault() -> None:
+    assert call_fault(_served()) == ""
+    assert call_fault(branched()) == "token 3 was sampled for no call"
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "why"),
+    [
+        (0, {"end": 4}, "token 4 was sampled for no call"),
+        (0, {"end": 6}, "the call at token 3 has tokens that were given, or another call's"),
+        (2, {"end": 13}, "the call at token 10 goes beyond its context"),
+        (3, {"seed": 1}, "the seed of the call at token 12 does not follow from its prompt"),
+        (3, {"occurrence": 0}, "the seed of the call at token 12 does not follow from its prompt"),
+        (4, {"answered_ns": 0}, "the call at token 14 was answered before it was asked"),
+    ],
+)
+def test_a_call_that_does_not_follow_is_named(
+    number: int, changes: dict[str, int], why: str
+) -> None:
+    calls = list(_served().meta.calls)
+    calls[number] = msgspec.structs.replace(calls[number], **changes)
+    assert call_fault(branched(calls=tuple(calls))) == why
+
+
+def test_two_calls_with_one_prompt_and_one_occurrence_are_named() -> None:
+    calls = list(_served().meta.calls)
+    calls[3] = msgspec.structs.replace(calls[3], occurrence=0, seed=calls[0].seed)
+    assert call_fault(branched(calls=tuple(calls))) == "the call at token 12 occurs twice"

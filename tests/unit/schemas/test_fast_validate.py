@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas import fast_validate
+from dora_pipe.schemas import fast_validate, trajectory
 from dora_pipe.schemas.arrow_frame import decompress
+from dora_pipe.schemas.contexts import Context
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.trajectory import Described, Sampler, Segment, SegmentKind, Trajectory
 from dora_pipe.schemas.trajectory_codec import (
@@ -29,6 +30,7 @@ from dora_pipe.schemas.trajectory_codec import (
     view_trajectory,
 )
 from tests.golden.arrow_values import TRAJECTORY
+from tests.golden.branched_values import BRANCHED_TRAJECTORY, CONTEXTS, branched
 
 SAID = ("trajectory", "version", "digest", "reward", "segments", "meta", "length", "sampled")
 
@@ -135,6 +137,35 @@ def test_several_turns_of_several_versions_need_no_arrow(known: float) -> None:
     logprobs = [None, None, -1.0, known, -2.0, *[None] * 4, known, known, -0.5]
     value, _ = encode_trajectory(_mixed(logprobs))
     assert _outcome(FastValidator().look, value) == _outcome(decode_trajectory, value)
+
+
+@pytest.mark.usefixtures("no_arrow")
+def test_several_contexts_need_no_arrow() -> None:
+    value, _ = encode_trajectory(BRANCHED_TRAJECTORY)
+    assert _outcome(FastValidator().look, value) == _outcome(decode_trajectory, value)
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [
+        (),
+        CONTEXTS[:2],
+        (CONTEXTS[0], Context(start=12, parent=2, shared=3), CONTEXTS[2]),
+        (CONTEXTS[0], Context(start=12, parent=0, shared=9), CONTEXTS[2]),
+        (Context(start=8, parent=0, shared=8), *CONTEXTS[1:]),
+        (Context(start=8, parent=0, shared=2**40), *CONTEXTS[1:]),
+        (Context(start=8, parent=-2, shared=1), *CONTEXTS[1:]),
+    ],
+)
+def test_contexts_are_refused_by_both_or_by_neither(
+    contexts: tuple[Context, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(trajectory, "check_contexts", lambda *_: None)
+        value, _ = encode_trajectory(branched(contexts))
+    assert _outcome(FastValidator().look, value) == _outcome(decode_trajectory, value)
+    refused = _outcome(decode_trajectory, value) == "refused"
+    assert refused == (contexts[:1] != (Context(start=8, parent=0, shared=8),))
 
 
 @pytest.mark.parametrize("wrong", [1e-45, math.inf, -math.inf, math.nan, -math.nan, 3.0])

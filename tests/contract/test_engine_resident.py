@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,10 @@ from dora_pipe.producers.engines.port import (
     KV_EXPORT,
     LORA,
     PREFILL_EXACT,
+    PREFIX_REUSE,
     Engine,
     EngineRequest,
+    PromptTokens,
 )
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.engines.torch.engine import TorchEngine
@@ -69,9 +72,9 @@ class Several:
             "llama_gqa": models.LLAMA_VOCABULARY,
         }.get(self.kind, 90)
 
-    def hosting(self, *versions: int, slots: int = 16, most: int = 3) -> Engine:
+    def hosting(self, *versions: int, slots: int = 16, most: int = 3, **more: Any) -> Engine:
         """An engine with these versions."""
-        engine = self.open(slots=slots, most=most)
+        engine = self.open(slots=slots, most=most, **more)
         if self.kind != "simulated":
             engine.load(self.policies[0][0], version=0, digest=self.policies[0][1])
             engine.drop(0)
@@ -132,13 +135,14 @@ def several(
 
 def torch(assets: Path) -> Callable[..., Engine]:
     """Opens the torch engine for adapters."""
-    return lambda *, slots, most: TorchEngine.open(
+    return lambda *, slots, most, **more: TorchEngine.open(
         assets,
         slots=slots,
         context_tokens=256,
         threads=1,
         lora_rank=RANK,
         versions_resident=most,
+        **more,
     )
 
 
@@ -308,6 +312,25 @@ class TestAdapters:
             return
         plain = TorchEngine.open(several.directory, slots=16, context_tokens=256, threads=1)
         assert {one.request: found[one.request] for one in base} == run(plain, base)
+
+    def test_prefixes_are_kept_apart_by_version_and_dropped_with_it(self, several: Several) -> None:
+        if several.rounds:
+            pytest.skip(f"{several.kind} does not declare {PREFIX_REUSE}")
+        same = request("r", [5, 6, 7] * 20, max_tokens=9)
+        asked = [
+            replace(same, request=f"{version}-{number}", version=version)
+            for number in range(2)
+            for version in range(3)
+        ]
+        wanted = run(several.hosting(0, 1, 2), asked)
+        engine = several.hosting(0, 1, 2, slots=1, kv_keep=9.0)
+        assert run(engine, asked) == wanted
+        assert engine.prompt_tokens == PromptTokens(computed=3 * 59, reused=3 * 59)
+        engine.drop(1)
+        path, digest = several.policies[1]
+        engine.load(path, version=1, digest=digest)
+        assert run(engine, asked) == wanted
+        assert engine.prompt_tokens == PromptTokens(computed=4 * 59, reused=8 * 59)
 
     def test_adapter_on_other_weights_or_of_another_rank_or_model_is_refused(
         self, several: Several, tmp_path: Path

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch.engine import TorchEngine
-from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep
+from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, PromptCall, PromptReady
 from dora_pipe.producers.worker.kv_handover import Handover, KvHandover, NoHandover
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
@@ -142,7 +142,7 @@ def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled
     found, statuses = [], []
     for kv_keep in (0.0, 1.0):
         world = _world(model, kv_keep=kv_keep)
-        tasks = InlineTasks(episodes=True, step=_answer)
+        tasks = InlineTasks(episodes=True, prompt=_prompt, step=_answer)
         params = SamplingParams(max_tokens=200, stop_ids=tuple(range(0, 100, 9)))
         worker = world.start(tasks=tasks, params={"train": params}, context_tokens=640)
         world.decide(*(world.place(worker, 0, sibling) for sibling in range(4)))
@@ -161,6 +161,10 @@ def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled
     assert keeping_status.prompt_tokens_reused > keeping_status.prompt_tokens_computed > 0
     spent = keeping_status.prompt_tokens_reused + keeping_status.prompt_tokens_computed
     assert spent == plain_status.prompt_tokens_computed
+
+
+def _prompt(call: PromptCall) -> PromptReady:
+    return PromptReady(request=call.request, text="5 6 7 " * 20, episode=True)
 
 
 def _answer(call: EnvStep) -> EnvObserved:

@@ -62,8 +62,8 @@ PREFILL_TOKENS_MAX = 512
 """Prompt tokens of one step; a longer prompt is prefilled over several."""
 
 SHARED_MIN = 32
-"""A prompt is kept for others, and waited for by one that begins like it, where that saves so many
-tokens; fewer are computed as soon."""
+"""A prompt is looked up, kept for others, and waited for by one that begins like it, where that may
+save so many tokens; fewer are computed as soon."""
 
 KV_ARRAY = "kv"
 """The one array of an exported cache: [layers, 2, kv_heads, tokens, head_dim], keys first."""
@@ -313,9 +313,10 @@ class TorchEngine(EngineBase[int]):
     def _take_up(self, slot: int, before: Sequence[Piece]) -> bool:
         """Give a waiting slot what is kept of its prompt; False: one of the prompts `before` it in
         this step begins like it, and it waits for what will be kept of that."""
-        if self._table.cached[slot] or not self._kept.tokens_max:
+        ids = self._table.prompts[slot][:-1]
+        if len(ids) < SHARED_MIN or self._table.cached[slot] or not self._kept.tokens_max:
             return True
-        ids, weights = self._table.prompts[slot][:-1], self._versions.digest_in(slot)
+        weights = self._versions.digest_in(slot)
         known = self._kept.known(weights, ids)
         if slot not in self._put_off and self._gains(ids, weights, known, before):
             self._put_off.add(slot)

@@ -1,0 +1,83 @@
+"""An agent that adds numbers with a calculator: two sub-agents at the same time, each with half of
+them, and then one that adds what they found. After two results a conversation is compacted: what
+is left to add becomes a new one.
+
+It is a script of the package `openai` and knows nothing of what trains it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import openai
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Add two numbers, modulo 100.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+TURNS_MAX = 6
+RESULTS_MAX = 2
+"""So many results of the calculator stand in a conversation before it is compacted."""
+
+
+async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
+    """The sum of `row["numbers"]`, as the model finds it."""
+    numbers = row["numbers"]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        if len(numbers) < 4:
+            total = await add_up(client, numbers, "main")
+        else:
+            half = len(numbers) // 2
+            found = await asyncio.gather(
+                add_up(client, numbers[:half], "left"), add_up(client, numbers[half:], "right")
+            )
+            known = [one for one in found if one is not None]
+            total = await add_up(client, known, "main") if len(known) == 2 else None
+    return "no answer" if total is None else f"answer {total}"
+
+
+async def add_up(client: openai.AsyncOpenAI, numbers: Sequence[int], caller: str) -> int | None:
+    """What the model says is the sum; None where it does not come to an answer."""
+    left = list(numbers)
+    messages: list[Any] = [question(left)]
+    results = 0
+    for _ in range(TURNS_MAX):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[TOOL], user=caller
+        )
+        said = answer.choices[0].message
+        if not said.tool_calls:
+            found = re.search(r"answer (\d+)$", said.content or "")
+            return int(found[1]) if found else None
+        messages.append(said)
+        for call in said.tool_calls:
+            total = calculator(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
+            left = [total, *left[2:]]
+            results += 1
+        if results >= RESULTS_MAX and len(left) > 1:
+            messages, results = [question(left)], 0
+    return None
+
+
+def question(numbers: Sequence[int]) -> dict[str, str]:
+    """``n3 7 n2 5 n1 4``: the numbers, each with how many are left."""
+    named = (f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+    return {"role": "user", "content": " ".join(named)}
+
+
+def calculator(a: int, b: int) -> int:
+    """The tool."""
+    return (a + b) % 100

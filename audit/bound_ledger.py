@@ -121,7 +121,7 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
 
 def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
     """What a group can still come to, from how its siblings ended."""
-    size, ended = group.spec.size, 0
+    size, siblings, ended = group.spec.size, group.spec.siblings, 0
     valid: list[float] = []
     for entry in group.requests.values():
         if (bound := entry.bound) is not None:
@@ -130,15 +130,17 @@ def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
                 valid.append(reward)
         elif entry.failed:
             ended += 1
+    over = group.expired or ended == siblings or len(valid) >= size
     scoring, unscored = group.scoring, False
     if scoring is not None:
         unscored = bool(valid) and not (scoring.answer or scoring.failed)
         valid = [] if scoring.failed else list(scoring.rewards.values()) or valid
     if group.spec.purpose == "eval":
-        return "running" if ended < size or unscored else "evaluated"
-    if size - (ended - len(valid)) < min(rules.min_valid_siblings, size):
+        return "evaluated" if over and not unscored else "running"
+    reachable = len(valid) if over else siblings - (ended - len(valid))
+    if reachable < min(rules.min_valid_siblings, size):
         return "failed"
-    if ended < size or unscored:
+    if not over or unscored:
         return "running"
     if rules.filter_zero_advantage and len(set(valid)) <= 1:
         return "filtered"

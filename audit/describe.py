@@ -199,6 +199,8 @@ class _Describer:
             except (InvariantBroken, SchemaError) as error:
                 description[DAMAGE] = [{"what": error.message}]
         description["fate"] = self._fate(group)
+        if entry.left is not None:
+            description["fate"] = {"fate": entry.left, "why": _WHY_LEFT[entry.left]}
         description["contribution"] = self._contribution(name, group)
         description["lineage"] = self._lineage(group)
         description[TRACE] = self._traces.group(group, only=name)
@@ -212,6 +214,7 @@ class _Describer:
             **({"task": spec.task} if spec.task else {}),
             **({"evaluation": spec.evaluation} if spec.evaluation else {}),
             "siblings": spec.size,
+            **({"spare siblings": spec.spare} if spec.spare else {}),
             "prompt": f"row {spec.index} of {spec.dataset_digest[:12]}, pass {spec.data_epoch}",
             "seed": spec.seed,
             "dispatched": f"round {group.at.round} ({group.reason})",
@@ -394,9 +397,17 @@ def _standing(entry: RequestEntry) -> str:
         return "logged"
     if entry.failed:
         return "failed"
+    if entry.left is not None:
+        return entry.left
     if entry.waiting:
         return "waits for another worker"
     return "running" if entry.placements else "queued"
+
+
+_WHY_LEFT: Final = {
+    "surplus": "its group had enough valid siblings without it",
+    "expired": "its group was open for too long",
+}
 
 
 def _placement_row(entry: RequestEntry, place: int) -> dict[str, Any]:

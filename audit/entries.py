@@ -20,7 +20,7 @@ from dora_pipe.schemas.control import (
     WorkerJoined,
 )
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import Fate, GroupSpec, ScoreGroup, TakeBatch
+from dora_pipe.schemas.rounds import Fate, GroupSpec, ScoreGroup, SiblingFate, TakeBatch
 
 Standing = Literal["bound", "superseded", "fenced"]
 """Of a logged trajectory: part of its group's result; another one is; its worker was out."""
@@ -95,11 +95,20 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
     """It failed for good: not retryable, or all its attempts were used."""
     trained: int | None = None
     """Step that trained it."""
+    left: SiblingFate | None = None
+    """How it ended, where its group did not wait for it."""
+    left_ns: int = 0
+    """Round time of that."""
 
     @property
     def runs(self) -> bool:
         """Whether its newest attempt has neither ended nor lost its worker."""
-        return bool(self.placements) and self.bound is None and not (self.failed or self.waiting)
+        return bool(self.placements) and not (self.waiting or self.over)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, in whichever way of its own."""
+        return self.bound is not None or self.failed or self.left is not None
 
     def was_placed(self, attempt: int, worker: str, epoch: int) -> bool:
         """Whether a decision placed this attempt there."""
@@ -153,6 +162,26 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     """Everything that was logged of it, whatever its standing, in the order of the fold."""
     scoring: Scoring | None = None
     """Where its siblings are scored together."""
+    expired: bool = False
+    """It was open for longer than groups may be."""
+
+    @property
+    def closed(self) -> SiblingFate | None:
+        """What becomes of its siblings that are still open, where it waits for none of them: as
+        many as it is complete with were valid before, or its time is over."""
+        if self.expired:
+            return "expired"
+        if not self.spec.spare:
+            return None
+        bound = (entry.bound for entry in self.requests.values())
+        valid = sum(one is not None and one.fact.reward is not None for one in bound)
+        return "surplus" if valid >= self.spec.size else None
+
+    @property
+    def open_siblings(self) -> tuple[int, ...]:
+        """Those that have not ended, in order."""
+        named = enumerate(sorted(self.requests))
+        return tuple(place for place, name in named if not self.requests[name].over)
 
     @property
     def results(self) -> list[Logged]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from dora_pipe.audit import selection
 from dora_pipe.audit.entries import (
     Departure,
     GroupEntry,
@@ -41,7 +42,7 @@ from dora_pipe.schemas.control import (
     WorkerJoined,
 )
 from dora_pipe.schemas.identity import group_of, trajectory_id
-from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest, ScoreGroup
+from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Fate, Move, PlacedRequest, ScoreGroup
 
 Bucket = tuple[int, int]
 """Sampled tokens, both ends included."""
@@ -76,6 +77,8 @@ class Sums:
     epochs: Counter[int] = field(default_factory=Counter)
     """Trajectories by the role epoch of the worker whose record counts."""
     epoch_tokens: Counter[int] = field(default_factory=Counter)
+    selection: Counter[selection.Sum] = field(default_factory=Counter)
+    """Of siblings that were trained, or not waited for."""
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
         """Count a group; -1 takes it off."""
@@ -84,6 +87,7 @@ class Sums:
         self.trajectories[fate] += times * len(results)
         self.tokens[fate] += times * group.tokens
         spec = group.spec
+        selection.add(self.selection, group, times)
         if group.step is not None:
             self.staleness[staleness_of(group.step, spec.version)] += times
             self.bounds[spec.deadline - spec.version] += times
@@ -96,7 +100,7 @@ class Sums:
             for entry in group.requests.values():
                 tokens = 0 if entry.bound is None else entry.bound.fact.tokens
                 bucket = bucket_of(tokens)
-                self.lengths[bucket, fate] += times
+                self.lengths[bucket, entry.left or fate] += times
                 self.length_tokens[bucket] += times * tokens
 
 
@@ -293,7 +297,7 @@ class GroupLedger:
         if spec.group in self.groups:
             self._findings.add("C2", spec.group, f"is dispatched a second time in round {at.round}")
             return
-        siblings = (trajectory_id(spec.group, sibling) for sibling in range(spec.size))
+        siblings = (trajectory_id(spec.group, sibling) for sibling in range(spec.siblings))
         requests = {one: RequestEntry(trajectory=one) for one in siblings}
         entry = GroupEntry(spec=spec, reason=decision.reason, at=at, requests=requests)
         if spec.source in self.scored_together:
@@ -332,7 +336,8 @@ class GroupLedger:
         if not entry.was_placed(fact.attempt, fact.worker, fact.epoch):
             what = f"attempt {fact.attempt} of {fact.trajectory} by {fact.worker}"
             self._wrong(at, f"logs {what}, but no decision placed it there")
-        standing = self._standing(fact, entry, worker, present is not None)
+        awaited = present is not None and not present.closed
+        standing = self._standing(fact, entry, worker, awaited)
         logged = Logged(fact=fact, standing=standing, at=at)
         place = fact.partition, fact.offset
         known = self.logged.get(place)
@@ -351,11 +356,11 @@ class GroupLedger:
             self.sibling_ended(group)
 
     def _standing(
-        self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry, is_open: bool
+        self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry, awaited: bool
     ) -> Standing:
         if worker.departure:
             return "superseded" if worker.departure == "left" else "fenced"
-        if not (entry.runs and is_open):
+        if not (entry.runs and awaited):
             return "superseded"
         present = entry.placements[-1]
         same = present.attempt == fact.attempt and present.epoch == fact.epoch
@@ -377,12 +382,13 @@ class GroupLedger:
         present = entry.placements[-1] if entry.placements else None
         if worker is None or worker.departure or present is None:
             return
-        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch):
+        group = self.groups[group_of(fact.trajectory)]
+        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch) or group.closed:
             return
         if not entry.moving:
             self._wrong(at, f"{fact.trajectory} is released although nobody asked to move it")
             return
-        self._lost(self.groups[group_of(fact.trajectory)], entry, fault=False)
+        self._lost(group, entry, fault=False)
 
     def failed(self, fact: RequestFailed, at: Moment) -> None:
         """An attempt came to nothing."""
@@ -395,13 +401,26 @@ class GroupLedger:
         present = entry.placements[-1] if entry.placements else None
         if worker is None or worker.departure or present is None:
             return
-        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch):
-            return
         group = self.groups[group_of(fact.trajectory)]
+        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch) or group.closed:
+            return
         if fact.retryable:
             self._lost(group, entry, fault=True)
-        elif entry.bound is None and not entry.failed and not entry.waiting:
+        elif not (entry.over or entry.waiting):
             self._fail(group, entry)
+
+    def expire(self, group: GroupEntry) -> None:
+        """A group is not waited for any longer."""
+        group.expired = True
+        self.sibling_ended(group)
+
+    def end_siblings(self, decision: EndSiblings, at: Moment) -> None:
+        """The siblings of a group that it does not wait for have ended."""
+        group = self.groups.get(decision.group)
+        for sibling in () if group is None else decision.siblings:
+            entry = group and group.requests.get(trajectory_id(decision.group, sibling))
+            if entry and not entry.over:
+                entry.left, entry.left_ns, entry.waiting = decision.fate, at.now_ns, False
 
     def asked(self, decision: ScoreGroup) -> None:
         """A worker is to score the siblings of a group together."""
@@ -460,11 +479,11 @@ class GroupLedger:
 
     def _lost(self, group: GroupEntry, entry: RequestEntry, *, fault: bool) -> None:
         """The present attempt came to nothing, if it still ran."""
-        if entry.bound is not None or entry.failed or entry.waiting:
+        if entry.over or entry.waiting:
             return
         entry.waiting = True
         entry.faults += fault
-        if self.attempts_max and entry.faults >= self.attempts_max:
+        if self.attempts_max and entry.faults >= self.attempts_max and not group.closed:
             self._fail(group, entry)
 
     def _fail(self, group: GroupEntry, entry: RequestEntry) -> None:

@@ -54,7 +54,9 @@ from dora_pipe.schemas.rounds import (
     Assign,
     Dispatch,
     End,
+    EndSiblings,
     Fence,
+    GroupExpired,
     Move,
     Place,
     Round,
@@ -144,6 +146,9 @@ class Ledger:
     def round(self, round_: Round, at: Moment) -> None:
         """Check a round's decisions, and book them one by one."""
         self.legality.round(round_, self.roles)
+        for one in round_.observations:
+            if isinstance(one, GroupExpired) and (group := self.legality.expired(one, at)):
+                self.accounts.expire(group)
         for decision in round_.decisions:
             self.findings.looked["decisions"] += 1
             self.decision(decision, at)
@@ -385,6 +390,8 @@ class Ledger:
                         group.taken = (decision.step, decision.attempt)
             case End():
                 accounts.end(decision.group, decision.fate, decision.reason, at)
+            case EndSiblings():
+                accounts.end_siblings(decision, at)
             case StopRun():
                 self.stopped = at
             case _:

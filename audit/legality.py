@@ -37,7 +37,9 @@ from dora_pipe.schemas.rounds import (
     Drain,
     EarlyStop,
     End,
+    EndSiblings,
     Fence,
+    GroupExpired,
     GroupSpec,
     Move,
     PlacedRequest,
@@ -167,6 +169,8 @@ class Legality:
                 self._take(decision, where)
             case End():
                 self._end(decision, where)
+            case EndSiblings():
+                self._end_siblings(decision, where)
             case StopRun():
                 self._stop(where)
             case EarlyStop() if self.in_force is not None:
@@ -239,8 +243,10 @@ class Legality:
         if decision.attempt != attempt:
             message = f"is placed in {where} under a wrong attempt"
             self._wrong(who, message, attempt, decision.attempt)
-        if group.fate is not None or entry.bound is not None or entry.failed:
+        if group.fate is not None or entry.over:
             self._wrong(who, f"is placed in {where} although it has ended")
+        elif group.closed:
+            self._wrong(who, f"is placed in {where} although its group does not wait for it")
         elif entry.placements and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
         worker = self._worker(decision.worker, decision.epoch, where, "place", who)
@@ -259,7 +265,7 @@ class Legality:
             return
         last = entry.placements[-1] if entry.placements else None
         present = None if last is None or entry.waiting else (last.attempt, last.epoch)
-        if present != (decision.attempt, decision.epoch) or entry.bound or entry.failed:
+        if present != (decision.attempt, decision.epoch) or entry.over:
             found = f"attempt {decision.attempt} on epoch {decision.epoch}"
             self._wrong(who, f"moves in {where} from where it does not run", present, found)
         self._worker(decision.worker, decision.epoch, where, "move", who)
@@ -284,9 +290,10 @@ class Legality:
         attempt = len(scoring.asked) + 1
         message = f"is to be scored in {where} under a wrong attempt"
         self._findings.same("decisions", who, message, expected=attempt, found=decision.attempt)
-        ended = len(results) + sum(entry.failed for entry in group.requests.values())
+        left = () if group.closed else group.open_siblings
         message = f"is to be scored in {where} before all its siblings have ended"
-        self._findings.same("decisions", who, message, expected=group.spec.size, found=ended)
+        expected, found = group.spec.siblings, group.spec.siblings - len(left)
+        self._findings.same("decisions", who, message, expected=expected, found=found)
         valid = tuple(one.taken for one in results if one.fact.reward is not None)
         message = f"is to be scored in {where} by other records than its valid siblings'"
         self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
@@ -338,6 +345,8 @@ class Legality:
         found = (taken.version, taken.deadline)
         message = f"is taken by {who} with another version or deadline than it was dispatched with"
         self._findings.same("C3", taken.group, message, expected=stamped, found=found)
+        if group.closed and group.open_siblings:
+            self._wrong(taken.group, f"is taken by {who} before its other siblings have ended")
         scored = {} if group.scoring is None else group.scoring.rewards
         message = f"is taken by {who} with other rewards than `group scored` says"
         self._findings.same("batches", taken.group, message, expected=scored, found=taken.rewards)
@@ -360,6 +369,35 @@ class Legality:
         if wrong:
             self._wrong(decision.group, f"ends as {decision.fate} in {where} {wrong}")
         self.bound.remove(decision.group)
+
+    def _end_siblings(self, decision: EndSiblings, where: str) -> None:
+        """Only of a group that waits for none of them, and then all."""
+        group = self._ledger.accounts.open.get(decision.group)
+        if group is None:
+            self._wrong(decision.group, f"loses siblings in {where} but is not open")
+            return
+        due, left = group.closed or "waited for", group.open_siblings
+        message = f"loses siblings in {where} as what they are not"
+        same = self._findings.same
+        same("decisions", decision.group, message, expected=due, found=decision.fate)
+        message = f"loses other siblings in {where} than have not ended"
+        same("decisions", decision.group, message, expected=left, found=decision.siblings)
+
+    def expired(self, seen: GroupExpired, at: Moment) -> GroupEntry | None:
+        """The group of which a round says that its time is over; None where that cannot be."""
+        where, group = f"round {at.round}", self._ledger.accounts.open.get(seen.group)
+        if group is None or self.in_force is None:
+            self._wrong(seen.group, f"expires in {where} but is not open")
+            return None
+        rules = self.in_force.config.groups
+        if outlook_of(group, rules) != "running" or not group.open_siblings:
+            self._wrong(seen.group, f"expires in {where}, although it generates no more")
+            return None
+        open_ns, most = at.now_ns - group.at.now_ns, rules.seconds_max
+        if most is None or open_ns < int(most * 1e9):
+            expected = "no bound" if most is None else f"{most:g} s"
+            self._wrong(seen.group, f"expires in {where} too early", expected, f"{open_ns / 1e9} s")
+        return group
 
     def _stop(self, where: str) -> None:
         if self.in_force is not None and self.bound.version < self.in_force.steps:
@@ -439,6 +477,9 @@ def _expected(
         "dataset_digest": data.digest,
         "task": task.name,
     }
+    spare = config.groups.spare if train else 0
+    if spare or spec.spare:
+        common["spare"] = spare
     if not train:
         return common | {
             "deadline": NO_DEADLINE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -11,9 +11,14 @@ from dora_pipe.audit.check_records import Seen
 from dora_pipe.audit.findings import CHECKS, MIXED, Check, Violation
 from dora_pipe.audit.group_ledger import Bucket, Sums
 from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.selection import SelectionLine, selection_lines
+from dora_pipe.schemas.rounds import SiblingFate
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
 """The fates of groups, and what has none yet."""
+
+SIBLING_FATES: Final = (*FATES, *get_args(SiblingFate))
+"""The fates of siblings: their groups', or one of their own."""
 
 CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
 """What an engine may declare; what it does not, `replay --trajectory` cannot promise."""
@@ -116,6 +121,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int | None
     """Largest deadline minus version of a trained group."""
     lengths: tuple[LengthLine, ...]
+    selection: tuple[SelectionLine, ...]
+    """Siblings that were not waited for beside those that were trained; empty where there are
+    none."""
     engines: tuple[EngineLine, ...]
     """Every trajectory with a record that counts is in one of them."""
     hosted_pairs: tuple[PairLine, ...]
@@ -182,6 +190,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         staleness_max=max(staleness, default=None),
         staleness_bound=max((bound for bound, count in sums.bounds.items() if count), default=None),
         lengths=length_lines(sums),
+        selection=selection_lines(sums.selection),
         engines=engine_lines(ledger, sums),
         hosted_pairs=tuple(
             PairLine(older=older, newer=newer, seconds=seconds)
@@ -263,7 +272,7 @@ def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
             high=bucket[1],
             trajectories=sum(found.values()),
             tokens=sums.length_tokens[bucket],
-            fates={fate: found[fate] for fate in FATES if fate in found},
+            fates={fate: found[fate] for fate in SIBLING_FATES if fate in found},
             trained_share=_share(found),
         )
         for bucket, found in sorted(fates.items())

@@ -2,7 +2,8 @@
 
 It decides which record of a trajectory counts: the first `trajectory logged` of a request's present
 attempt, by an incarnation that is not out. Every other one is `superseded`, or `fenced` where its
-incarnation had been fenced. A commit counts where it is of the batch in force. Memory is bounded by
+incarnation had been fenced; and so is every one of a group that waits for none of its siblings any
+more. A commit counts where it is of the batch in force. Memory is bounded by
 what is open: what has ended is handed over by the call that ended it.
 
 It shares the records' shapes with the orchestrator and nothing else, so that it and the fold are
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
 from dora_pipe.schemas.batch import staleness_of
@@ -43,21 +45,20 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     Drain,
     End,
+    EndSiblings,
     Fate,
     Fence,
+    GroupExpired,
     GroupSpec,
     Move,
     Place,
     PlacedRequest,
     Round,
     ScoreGroup,
+    SiblingFate,
     StopRun,
     TakeBatch,
 )
-
-Outcome = Literal["", "logged", "moved", "left", "fenced", "failed", "cancelled"]
-"""How an attempt ended: with its record, because its request moved, with its worker, in an error,
-or because it was not needed any more; empty while it goes on."""
 
 Standing = Literal["bound", "superseded", "fenced"]
 """Of a logged record: part of its group's result; another one is; its worker was out."""
@@ -67,40 +68,6 @@ REPORTS_KEPT: Final = 16
 
 JOINED_AGAIN: Final = "it joined again"
 """Why an incarnation is out whose worker came back before anybody missed it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Attempt:
-    """One attempt at a request: from its placement on a worker until that lets go of it."""
-
-    attempt: int
-    worker: str
-    epoch: int
-    placed_ns: int
-    reason: str
-    resumed: int
-    """Sampled tokens it went on from."""
-    outcome: Outcome = ""
-    ended_ns: int = 0
-    why: str = ""
-    move_ns: int = 0
-    """When the worker was asked to let go of it."""
-    move_to: str = ""
-    move_why: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestHistory:
-    """One sibling: its attempts, and the record that counts."""
-
-    trajectory: str
-    attempts: list[Attempt] = field(default_factory=list)
-    logged: TrajectoryLogged | None = None
-
-    @property
-    def moved(self) -> bool:
-        """Whether it went from worker to worker."""
-        return len(self.attempts) > 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +86,23 @@ class GroupHistory:
     """Who was asked last to score its siblings together, while no answer has come."""
     scores: GroupScored | None = None
     """The answer that counts. The rewards of `requests` are those of it then."""
+    valid: int = 0
+    """Records that count and had a reward of their own."""
+    expired: bool = False
+    """It was open for too long."""
+    left: dict[int, SiblingFate] = field(default_factory=dict)
+    """What became of the siblings that it did not wait for."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it waits for no sibling although some may be open."""
+        return self.expired or (self.spec.spare > 0 and self.valid >= self.spec.size)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all records are there that it is made of."""
+        results = len(self.results)
+        return results == self.spec.siblings or (self.closed and results > 0)
 
     @property
     def results(self) -> list[TrajectoryLogged]:
@@ -371,6 +355,9 @@ class RunAccount:
 
     def round(self, round_: Round, offset: int) -> list[Event]:
         """The decisions of a round, after the facts that it folds."""
+        for seen in round_.observations:
+            if isinstance(seen, GroupExpired) and (group := self.open.get(seen.group)):
+                group.expired = True
         found: list[Event] = []
         for decision in round_.decisions:
             found += self._decided(decision, round_, offset)
@@ -417,6 +404,8 @@ class RunAccount:
                 return self._taken(decision, round_)
             case End():
                 return self._ended(decision, now_ns)
+            case EndSiblings() if (group := self.open.get(decision.group)) is not None:
+                group.left = dict.fromkeys(decision.siblings, decision.fate)
             case StopRun():
                 self.over = True
             case _:
@@ -523,9 +512,11 @@ class RunAccount:
             standing: Standing = "fenced" if gone.how == "fenced" else "superseded"
             return RecordLogged(fact=fact, standing=standing, offset=offset)
         found = self._present(fact.trajectory, fact.attempt, fact.epoch)
-        if found is None:
+        group = self.open.get(group_of(fact.trajectory))
+        if found is None or group is None or group.closed:
             return RecordLogged(fact=fact, standing="superseded", offset=offset)
         request, attempt = found
+        group.valid += fact.reward is not None
         request.logged, attempt.outcome, attempt.ended_ns = fact, "logged", fact.at_ns
         return RecordLogged(fact=fact, standing="bound", offset=offset)
 

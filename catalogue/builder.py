@@ -12,14 +12,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dora_pipe.catalogue.account import (
-    Attempt,
     Batch,
     BatchEnded,
     Event,
     GroupEnded,
     GroupHistory,
     RecordLogged,
-    RequestHistory,
     RunAccount,
     StepEnded,
     WorkerGone,
@@ -27,6 +25,7 @@ from dora_pipe.catalogue.account import (
     mean,
     rewards_of,
 )
+from dora_pipe.catalogue.attempts import Attempt, RequestHistory
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
 from dora_pipe.catalogue.tables import (
@@ -65,6 +64,7 @@ from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
     End,
+    EndSiblings,
     Place,
     Round,
     StopRun,
@@ -74,6 +74,9 @@ from dora_pipe.schemas.wire import canonical, kebab
 
 MESSAGE_MAX: Final = 2000
 """Characters of an error's message that are kept."""
+
+_WHO: Final = ("worker", "trajectory", "group")
+"""Whom an observation is about: the first of these that it has."""
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
@@ -140,7 +143,7 @@ class CatalogueBuilder:
         self._seen(round_.now_ns)
         self._rows.append(_round_row(round_, offset))
         for seen in round_.observations:
-            who = getattr(seen, "worker", "") or getattr(seen, "trajectory", "")
+            who = next(filter(None, (getattr(seen, one, "") for one in _WHO)), "")
             if who:
                 self._event(round_.now_ns, round_.ordinal, kebab(type(seen).__name__), who, "")
         for decision in round_.decisions:
@@ -188,7 +191,7 @@ class CatalogueBuilder:
         match decision:
             case TakeBatch():
                 subject = f"step {decision.step}"
-            case End():
+            case End() | EndSiblings():
                 subject = decision.group
             case StopRun():
                 subject = "" if self.account.started is None else self.account.started.run
@@ -367,7 +370,6 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
     """A group with its siblings and their attempts, ended or open."""
     group, spec = ended.group, ended.group.spec
     results, rewards = group.results, group.rewards
-    whole = len(results) == spec.size
     trained = ended.fate == "trained"
     yield GroupRow(
         group_id=spec.group,
@@ -380,10 +382,11 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         row=spec.index,
         data_epoch=spec.data_epoch,
         size=spec.size,
+        spare=spec.spare,
         round=group.round,
         reason=group.reason,
         dispatched_ns=group.dispatched_ns,
-        complete_ns=max(one.at_ns for one in results) if whole else None,
+        complete_ns=max(one.at_ns for one in results) if group.whole else None,
         taken_ns=None if ended.batch is None else ended.batch.taken_ns,
         ended_ns=None if ended.fate == "open" else ended.ended_ns,
         fate=ended.fate,
@@ -397,7 +400,7 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         reward=mean(rewards),
         tokens=sum(one.tokens for one in results),
     )
-    for sibling in range(spec.size):
+    for sibling in range(spec.siblings):
         name = trajectory_id(spec.group, sibling)
         request = group.requests.get(name)
         yield _trajectory_row(group, name, sibling, request)
@@ -416,6 +419,7 @@ def _trajectory_row(
         trajectory_id=name,
         group_id=group.spec.group,
         sibling=sibling,
+        own_fate=group.left.get(sibling),
         attempts=len(attempts),
         placed_ns=attempts[0].placed_ns if attempts else None,
         worker=None if present is None else present.worker,

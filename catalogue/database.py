@@ -50,6 +50,31 @@ VIEWS: Final = {
                max(ended_ns) as ended_ns
         from groups where fate = 'evaluated' group by version, evaluation, task
         order by version, evaluation""",
+    "selection": """
+        with late as (
+            select trajectory_id, any_value(tokens) as tokens, any_value(reward) as reward
+            from records group by trajectory_id
+        ), impatient as (
+            select group_id from groups where purpose = 'train' and spare > 0
+            union select group_id from trajectories join groups using (group_id)
+            where purpose = 'train' and own_fate is not null
+        ), siblings as (
+            select coalesce(t.own_fate, 'trained') as fate,
+                   coalesce(t.tokens, late.tokens) as tokens,
+                   coalesce(t.reward, late.reward) as reward,
+                   (coalesce(t.logged_ns, a.ended_ns) - t.placed_ns) / 1e9 as seconds
+            from trajectories t join impatient using (group_id) join groups g using (group_id)
+            left join attempts a on a.trajectory_id = t.trajectory_id and a.attempt = t.attempt
+            left join late on late.trajectory_id = t.trajectory_id and t.own_fate is not null
+            where t.own_fate is not null or (g.fate = 'trained' and t.reward is not null)
+        )
+        select fate, count(*) as siblings, count(tokens) as tokens_count,
+               avg(tokens) as tokens, 1.96 * stddev_samp(tokens) / sqrt(count(tokens))
+                   as tokens_error, count(reward) as reward_count, avg(reward) as reward,
+               1.96 * stddev_samp(reward) / sqrt(count(reward)) as reward_error,
+               count(seconds) as seconds_count, avg(seconds) as seconds,
+               1.96 * stddev_samp(seconds) / sqrt(count(seconds)) as seconds_error
+        from siblings group by fate order by fate = 'trained' desc, fate desc""",
     "waits": """
         with waited as (
             select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns,

@@ -192,11 +192,12 @@ class GroupRow(Row, frozen=True, kw_only=True, gc=False):
     deadline: Annotated[Small, "the last step that may train it; -1 for evaluation"]
     row: Annotated[int, "of the data set"]
     data_epoch: Annotated[Small, "pass over the data"]
-    size: Annotated[Small, "siblings"]
+    size: Annotated[Small, "siblings that it is complete with"]
+    spare: Annotated[Small, "siblings beside those: the first `size` valid ones count"]
     round: Annotated[int, "that dispatched it"]
     reason: Annotated[str, "why it was dispatched then"]
     dispatched_ns: Annotated[int, "when"]
-    complete_ns: Annotated[int | None, "when its last sibling was logged"]
+    complete_ns: Annotated[int | None, "when the last sibling was logged that counts"]
     taken_ns: Annotated[int | None, "when a batch took it"]
     ended_ns: Annotated[int | None, "when it had its fate"]
     fate: Annotated[str, "`open`, `trained`, `filtered`, `failed`, `cancelled`, `evaluated`"]
@@ -214,7 +215,11 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
 
     trajectory_id: Annotated[str, "its group's id and its place among the siblings"]
     group_id: Annotated[str, "its group"]
-    sibling: Annotated[int, Sql("SMALLINT"), "0 to size - 1"]
+    sibling: Annotated[int, Sql("SMALLINT"), "0 to size + spare - 1"]
+    own_fate: Annotated[
+        str | None,
+        "`surplus` or `expired`: its group did not wait for it; null: it has its group's",
+    ]
     attempts: Annotated[int, Sql("SMALLINT"), "how often it was placed"]
     placed_ns: Annotated[int | None, "first placement"]
     worker: Annotated[str | None, "who logged the record that counts, or has it now"]

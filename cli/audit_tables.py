@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from dora_pipe.audit.report import FATES, AuditReport, LengthLine
+from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
+from dora_pipe.audit.selection import Mean, SelectionLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 
 PAIRS_SHOWN_MAX: Final = 8
@@ -18,6 +20,7 @@ def print_report(report: AuditReport) -> None:
     _fates(report)
     _staleness(report)
     _lengths(report)
+    print_selection(report.selection)
     _engines(report)
     _hosting(report)
     _notes(report)
@@ -86,7 +89,7 @@ def _staleness(report: AuditReport) -> None:
 
 
 def _lengths(report: AuditReport) -> None:
-    fates = [name for name in FATES if any(name in line.fates for line in report.lengths)]
+    fates = [name for name in SIBLING_FATES if any(name in line.fates for line in report.lengths)]
     rows = [
         (
             _bucket(line),
@@ -100,6 +103,33 @@ def _lengths(report: AuditReport) -> None:
     columns = ("sampled tokens", "trajectories", "tokens", *fates, "trained")
     emit_table(columns, rows, title="training trajectories by length: is there a bias?")
     emit_line()
+
+
+def print_selection(lines: Sequence[SelectionLine]) -> None:
+    """What was not waited for beside what was trained; nothing where there is none."""
+    if not any(line.fate != "trained" for line in lines):
+        return
+    rows = [
+        (
+            line.fate,
+            line.siblings,
+            line.tokens.count,
+            _interval(line.tokens),
+            _interval(line.reward),
+            _interval(line.seconds),
+        )
+        for line in lines
+    ]
+    columns = ("fate", "siblings", "records", "sampled tokens", "reward", "seconds placed")
+    title = "siblings that were not waited for: is there a bias? (means, 95 % intervals)"
+    emit_table(columns, rows, title=title)
+    emit_line()
+
+
+def _interval(mean: Mean) -> str:
+    if mean.value is None:
+        return "-"
+    return f"{mean.value:.3g}" + ("" if mean.error is None else f" ± {mean.error:.2g}")
 
 
 def _bucket(line: LengthLine) -> str:

@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+import msgspec
+
 from dora_pipe.audit.describe import DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.export import best_version
+from dora_pipe.audit.selection import SelectionLine, selection_in
 from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.cli.audit import remembered_ledger
+from dora_pipe.cli.audit_tables import print_selection
 from dora_pipe.cli.output import (
     draws_blocks,
     emit_flow,
@@ -118,6 +122,8 @@ class Overview:
     """Version and figure, where an evaluation decides that."""
     agents: tuple[int, float, float] | None
     """Trajectories whose agents called the model, and the calls and contexts of one, on average."""
+    selection: tuple[SelectionLine, ...]
+    """Siblings that were not waited for beside those that were trained, if there are any."""
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -141,6 +147,7 @@ class Overview:
             "staleness": dict(staleness(stats)),
             "bound": stats.bound,
             "groups": dict(stats.fates),
+            "selection": msgspec.to_builtins(self.selection),
             "errors": dict(stats.errors),
             "faults": by_fault(stats.errors),
             "step_errors": [dict(one.errors) for one in stats.steps],
@@ -166,12 +173,14 @@ def overview(run: OpenRun) -> Overview:
         agents = tables.one(
             "select count(*), avg(calls), avg(contexts) from trajectories where calls > 0"
         )
+        selection = selection_in(tables.records("select * from selection"))
     return Overview(
         stats=stats,
         waits=waits,
         evaluations=evaluations,
         best=best,
         agents=(agents[0], agents[1], agents[2]) if agents and agents[0] else None,
+        selection=selection,
         log=run.directory.bus_url(run.config),
         state=frame(stats, time.time_ns()).head.partition(": ")[2],
     )
@@ -213,6 +222,7 @@ def print_overview(found: Overview) -> None:
     emit_pairs(pairs)
     emit_line()
     _print_evaluations(found.evaluations)
+    print_selection(found.selection)
     waits = [_waited(one) for one in shown_roles(found.waits)]
     emit_table(("role", "waited", "share", "most of it for"), waits)
     say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")

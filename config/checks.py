@@ -24,6 +24,7 @@ from dora_pipe.config.model import (
     in_flight_batches,
 )
 from dora_pipe.config.objectives import rewarded
+from dora_pipe.config.section import SIBLINGS_MAX
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.topics import PATTERN, RULE
@@ -112,7 +113,7 @@ def round_bytes(config: Config) -> int:
     groups, named = config.groups, _names_bytes(config)
     dispatched, to_place = _DISPATCH_BYTES + named, _PLACE_BYTES + named
     budget = math.ceil(in_flight_batches(config.staleness) * groups.per_step)
-    admitted = min(budget, ROUND_DECISIONS_MAX // (groups.size + 1) + 1)
+    admitted = min(budget, ROUND_DECISIONS_MAX // (groups.siblings + 1) + 1)
     evaluated = sum(
         one.prompts * dispatched
         + min(one.prompts, ROUND_DECISIONS_MAX // (one.siblings + 1) + 1)
@@ -122,7 +123,7 @@ def round_bytes(config: Config) -> int:
     return (
         _ROUND_BYTES
         + groups.per_step * _taken_bytes(config)
-        + admitted * (dispatched + to_place + groups.size * _PLACED_BYTES)
+        + admitted * (dispatched + to_place + groups.siblings * _PLACED_BYTES)
         + evaluated
     )
 
@@ -139,7 +140,7 @@ def _taken_bytes(config: Config) -> int:
     that are scored together stand in it."""
     scored = any(use.group for task in config.tasks for use in task.rewards)
     each = _TAKEN_BYTES + (_SCORED_BYTES if scored else 0)
-    return _TAKEN_GROUP_BYTES + config.groups.size * each
+    return _TAKEN_GROUP_BYTES + config.groups.siblings * each
 
 
 def _check_several(config: Config) -> Iterator[Problem]:
@@ -200,6 +201,11 @@ def _check_groups(config: Config) -> Iterator[str]:
         yield (
             f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
             f" groups.size, {groups.size}: every group would fail"
+        )
+    if groups.siblings > SIBLINGS_MAX:
+        yield (
+            f"groups.spare: {groups.spare} beside groups.size, {groups.size}, are more than"
+            f" {SIBLINGS_MAX} siblings"
         )
     if minibatches > groups.size * groups.per_step:
         yield (

@@ -33,6 +33,7 @@ _TYPES: Mapping[str, str] = {
     "NonNegative": "integer >= 0",
     "Siblings": "integer, 1 to 1000",
     "Threads": "integer, 1 to 4096",
+    "Spare": "integer 0..999",
     "PositiveFloat": "number > 0",
     "NonNegativeFloat": "number >= 0",
     "Share": "number, 0 to 1",

@@ -27,6 +27,7 @@ from dora_pipe.config.section import (
     Section,
     Share,
     Siblings,
+    Spare,
     Threads,
     WeightDecayExclude,
 )
@@ -227,6 +228,9 @@ class Groups(Section, frozen=True, kw_only=True):
 
     size: Siblings = 8
     """Siblings per group."""
+    spare: Spare = 0
+    """Siblings dispatched beside those: a group is complete when `size` are valid, the others end
+    as surplus. What is slow is left out then: `audit` says by how much (docs/tasks.md)."""
     per_step: Positive = 32
     """Groups per training step (B)."""
     min_valid_siblings: Positive = 2
@@ -235,9 +239,17 @@ class Groups(Section, frozen=True, kw_only=True):
     """End groups whose valid rewards are all equal as `filtered`, and replace them."""
     attempts_max: Positive = 5
     """Placements of one request before it counts as failed."""
+    seconds_max: PositiveFloat | None = None
+    """A group that generates for longer ends with what is valid by then, or fails if that is less
+    than `min_valid_siblings`. Default: groups are waited for."""
     failed_share_max: Share | None = 0.9
     """The run stops when more than this share of the last 4 * per_step groups (at least 32) have
     failed, or all of the first 2 * per_step (8); 1 never stops it."""
+
+    @property
+    def siblings(self) -> int:
+        """How many are dispatched for a training group."""
+        return self.size + self.spare
 
 
 class Staleness(Section, frozen=True, kw_only=True):

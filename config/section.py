@@ -14,7 +14,11 @@ NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
-Siblings = Annotated[int, Meta(ge=1, le=1000)]
+SIBLINGS_MAX = 1000
+"""Of one group: their numbers have three digits."""
+
+Siblings = Annotated[int, Meta(ge=1, le=SIBLINGS_MAX)]
+Spare = Annotated[int, Meta(ge=0, le=SIBLINGS_MAX - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern=PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -13,6 +13,7 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     Drain,
     End,
+    EndSiblings,
     Fence,
     Move,
     Place,
@@ -42,7 +43,7 @@ def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
         reasons[verb, what] = decision.reason  # Those of one kind differ in numbers alone.
     for (verb, what), count in found.items():
         words = f"{verb} {count} {what}" if count else f"{verb} {what}".rstrip()
-        words = words.replace(" 1 groups", " 1 group")
+        words = words.replace(" 1 groups", " 1 group").replace(" 1 siblings", " 1 sibling")
         yield DecisionSummary(at_ns=round_.now_ns, words=words, reason=reasons[verb, what])
 
 
@@ -69,5 +70,7 @@ def _words_of(decision: AnyDecision) -> tuple[str, str, int]:
             return "take", f"batch of step {decision.step}{again}", 0
         case End():
             return "end", f"groups as {decision.fate}", 1
+        case EndSiblings():
+            return "end", f"siblings as {decision.fate}", len(decision.siblings)
         case _:
             return "stop the run", "", 0

@@ -255,8 +255,7 @@ def _step_now(stats: RunStats, at_ns: int) -> str:
 def _finished(stats: RunStats) -> int:
     """Training groups that are complete and in no batch."""
     return sum(
-        group.spec.purpose == "train" and len(group.results) == group.spec.size
-        for group in stats.account.open.values()
+        group.spec.purpose == "train" and group.whole for group in stats.account.open.values()
     )
 
 

@@ -7,7 +7,8 @@ Rules:
 2. Every handler checks everything before it changes anything. It returns why the record is illegal,
    and the empty string when it is not.
 3. A record of an incarnation that is out is `fenced`. A trajectory or failure that is not the
-   present attempt of an open request is `superseded`: normal life, not a mistake.
+   present attempt of an open request, or that its group does not wait for, is `superseded`: normal
+   life, not a mistake.
 """
 
 from __future__ import annotations
@@ -292,6 +293,8 @@ def _present(
     """
     request = state.requests.get(trajectory)
     placed = (attempt, record.worker, record.epoch)
+    if request is not None and request.group in state.surplus:
+        request = None  # Its group does not wait for it; that it ends is the next decision.
     if request is None or (request.attempt, request.worker, request.epoch) != placed:
         state.counters.superseded += 1
         return None

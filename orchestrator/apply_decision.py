@@ -35,9 +35,12 @@ from dora_pipe.orchestrator.state_ops import (
     begin_scoring,
     close_worker,
     drop,
+    end_surplus,
     forget,
     halt_now,
+    left_of,
     note_failure,
+    open_siblings,
     place,
     set_ending,
     take_group,
@@ -61,6 +64,7 @@ from dora_pipe.schemas.rounds import (
     Drain,
     EarlyStop,
     End,
+    EndSiblings,
     Fence,
     GroupSpec,
     Halt,
@@ -135,8 +139,8 @@ def _place(state: State, decision: Place) -> None:
     spec = decision.spec
     group = _group(state, spec.group)
     worker = _worker(state, decision.worker, decision.epoch)
-    if group.phase == "ending":
-        raise InvariantBroken(f"{spec.group} is a group that ends")
+    if group.phase == "ending" or spec.group in state.surplus:
+        raise InvariantBroken(f"{spec.group} is a group that ends, or waits for no sibling")
     if spec != group.spec:
         raise InvariantBroken(f"{spec.group} is dispatched otherwise")
     resident = worker.name in state.residents
@@ -183,6 +187,7 @@ def _move(state: State, decision: Move) -> None:
     _require(at == placed, f"{name} is not placed there")
     _require(request.moving is None, f"{name} moves already")
     _require(group.phase != "ending", f"{name} is of a group that ends")
+    _require(request.group not in state.surplus, f"{name} is surplus")
     _require(to.name != request.worker, f"{name} is on {to.name} already")
     _require(to.usable and not to.loading, f"{to.name} takes no requests")
     has = hosting.has_version(state, to, group.spec.version)
@@ -256,6 +261,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
     for group, taken in zip(groups, decision.groups, strict=True):
         _require(group.taken() == taken, f"{taken.group} has other trajectories")
+        _require(taken.group not in state.surplus, f"{taken.group} has siblings left")
     take_batch(state, decision)
 
 
@@ -274,10 +280,7 @@ def take_batch(state: State, decision: TakeBatch) -> None:
 
 def _end(state: State, decision: End) -> None:
     group = _group(state, decision.group)
-    names = [trajectory_id(decision.group, sibling) for sibling in range(group.spec.size)]
-    left = [name for name in names if name in state.requests]
-    running = [name for name in left if state.requests[name].worker]
-    _require(not running, f"{running[:1]} runs and was not cancelled")
+    left = _not_running(state, group)
     if decision.fate == "cancelled" and group.outcome is None:
         _require(may_cancel(state, group), f"{decision.group} is not surplus")
         set_ending(state, group, Outcome(fate="cancelled", why=decision.reason))
@@ -292,6 +295,24 @@ def _end(state: State, decision: End) -> None:
         note_failure(state, group)
     elif decision.fate == "evaluated" and state.watched and _is_watched(state, group.spec):
         _note_evaluated(state, state.watched, group)
+
+
+def _not_running(state: State, group: Group) -> list[str]:
+    """The open siblings of a group; none of them runs."""
+    left = open_siblings(state, group)
+    running = [name for name in left if state.requests[name].worker]
+    _require(not running, f"{running[:1]} runs and was not cancelled")
+    return left
+
+
+def _end_siblings(state: State, decision: EndSiblings) -> None:
+    group = _group(state, decision.group)
+    fate = state.surplus.get(decision.group)
+    _require(decision.fate == fate, f"siblings of {decision.group} are not {decision.fate}")
+    same = decision.siblings == left_of(group)
+    _require(same, f"{decision.group} has other siblings left")
+    _not_running(state, group)
+    end_surplus(state, group)
 
 
 def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None:
@@ -377,6 +398,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     ScoreGroup: _score_group,
     TakeBatch: _take_batch,
     End: _end,
+    EndSiblings: _end_siblings,
     StopRun: _stop_run,
     Halt: _halt,
     EarlyStop: _early_stop,
@@ -433,6 +455,7 @@ def train_spec(state: State, row: NextRow) -> GroupSpec:
         seed=group_seed(facts.seed, "train", ordinal),
         size=state.config.groups.size,
         task=task,
+        spare=state.config.groups.spare,
     )
 
 

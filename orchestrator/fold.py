@@ -19,11 +19,12 @@ from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import is_cut
 from dora_pipe.orchestrator.state import State, is_comparable
-from dora_pipe.orchestrator.state_ops import note_off_engine, note_progress, press
+from dora_pipe.orchestrator.state_ops import expire, note_off_engine, note_progress, press
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
+    GroupExpired,
     KvPressure,
     OffEngine,
     PlanPeriod,
@@ -57,6 +58,10 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
     elif isinstance(observation, Progressed):
         if observation.trajectory in state.requests:
             note_progress(state, observation.trajectory, observation.resume)
+    elif isinstance(observation, GroupExpired):
+        group = state.groups.get(observation.group)
+        if group is not None and group.phase == "generating":
+            expire(state, group)
     else:
         worker = state.workers.get(observation.worker)
         if worker is None or worker.epoch != observation.epoch:

@@ -35,7 +35,7 @@ from dora_pipe.orchestrator.fold import (
     read_control,
     rounds_to_digest,
 )
-from dora_pipe.orchestrator.leases import Incarnation, Leases, Living
+from dora_pipe.orchestrator.leases import Generating, Incarnation, Leases, Living
 from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State, Worker
@@ -55,6 +55,8 @@ from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, de
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
+    Dispatch,
+    GroupExpired,
     KvPressure,
     LeaseExpired,
     OffEngine,
@@ -112,8 +114,11 @@ class OrchestratorMachine:
         self._cost = cost
         self._heartbeat_ns = int(timing.heartbeat_s * 1e9)
         self._period_ns = int(timing.plan_period_s * 1e9)
-        gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
-        self._leases = Leases(lease_ns=int(timing.lease_s * 1e9), gap_ns=gap_ns)
+        self._gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
+        lease_ns = int(timing.lease_s * 1e9)
+        self._leases = Leases[Incarnation](lease_ns=lease_ns, gap_ns=self._gap_ns)
+        self._times: Leases[str] | None = None
+        """Of groups; None while none is bounded."""
         self._statuses: dict[Incarnation, WorkerStatus] = {}
         self._pressures: dict[Incarnation, int] = {}
         """Tokens in KV caches, to be observed."""
@@ -165,7 +170,8 @@ class OrchestratorMachine:
         due_ns = self._schedule.due_ns
         if self._caught_up:
             due_ns = min(due_ns, self._period_due_ns)
-        return due_ns if lease_ns is None else min(due_ns, lease_ns)
+        time_ns = None if self._times is None else self._times.due_ns()
+        return min([due_ns, *(one for one in (lease_ns, time_ns) if one is not None)])
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """One turn; see the head of this file."""
@@ -173,6 +179,8 @@ class OrchestratorMachine:
         self._pace.begin()
         self._begin(now)
         self._leases.turn(now.mono_ns)
+        if self._times is not None:
+            self._times.turn(now.mono_ns)
         for one in inputs:
             if isinstance(one, Record):
                 self._read(one, now)
@@ -180,10 +188,13 @@ class OrchestratorMachine:
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
                 self._leases.start(self._living(), now.mono_ns)
+                self._time_groups(self.state.groups, now)
                 self._misnamed = {one for one in self.state.workers if worker_name_error(one)}
             elif isinstance(one, HeldBack):
                 self._held_back = sorted({tp.topic for tp in one.partitions})
                 self._leases.hold(bool(one.partitions))
+                if self._times is not None:
+                    self._times.hold(bool(one.partitions))
             elif isinstance(one, Published):
                 self._on_durable(one)
             elif isinstance(one, MetricsTrimmed):
@@ -289,7 +300,7 @@ class OrchestratorMachine:
 
     def _observe(self, now: Now) -> None:
         """What time and metrics say: leases that ended, full KV caches, requests that need no slot,
-        the planning period."""
+        groups that were open for too long, the planning period."""
         ended = self._leases.expired(Living(self.state), now.mono_ns)
         # Nothing that such a worker logs could be read: it has no lease. The fold, which old logs
         # must pass as they did, knows nothing of it.
@@ -308,9 +319,26 @@ class OrchestratorMachine:
             if (name, epoch) in living:
                 self._observed.append(OffEngine(worker=name, epoch=epoch, requests=requests))
         self._pressures, self._off_engine = {}, {}
+        if self._times is not None:
+            over = self._times.expired(Generating(self.state), now.mono_ns)
+            self._observed += [GroupExpired(group=name) for name in over]
         if now.mono_ns >= self._period_due_ns:
             self._period_due_ns = now.mono_ns + self._period_ns
             self._observed.append(PlanPeriod())
+
+    def _time_groups(self, names: Iterable[str], now: Now) -> None:
+        """From now on these groups have their time, if that has a bound."""
+        config = self.state.config
+        if config is None or config.groups.seconds_max is None:
+            return
+        if self._times is None:
+            time_ns = int(config.groups.seconds_max * 1e9)
+            self._times = Leases(lease_ns=time_ns, gap_ns=self._gap_ns)
+            self._times.turn(now.mono_ns)
+            self._times.hold(bool(self._held_back))
+            self._times.start((), now.mono_ns)
+        for name in names:
+            self._times.renew(name, now.mono_ns)
 
     def _round(self, now: Now) -> None:
         """Observe, plan, and write the round if there is anything to write."""
@@ -325,6 +353,7 @@ class OrchestratorMachine:
         due = bool(state.trigger) and self._caught_up
         plans = self._caught_up and not self._pace.puts_off(state, self._folded)
         decisions = decide(state, samplers=self._samplers) if plans else []
+        self._time_groups((one.spec.group for one in decisions if isinstance(one, Dispatch)), now)
         self._more = is_cut(decisions, state.planner) or (self._caught_up and not plans)
         if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns
@@ -382,6 +411,8 @@ class OrchestratorMachine:
             return
         if self._caught_up:
             self._effects += self._trims.ask(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
+        if self._times is not None:
+            self._times.keep(Generating(self.state))
         living = Living(self.state)
         self._statuses = {at: one for at, one in self._statuses.items() if at in living}
         self._press_due_ns = {at: due for at, due in self._press_due_ns.items() if at in living}

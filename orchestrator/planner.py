@@ -1,10 +1,10 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
-A plan is made in stages, each on what the ones before it left: fence, end, halt, stop early, take
-the batch, drain, score groups, dispatch a due evaluation, place what was released, assign, place,
-move, admit, stop. Every decision is applied to the state as it is made, by the functions that the
-fold of the log uses, so the planner has no idea of its own of what a decision does. `decide`
-changes the state it is given; `plan` leaves it alone.
+A plan is made in stages, each on what the ones before it left: fence, end siblings, end groups,
+halt, stop early, take the batch, drain, score groups, dispatch a due evaluation, place what was
+released, assign, place, move, admit, stop. Every decision is applied to the state as it is made, by
+the functions that the fold of the log uses, so the planner has no idea of its own of what a
+decision does. `decide` changes the state it is given; `plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
@@ -41,7 +41,6 @@ from dora_pipe.orchestrator.scoring import next_question
 from dora_pipe.orchestrator.staleness import admissible, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.orchestrator.watched import stop_due
-from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -49,12 +48,14 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     Drain,
     End,
+    EndSiblings,
     Fence,
     GroupSpec,
     Move,
     Place,
     PlacedSibling,
     ScoreGroup,
+    SiblingFate,
     StopRun,
     TakeBatch,
 )
@@ -193,6 +194,25 @@ def _fence(draft: Draft) -> None:
         draft.add(Fence(worker=name, epoch=worker.epoch, reason=why))
 
 
+def _end_siblings(draft: Draft) -> None:
+    """Those that their groups do not wait for."""
+    state = draft.state
+    for name, fate in list(state.surplus.items()):
+        if draft.full:
+            return
+        group = state.groups[name]
+        left = state_ops.left_of(group)
+        reason = _WHY_LEFT[fate].format(valid=group.valid, size=group.spec.size)
+        _cancel_siblings(draft, group, reason)
+        draft.add(EndSiblings(group=name, siblings=left, fate=fate, reason=reason))
+
+
+_WHY_LEFT: Final[dict[SiblingFate, str]] = {
+    "surplus": "its group has {size} valid siblings without it",
+    "expired": "its group was open for too long; {valid} of {size} are valid",
+}
+
+
 def _end_groups(draft: Draft) -> None:
     state = draft.state
     for name in list(state.ending):
@@ -252,10 +272,9 @@ def _evaluations(state: State) -> list[Group]:
 
 def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
     """Take the running siblings of a group off their workers."""
-    for sibling in range(group.spec.size):
-        name = trajectory_id(group.spec.group, sibling)
-        request = draft.state.requests.get(name)
-        if request is not None and request.worker:
+    for name in state_ops.open_siblings(draft.state, group):
+        request = draft.state.requests[name]
+        if request.worker:
             draft.add(
                 Cancel(
                     trajectory=name,
@@ -272,6 +291,8 @@ def _take_batch(draft: Draft) -> None:
     assert state.config is not None
     if state.training is not None or len(state.finished) < state.config.groups.per_step:
         return
+    if state.surplus:
+        return  # The plan is full: what a batch has waits for nobody.
     at = state.standing()
     if at.step >= at.steps:
         return
@@ -427,6 +448,7 @@ def _stop(draft: Draft) -> None:
 
 _STAGES: Final = (
     _fence,
+    _end_siblings,
     _end_groups,
     _halt,
     _stop_early,

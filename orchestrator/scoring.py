@@ -1,8 +1,8 @@
 """Groups whose siblings are scored together: who is asked, and what an answer must be.
 
-All siblings of such a group have ended. It is still in U, with its deadline, and holds no slot of
-a worker: any usable worker may be asked, whatever version it hosts, since all of them serve every
-source.
+All siblings of such a group that it waits for have ended. It is still in U, with its deadline, and
+holds no slot of a worker: any usable worker may be asked, whatever version it hosts, since all of
+them serve every source.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def siblings_of(group: Group) -> tuple[TakenTrajectory, ...]:
 
 
 def is_due(state: State, group: Group) -> bool:
-    """Whether all siblings of a group have ended and their scores together are missing."""
+    """Whether the scores together are missing of a group that waits for no sibling any more."""
     return (
         state.facts is not None
         and group.spec.source in state.facts.scored_together
         and group.phase == "generating"
-        and group.ended == group.spec.size
         and group.valid > 0
     )
 
@@ -73,13 +72,15 @@ def next_question(state: State) -> ScoreGroup | None:
 
 def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
     """What this worker would be asked about a group that waits."""
+    every = group.ended == group.spec.siblings
+    done = f"all {group.ended} siblings have ended" if every else f"{group.valid} siblings count"
     return ScoreGroup(
         spec=group.spec,
         worker=worker.name,
         epoch=worker.epoch,
         attempt=state.scoring[group.spec.group].attempt + 1,
         trajectories=siblings_of(group),
-        reason=f"all {group.spec.size} siblings have ended; {worker.name} scores them together",
+        reason=f"{done}; {worker.name} scores them together",
     )
 
 

@@ -34,7 +34,7 @@ from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.watched import Watched
 from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
+from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec, SiblingFate
 
 Phase = Literal["generating", "scoring", "finished", "taken", "ending"]
 """Of an open group: siblings run; all have ended and are scored together; complete and in U; in a
@@ -326,6 +326,9 @@ class State:
     """Queued requests whose place is kept on the worker that they move to, in order."""
     scoring: dict[str, Scoring] = field(default_factory=dict)
     """Groups whose siblings are scored together now."""
+    surplus: dict[str, SiblingFate] = field(default_factory=dict)
+    """Groups that wait for none of their siblings that are still open, and what becomes of those;
+    in the order in which that was found. A group leaves when they have ended."""
     workers: dict[str, Worker] = field(default_factory=dict)
     residents: dict[str, Residence] = field(default_factory=dict)
     """What those workers have that host several versions at once, by name."""

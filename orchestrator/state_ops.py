@@ -30,18 +30,18 @@ from dora_pipe.orchestrator.state import (
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import GroupSpec, Halt
+from dora_pipe.schemas.rounds import GroupSpec, Halt, SiblingFate
 
 
 def admit(state: State, spec: GroupSpec) -> None:
     """A dispatched group is open and its siblings queue; a training group enters U."""
-    state.groups[spec.group] = Group(spec=spec, results=[None] * spec.size)
+    state.groups[spec.group] = Group(spec=spec, results=[None] * spec.siblings)
     state.leaves.touch("group", spec.group)
     state.pins[spec.version] = state.pins.get(spec.version, 0) + 1
     if spec.purpose == "train":
         _count(state, spec.deadline, 1)
         state.index.begin(spec)
-    for sibling in range(spec.size):
+    for sibling in range(spec.siblings):
         trajectory = trajectory_id(spec.group, sibling)
         state.requests[trajectory] = Request(group=spec.group, sibling=sibling)
         state.leaves.touch("request", trajectory)
@@ -111,12 +111,15 @@ def note_progress(state: State, trajectory: str, resume: Resume) -> None:
 
 
 def fault(state: State, trajectory: str, error: str) -> None:
-    """A placement came to nothing: the request queues again, or has had all its attempts."""
+    """A placement came to nothing: the request queues again, or has had all its attempts.
+
+    One that nobody waits for has no result any more: it queues until its end is decided.
+    """
     assert state.config is not None
     request = state.requests[trajectory]
     request.faults += 1
     state.leaves.touch("request", trajectory)
-    if request.faults < state.config.groups.attempts_max:
+    if request.faults < state.config.groups.attempts_max or request.group in state.surplus:
         requeue(state, trajectory)
     else:
         fail_sibling(state, trajectory, error)
@@ -146,15 +149,57 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
     group.valid += result.reward is not None
     if group.phase == "generating":
         _settle(state, group, error=error, trajectory=trajectory)
+        if group.phase != "generating":
+            _leave_over(state, group, "surplus")
 
 
-def _settle(state: State, group: Group, *, error: str = "", trajectory: str = "") -> None:
-    """What a group has come to, now that a sibling has ended or all were scored together.
+TIME_OVER: Final = "GroupExpired: it was open for longer than groups.seconds_max"
+
+
+def expire(state: State, group: Group) -> None:
+    """A group that generates is not waited for any longer."""
+    state.leaves.touch("group", group.spec.group)
+    left = trajectory_id(group.spec.group, left_of(group)[0])
+    _settle(state, group, error=TIME_OVER, trajectory=left, over=True)
+    _leave_over(state, group, "expired")
+
+
+def _leave_over(state: State, group: Group, fate: SiblingFate) -> None:
+    """The siblings of a group without a result are waited for no longer. Those of one that has
+    failed without having expired end with it, as they always did."""
+    failed = group.outcome is not None and group.outcome.fate == "failed"
+    if group.ended < group.spec.siblings and not (failed and fate == "surplus"):
+        state.surplus[group.spec.group] = fate
+
+
+def end_surplus(state: State, group: Group) -> None:
+    """What is left over of a group has ended; none of it runs."""
+    del state.surplus[group.spec.group]
+    for name in open_siblings(state, group):
+        drop(state, name)
+
+
+def left_of(group: Group) -> tuple[int, ...]:
+    """The siblings without a result, in order."""
+    return tuple(place for place, one in enumerate(group.results) if one is None)
+
+
+def open_siblings(state: State, group: Group) -> list[str]:
+    """Trajectory ids of its requests that are queued or placed, in order."""
+    names = (trajectory_id(group.spec.group, one) for one in range(group.spec.siblings))
+    return [name for name in names if name in state.requests]
+
+
+def _settle(
+    state: State, group: Group, *, error: str = "", trajectory: str = "", over: bool = False
+) -> None:
+    """What a group has come to, now that a sibling has ended or all were scored together; `over`:
+    or that nobody waits for it any longer.
 
     `trajectory` is the sibling that decides it where it has failed, and `error` says why.
     """
     assert state.config is not None
-    found = outcome_of(group, state.config.groups)
+    found = outcome_of(group, state.config.groups, over=over)
     if found is not None and found.fate != "failed" and is_due(state, group):
         group.phase = "scoring"
         state.scoring[group.spec.group] = Scoring()
@@ -339,6 +384,7 @@ def forget(state: State, group: Group) -> None:
     """A group has ended: it leaves the state, and so does its policy if nothing else needs it."""
     spec = group.spec
     del state.groups[spec.group]
+    state.surplus.pop(spec.group, None)
     state.leaves.touch("group", spec.group)
     state.pins[spec.version] -= 1
     if not state.pins[spec.version]:
@@ -447,24 +493,27 @@ def _count(state: State, deadline: int, by: int) -> None:
 
 
 COMPLETE: Final = Outcome(fate="trained", why="complete")
-"""All siblings ended and enough are valid: the group waits for its batch. Not a fate yet."""
+"""Enough siblings are valid and no other is waited for: the group waits for its batch. Not a fate
+yet."""
 
 
-def outcome_of(group: Group, rules: Groups) -> Outcome | None:
+def outcome_of(group: Group, rules: Groups, *, over: bool = False) -> Outcome | None:
     """`COMPLETE`, the fate that is now certain, or None while siblings still matter.
 
-    A group that can no longer reach `min_valid_siblings` fails at once: its other siblings are
-    not waited for, whatever their length. Nothing else ends a group before its last sibling.
+    A group is complete with its first `size` valid siblings, or when all have ended, or `over`:
+    when it is not waited for any longer. One that can no longer reach `min_valid_siblings` fails at
+    once: its other siblings are not waited for, whatever their length.
     """
-    size = group.spec.size
+    size, siblings = group.spec.size, group.spec.siblings
+    ended = over or group.phase == "scoring" or group.ended == siblings
     if group.spec.purpose == "eval":
-        return _evaluated(group) if group.ended == size else None
-    needed = min(rules.min_valid_siblings, size)
-    if size - (group.ended - group.valid) < needed:
-        return Outcome(
-            fate="failed", why=f"{group.ended - group.valid} of {size} siblings are not valid"
-        )
-    if group.ended < size:
+        return _evaluated(group) if ended else None
+    invalid = group.ended - group.valid
+    if (group.valid if ended else siblings - invalid) < min(rules.min_valid_siblings, size):
+        late = f"{group.valid} of {size} siblings were valid when its time was over"
+        why = late if over else f"{invalid} of {siblings} siblings are not valid"
+        return Outcome(fate="failed", why=why)
+    if not ended and group.valid < size:
         return None
     if rules.filter_zero_advantage and _all_equal(group):
         return Outcome(fate="filtered", why="all valid rewards are equal: no advantage")

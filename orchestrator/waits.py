@@ -155,7 +155,7 @@ def _names(found: Blocking) -> str:
 
 
 def _words(group: Group) -> str:
-    left = group.spec.size - group.ended
+    left = min(group.spec.siblings - group.ended, group.spec.size - group.valid)
     what = "scored together" if group.phase == "scoring" else f"{left} of {group.spec.size} open"
     return f"{group.spec.group} (version {group.spec.version}, {what})"
 

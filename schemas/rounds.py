@@ -23,6 +23,10 @@ Fate = Literal["trained", "filtered", "failed", "cancelled", "evaluated"]
 GENESIS_CHAIN = "0" * 64
 """The chain before the first round."""
 
+SiblingFate = Literal["surplus", "expired"]
+"""How a sibling ends that its group does not wait for: enough others were valid before it; or the
+group was open for too long. Neither is a failure."""
+
 STATE_DIGEST_EVERY = 64
 """Every so many rounds (and at the last one) a round carries the digest of the state."""
 
@@ -63,11 +67,18 @@ class OffEngine(Observation, frozen=True, kw_only=True):
     """How many; the others may need one."""
 
 
+class GroupExpired(Observation, frozen=True, kw_only=True):
+    """A group has been generating for `groups.seconds_max`, whoever was there meanwhile: what it
+    has by now is what it comes to."""
+
+    group: str
+
+
 class PlanPeriod(Observation, frozen=True, kw_only=True):
     """The planning period has passed."""
 
 
-AnyObservation = LeaseExpired | Progressed | KvPressure | OffEngine | PlanPeriod
+AnyObservation = LeaseExpired | Progressed | KvPressure | OffEngine | GroupExpired | PlanPeriod
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,11 +99,18 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data_epoch: int
     seed: int
     size: int
-    """Siblings."""
+    """Siblings that it is complete with."""
     task: str = ""
     """Name of the task, where it has one."""
     evaluation: str = ""
     """Name of the evaluation that this is a row of, where it has one."""
+    spare: int = 0
+    """Siblings beside `size`: whichever `size` are valid first, count."""
+
+    @property
+    def siblings(self) -> int:
+        """How many are dispatched."""
+        return self.size + self.spare
 
     @property
     def source(self) -> str:
@@ -252,6 +270,16 @@ class End(Decision, frozen=True, kw_only=True):
     fate: Fate
 
 
+class EndSiblings(Decision, frozen=True, kw_only=True):
+    """The siblings of a group that it does not wait for have ended; those that ran are cancelled
+    before. What is logged of them from now on is superseded."""
+
+    group: str
+    siblings: tuple[int, ...]
+    """All that had no result, in order."""
+    fate: SiblingFate
+
+
 class StopRun(Decision, frozen=True, kw_only=True):
     """No group is open and no step is left (or a user stopped the run): every role may go."""
 
@@ -289,6 +317,7 @@ AnyDecision = (
     | ScoreGroup
     | TakeBatch
     | End
+    | EndSiblings
     | StopRun
     | Halt
     | EarlyStop

@@ -41,6 +41,7 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Dispatch,
     End,
+    EndSiblings,
     Fence,
     Halt,
     LeaseExpired,
@@ -311,6 +312,8 @@ class LiveLedger(Ledger):
                 self._take(decision)
             case End():
                 self._end(decision)
+            case EndSiblings():
+                self._end_siblings(decision)
             case Halt():
                 self._halt()
             case Place():
@@ -349,7 +352,7 @@ class LiveLedger(Ledger):
         self._require("admission", not orphans, what)
 
     def _queued(self, entry: RequestEntry) -> bool:
-        over = entry.bound is not None or entry.failed or self._requests[entry.trajectory].cancelled
+        over = entry.over or self._requests[entry.trajectory].cancelled
         return not over and (entry.waiting or not entry.placements)
 
     def _take(self, batch: TakeBatch) -> None:
@@ -374,6 +377,13 @@ class LiveLedger(Ledger):
         else:
             what = f"{name} ends as {decision.fate}, but it is {due or 'not over'}"
             self._require("fate", decision.fate == due, what)
+
+    def _end_siblings(self, decision: EndSiblings) -> None:
+        group = self.accounts.open.get(decision.group)
+        entries = {} if group is None else group.requests
+        running = [who for who, entry in entries.items() if self._runs(entry)]
+        what = f"{decision.group} ends siblings while {running[:1]} is placed"
+        self._require("fate", not running, what)
 
     def _halt(self) -> None:
         groups = self._in_force.config.groups

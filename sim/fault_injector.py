@@ -48,7 +48,7 @@ from dora_pipe.sim.parts import (
     reward_of,
 )
 from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, Role
-from dora_pipe.sim.scenario import Scenario
+from dora_pipe.sim.scenario import HANGING, Scenario
 from dora_pipe.sim.world import World
 from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
@@ -77,6 +77,12 @@ JUMP_NS: Final = 3600 * 10**9
 
 HANG_NS: Final = 1500 * MS
 """A reward's time limit."""
+
+HANG_SHARE: Final = 0.05
+"""Calls that hang, where such faults are enabled."""
+
+FOR_EVER_NS: Final = 10**15
+"""Eleven days: no seed lasts so long."""
 
 TURNS_MEAN: Final = 2
 
@@ -170,9 +176,17 @@ class FaultInjector:
         if self.over or kind not in self.scenario.faults:
             return False
         moving = kind.startswith(("handover", "move"))
-        struck = self.chance.random() < (MOVE_SHARE if moving else self.scenario.task_share)
+        share = MOVE_SHARE if moving else self.scenario.task_share
+        struck = self.chance.random() < (HANG_SHARE if kind == HANGING else share)
         self.struck[kind] += struck
         return struck
+
+    def hang_ns(self) -> int:
+        """How long what hangs does so: for ever, if that cannot hold up the run; else until there
+        are no more faults."""
+        if self.scenario.config.groups.seconds_max is not None:
+            return FOR_EVER_NS
+        return max(0, self.scenario.faulty_ns - self.world.clock.ns)
 
     def moved(self, source: str, target: str) -> None:
         """A request shall move: whoever has it, or waits for it, may die on the way."""
@@ -324,12 +338,18 @@ class _FaultyTasks:
 
     def delay_ns(self, call: TaskCall) -> int:
         """How long this call takes; whether it fails is decided here."""
+        if self._hangs(call):
+            return self._injector.hang_ns()
         kind = self._kind(call)
         if kind and self._injector.befalls(kind):
             self._failing[call.request] = kind
             if kind == "reward-hangs":
                 return HANG_NS
         return int(self._delays.of_task(call) * (0.5 + self._chance.random()))
+
+    def _hangs(self, call: TaskCall) -> bool:
+        """Nothing ends it but that it is forgotten."""
+        return isinstance(call, EnvStep | RewardCall) and self._injector.befalls(HANGING)
 
     def answer(self, call: TaskCall) -> TaskEvent:
         """What comes of it."""

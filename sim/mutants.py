@@ -32,7 +32,7 @@ from dora_pipe.orchestrator.curriculum import NextRow
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, Request, State, Worker
+from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Worker
 from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
@@ -198,15 +198,57 @@ def _short_batch(patches: Patches) -> None:
 
 
 def _unfinished(patches: Patches) -> None:
-    def outcome(group: Group, rules: Any) -> Any:
-        found = outcome_of(group, rules)
-        early = group.spec.purpose == "train" and group.spec.size - group.ended == 1
+    def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
+        found = outcome_of(group, rules, over=over)
+        early = group.spec.purpose == "train" and group.spec.siblings - group.ended == 1
         return COMPLETE if found is None and early and group.valid else found
 
     patches.everywhere(outcome_of, outcome)
 
 
+def _spares_awaited(patches: Patches) -> None:
+    def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
+        found = outcome_of(group, rules, over=over)
+        waits = group.ended < group.spec.siblings and group.phase == "generating" and not over
+        return None if waits and found is COMPLETE else found
+
+    patches.everywhere(outcome_of, outcome)
+
+
+def _expired_fails(patches: Patches) -> None:
+    def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
+        if over and group.spec.purpose == "train":
+            return Outcome(fate="failed", why="its time was over")
+        return outcome_of(group, rules, over=over)
+
+    patches.everywhere(outcome_of, outcome)
+
+
+def _expires_early(patches: Patches) -> None:
+    right = machine.OrchestratorMachine._time_groups
+
+    def time_groups(self: Any, names: Any, now: Any) -> None:
+        right(self, names, now)
+        if self._times is not None:
+            self._times._lease_ns = int(self.state.config.groups.seconds_max * 5e8)
+
+    patches.put(machine.OrchestratorMachine, "_time_groups", time_groups)
+
+
 # Requests and workers
+
+
+def _surplus_trained(patches: Patches) -> None:
+    right = rules_control._present
+
+    def present(state: State, *args: Any) -> Any:
+        surplus, state.surplus = state.surplus, {}
+        try:
+            return right(state, *args)
+        finally:
+            state.surplus = surplus
+
+    patches.put(rules_control, "_present", present)
 
 
 def _fenced_counts(patches: Patches) -> None:
@@ -416,6 +458,10 @@ _ALL: Final = (
     ("training-is-free", "a batch in training does not count against C * B", _training_is_free),
     ("short-batch", "a batch is taken with a group less", _short_batch),
     ("unfinished", "a group counts as finished before its last sibling", _unfinished),
+    ("spares-awaited", "a group waits for its spare siblings", _spares_awaited),
+    ("surplus-trained", "a surplus sibling is trained", _surplus_trained),
+    ("expired-fails", "a group whose time is over fails, whatever it has", _expired_fails),
+    ("expires-early", "the time of a group is over at its half", _expires_early),
     ("fenced-counts", "the record of a fenced attempt counts", _fenced_counts),
     ("old-scores-count", "scores of a group count whoever was asked last", _old_scores_count),
     ("alone-trained", "batches leave out what their groups were scored", _alone_trained),

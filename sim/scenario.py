@@ -58,8 +58,12 @@ FAULTS: Final[dict[str, str]] = {
     "move-target-dies": "the worker that a request moves to dies meanwhile",
     "command-moves": "a user switches moves off or on",
     "policy-unreadable": "a worker cannot load its weights",
+    "environment-hangs": "a turn, a tool or a reward hangs, and nobody ends it",
 }
 """Every fault, and what it is."""
+
+HANGING: Final = "environment-hangs"
+"""Only where groups do not wait for everybody; so it is drawn apart."""
 
 STRIKING: Final = (
     "kill-worker",
@@ -100,6 +104,9 @@ TOGETHER_SHARE: Final = 0.25
 
 CURRICULUM_SHARE: Final = 0.25
 """Of seeds some of whose tasks draw their rows, or skip those that are solved."""
+
+IMPATIENT_SHARE: Final = 0.25
+"""Of seeds whose groups have spare siblings; and of those whose groups have a bounded time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +149,15 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
     store = msgspec.structs.replace(config.store, keep_every=keep_every)
     config = _several(seed, msgspec.structs.replace(config, store=store))
     config = _curriculum(seed, _together(seed, config))
-    names = sorted(FAULTS)
+    names = sorted(FAULTS.keys() - {HANGING})
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
     faults[chance.choice(STRIKING)] = 1.0
     if slow > 1 and Random(f"dora-pipe sim moving {seed}").random() < 0.75:
         faults = dict.fromkeys(MOVING, 1.0) | faults
+    config = _impatient(seed, config, slow)
+    if config.groups.spare or config.groups.seconds_max:
+        faults[HANGING] = 1.0
     first = chance.randint(1, WORKERS_MAX)
     first = max(first, 3) if slow > 1 else first
     rates = "clock-rate" in faults
@@ -272,6 +282,20 @@ def _curriculum(seed: int, config: Config) -> Config:
     ]
     more = tuple(tasks[1:]) or msgspec.UNSET
     return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+
+
+def _impatient(seed: int, config: Config, slow: int) -> Config:
+    """The same with spare siblings in one of four seeds, and with groups that are not waited for
+    for ever in one of four; drawn apart."""
+    chance = Random(f"dora-pipe sim impatient {seed}")
+    spare = chance.choice((1, 1, 2)) if chance.random() < IMPATIENT_SHARE else 0
+    seconds = float(chance.choice((8, 20)) * slow)
+    groups = msgspec.structs.replace(
+        config.groups,
+        spare=spare,
+        seconds_max=seconds if chance.random() < IMPATIENT_SHARE else None,
+    )
+    return msgspec.structs.replace(config, groups=groups)
 
 
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:

@@ -68,7 +68,9 @@ GROUP: Final = _name("dora.group", "string", "Group id.")
 TRAJECTORY: Final = _name("dora.trajectory", "string", "Trajectory id.")
 STEP: Final = _name("dora.step", "int", "The training step.")
 PURPOSE: Final = _name("dora.purpose", "string", "`train` or `eval`.")
-FATE: Final = _name("dora.fate", "string", "How the group ended.")
+FATE: Final = _name(
+    "dora.fate", "string", "How the group ended; of a trajectory, how it ended without it."
+)
 REASON: Final = _name("dora.reason", "string", "Why, as the decision says it.")
 VERSION: Final = _name("dora.version", "int", "Policy version.")
 DIGEST: Final = _name("dora.weights.digest", "string", "Weights digest of the version.")
@@ -184,7 +186,7 @@ STAGES: Final[dict[str, Stage]] = {
             parent="group",
             begins="its group is dispatched",
             ends="it is published, or its group ends without it",
-            attributes=(TRAJECTORY, CONVERSATION, ATTEMPTS, MOVES, STEP, REWARD, ERROR),
+            attributes=(TRAJECTORY, CONVERSATION, ATTEMPTS, MOVES, STEP, REWARD, FATE, ERROR),
         ),
         Stage(
             name="queued",

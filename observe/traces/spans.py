@@ -16,12 +16,11 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from dora_pipe.catalogue.account import (
-    Attempt,
     GroupEnded,
-    RequestHistory,
     StepEnded,
     WorkerHistory,
 )
+from dora_pipe.catalogue.attempts import Attempt, RequestHistory
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.observe.traces import names
@@ -39,7 +38,8 @@ from dora_pipe.observe.traces.span import (
 )
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import TrajectoryLogged
-from dora_pipe.schemas.rounds import GroupSpec
+from dora_pipe.schemas.identity import parse_trajectory_id
+from dora_pipe.schemas.rounds import GroupSpec, SiblingFate
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Described, Segment, Times
 
@@ -113,6 +113,7 @@ class _Sibling:
             names.MOVES: None if content is None else content.moves,
             names.STEP: None if logged is None else self._ended.step,
             names.REWARD: None if logged is None else logged.reward,
+            names.FATE: self._left,
         }
         times = began_ns, cursor.at_ns
         self._builder.add(
@@ -127,8 +128,15 @@ class _Sibling:
         self._builder.spans.insert(place, self._builder.spans.pop())
         return cursor
 
+    @property
+    def _left(self) -> SiblingFate | None:
+        """What became of it, where its group did not wait for it."""
+        return self._ended.group.left.get(parse_trajectory_id(self._request.trajectory)[2])
+
     def _why(self) -> str:
         """What went wrong with it, if anything did."""
+        if self._left is not None:
+            return ""
         if self._request.logged is None:
             open_yet = self._ended.fate == "open"
             return "" if open_yet else self._request.attempts[-1].why or self._ended.why
@@ -412,7 +420,7 @@ class _Group:
             names.VERSION: spec.version,
             names.DIGEST: spec.digest,
             names.DEADLINE: spec.deadline if spec.purpose == "train" else None,
-            names.SIBLINGS: spec.size,
+            names.SIBLINGS: spec.siblings,
             names.ROW: spec.index,
             names.PASS: spec.data_epoch,
             names.FATE: ended.fate,

@@ -276,14 +276,15 @@ class Chain:
     def group(self, group: Group) -> Node:
         """A group with its open siblings."""
         spec, state = group.spec, self._state
-        names = [trajectory_id(spec.group, sibling) for sibling in range(spec.size)]
+        names = [trajectory_id(spec.group, sibling) for sibling in range(spec.siblings)]
         still_open = [name for name in names if name in state.requests]
         due = f", deadline {spec.deadline}" if spec.purpose == "train" else ", evaluation"
         since_s = None
         text = f"{spec.group} (version {spec.version}{due}): "
         scoring = state.scoring.get(spec.group)
         if scoring is None:
-            text += f"{len(still_open)} of {counted(spec.size, 'sibling')} open"
+            text += f"{len(still_open)} of {counted(spec.siblings, 'sibling')} open"
+            text += f", {spec.size - group.valid} more make it complete" if spec.spare else ""
         else:
             by = f" by {scoring.worker}" if scoring.worker else ", by whom is not decided"
             text += f"scored together{by}, attempt {max(1, scoring.attempt)}"

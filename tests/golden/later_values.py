@@ -265,3 +265,25 @@ ORCHESTRATOR_DRAWS = msgspec.structs.replace(
     samplers={"curriculum:weights": SHA256},
 )
 """An orchestrator that draws rows by a user's weights."""
+
+ROUND_IMPATIENT = rounds.Round(
+    ordinal=6,
+    role_epoch=0,
+    now_ns=6,
+    control_next=2,
+    observations=(rounds.GroupExpired(group=GROUP),),
+    decisions=(
+        rounds.EndSiblings(
+            reason="its group was open for too long; 2 of 4 are valid",
+            group=GROUP,
+            siblings=(1, 3),
+            fate="expired",
+        ),
+        *(
+            msgspec.structs.replace(one, spec=msgspec.structs.replace(one.spec, spare=2))
+            for one in ROUND.decisions
+            if isinstance(one, rounds.Dispatch)
+        ),
+    ),
+)
+"""A group waits no longer for two of its siblings; another one has two to spare."""

@@ -105,6 +105,7 @@ def files() -> dict[str, bytes]:
         "control/group-scored.json": encode(later_values.SCORED),
         "control/group-scored-error.json": encode(later_values.NOT_SCORED),
         "decisions/round-scored.json": encode(later_values.ROUND_SCORED),
+        "decisions/round-impatient.json": encode(later_values.ROUND_IMPATIENT),
         "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],
         "trajectories/branched.arrow.zst": encode_trajectory(BRANCHED_TRAJECTORY)[0],
         "trajectories/answered.arrow.zst": encode_trajectory(later_values.ANSWERED_TRAJECTORY)[0],

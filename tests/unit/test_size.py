@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 88_600
-WITH_BENCHES_LINES_MAX = 100_900
-TESTS_LINES_MAX = 88_100
+INSTALLED_LINES_MAX = 89_500
+WITH_BENCHES_LINES_MAX = 101_900
+TESTS_LINES_MAX = 89_000
 SMALL_MODULES_MAX = 11
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_400
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_600
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

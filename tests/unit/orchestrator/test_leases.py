@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dora_pipe.orchestrator.leases import Leases
+from dora_pipe.orchestrator.leases import Incarnation, Leases
 
 A, B = ("a", 1), ("b", 2)
 
 
-def leases() -> Leases:
+def leases() -> Leases[Incarnation]:
     """Ten long, gaps from two on."""
     return Leases(lease_ns=10, gap_ns=2)
 
 
-def listen(found: Leases, start: int, end: int) -> None:
+def listen(found: Leases[Incarnation], start: int, end: int) -> None:
     """React every tick, so that there is no gap."""
     for now in range(start, end + 1):
         found.turn(now)

@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "2d33fea8278b6bec897f49ac5eb0ae9cefa1b0c9e9d29bea8f1133b8def8fa35"
+        == "a3233095ba9a43a2bc2426880e50f0884bf5e1664fc8d65a142d9fdfab474b16"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

@@ -44,6 +44,7 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("decisions/round-skipped", rounds.decode_round, later_values.ROUND_SKIPPED),
     ("control/role-started-draws", control.decode_control, later_values.ORCHESTRATOR_DRAWS),
     ("control/run-started-together", control.decode_control, later_values.STARTED_TOGETHER),
+    ("decisions/round-impatient", rounds.decode_round, later_values.ROUND_IMPATIENT),
     ("control/group-scored", control.decode_control, later_values.SCORED),
     ("control/group-scored-error", control.decode_control, later_values.NOT_SCORED),
     ("decisions/round-scored", rounds.decode_round, later_values.ROUND_SCORED),
@@ -114,13 +115,18 @@ def test_golden_round_has_every_observation_and_decision() -> None:
             later_values.ROUND_HALT,
             later_values.ROUND_EARLY_STOP,
             later_values.ROUND_SCORED,
+            later_values.ROUND_IMPATIENT,
         )
         for decision in one.decisions
     ]
     for union, found in (
         (
             rounds.AnyObservation,
-            (*values.ROUND.observations, *later_values.ROUND_OFF_ENGINE.observations),
+            (
+                *values.ROUND.observations,
+                *later_values.ROUND_OFF_ENGINE.observations,
+                *later_values.ROUND_IMPATIENT.observations,
+            ),
         ),
         (rounds.AnyDecision, (*values.ROUND.decisions, *later)),
     ):
@@ -155,6 +161,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.SCORED,
         later_values.NOT_SCORED,
         later_values.ROUND_SCORED,
+        later_values.ROUND_IMPATIENT,
     )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)

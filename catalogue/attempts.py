@@ -1,0 +1,46 @@
+"""What became of one sibling: its attempts, and the record that counts; only values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dora_pipe.schemas.control import TrajectoryLogged
+
+Outcome = Literal["", "logged", "moved", "left", "fenced", "failed", "cancelled"]
+"""How an attempt ended: with its record, because its request moved, with its worker, in an error,
+or because it was not needed any more; empty while it goes on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One attempt at a request: from its placement on a worker until that lets go of it."""
+
+    attempt: int
+    worker: str
+    epoch: int
+    placed_ns: int
+    reason: str
+    resumed: int
+    """Sampled tokens it went on from."""
+    outcome: Outcome = ""
+    ended_ns: int = 0
+    why: str = ""
+    move_ns: int = 0
+    """When the worker was asked to let go of it."""
+    move_to: str = ""
+    move_why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestHistory:
+    """One sibling: its attempts, and the record that counts."""
+
+    trajectory: str
+    attempts: list[Attempt] = field(default_factory=list)
+    logged: TrajectoryLogged | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether it went from worker to worker."""
+        return len(self.attempts) > 1

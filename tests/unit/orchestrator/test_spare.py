@@ -1,0 +1,398 @@
+"""Spare siblings and groups whose time is bounded: what counts, and what becomes of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.digest import digest_of, rest_of
+from dora_pipe.orchestrator.fold import apply_observation
+from dora_pipe.orchestrator.planner import plan
+from dora_pipe.orchestrator.snapshots import body_of, state_of
+from dora_pipe.orchestrator.state_ops import aim
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import (
+    Cancel,
+    End,
+    EndSiblings,
+    GroupExpired,
+    Place,
+    PlacedSibling,
+    ScoreGroup,
+    SiblingFate,
+    TakeBatch,
+)
+from dora_pipe.schemas.wire import encode
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+G0 = "g0000000000"
+
+
+def stage_of(*, slots: int = 8, together: tuple[str, ...] = (), **changes: Any) -> Stage:
+    """Groups of two with a spare sibling, one group a step, on one worker."""
+    keys = {"groups__spare": 1, "groups__per_step": 1, "staleness__max_staleness": 0}
+    stage = Stage(**{**keys, **changes}).begin(together=together)
+    stage.worker("w0", slots=slots)
+    return stage
+
+
+def name(sibling: int) -> str:
+    """A sibling of the first group."""
+    return trajectory_id(G0, sibling)
+
+
+def ends(stage: Stage) -> list[EndSiblings]:
+    """Siblings that ended by decision."""
+    return [one for one in stage.decided if isinstance(one, EndSiblings)]
+
+
+def taken(stage: Stage) -> list[str]:
+    """Trajectories of the newest batch."""
+    assert stage.batch is not None
+    return [one.trajectory for group in stage.batch.groups for one in group.trajectories]
+
+
+def expire(stage: Stage, group: str = G0) -> None:
+    """Its time is over."""
+    apply_observation(stage.state, GroupExpired(group=group))
+
+
+def test_a_group_is_dispatched_with_its_spare_siblings_and_an_evaluation_without() -> None:
+    stage = stage_of(evaluation__prompts=1)
+    group, evaluation = stage.state.groups[G0], stage.state.groups["e0000000000"]
+    assert (group.spec.size, group.spec.spare, group.spec.siblings) == (2, 1, 3)
+    assert [one for one in stage.running() if one.startswith(G0)] == [name(0), name(1), name(2)]
+    assert (evaluation.spec.size, evaluation.spec.spare) == (1, 0)
+
+
+def test_a_spec_without_spares_has_the_bytes_that_it_had() -> None:
+    stage = stage_of(groups__spare=0)
+    spec = stage.state.groups[G0].spec
+    assert b"spare" not in encode(spec)
+    assert stage.state.surplus == {} and "surplus" not in rest_of(stage.state)
+
+
+def test_it_is_complete_with_its_first_valid_siblings_and_the_rest_is_cancelled() -> None:
+    stage = stage_of()
+    stage.finish(name(2))
+    assert stage.plan() == []
+    stage.finish(name(0))
+    decided = stage.plan()
+    kinds = [type(one) for one in decided]
+    assert kinds[:3] == [Cancel, EndSiblings, TakeBatch]
+    cancelled, ended = decided[0], decided[1]
+    assert isinstance(cancelled, Cancel) and isinstance(ended, EndSiblings)
+    assert cancelled.trajectory == name(1)
+    assert (ended.group, ended.siblings, ended.fate) == (G0, (1,), "surplus")
+    assert taken(stage) == [name(0), name(2)]
+    assert not [one for one in stage.state.requests if one.startswith(G0)]
+    assert not stage.state.surplus
+
+
+def test_what_waits_for_a_slot_ends_as_surplus_without_a_cancel() -> None:
+    stage = stage_of(slots=2)
+    stage.finish(name(0))
+    stage.finish(name(1))
+    assert stage.state.requests[name(2)].worker == ""
+    decided = stage.plan()
+    assert not any(isinstance(one, Cancel) for one in decided)
+    assert [one.siblings for one in ends(stage)] == [(2,)]
+    assert name(2) not in stage.placed
+
+
+def test_an_invalid_sibling_is_replaced_by_the_spare_one_and_is_kept() -> None:
+    stage = stage_of(slots=3)
+    stage.finish(name(0), reward=None)
+    stage.finish(name(1))
+    assert stage.plan() == []
+    stage.finish(name(2))
+    stage.plan()
+    assert taken(stage) == [name(0), name(1), name(2)]
+    assert ends(stage) == []
+
+
+def test_a_record_that_comes_after_the_last_that_counts_is_superseded() -> None:
+    stage = stage_of()
+    for sibling in (0, 1, 2):
+        stage.finish(name(sibling))
+    assert stage.state.counters.superseded == 1
+    assert stage.state.counters.logged == 2
+    stage.plan()
+    assert taken(stage) == [name(0), name(1)]
+    assert [one.siblings for one in ends(stage)] == [(2,)]
+
+
+def test_it_is_superseded_too_when_its_end_was_decided() -> None:
+    stage = stage_of()
+    stage.finish(name(0))
+    stage.finish(name(1))
+    stage.settle()
+    stage.finish(name(2))
+    assert stage.state.counters.superseded == 1
+    assert stage.state.counters.rejected == 0
+
+
+@pytest.mark.parametrize("retryable", [False, True])
+def test_a_surplus_sibling_that_fails_changes_nothing(retryable: bool) -> None:
+    stage = stage_of(groups__attempts_max=1)
+    stage.finish(name(0))
+    stage.finish(name(1))
+    stage.tell(records.failed(stage.placed[name(2)], retryable=retryable))
+    assert stage.state.counters.siblings_failed == 0
+    assert stage.state.groups[G0].results[2] is None
+    stage.plan()
+    assert taken(stage) == [name(0), name(1)]
+
+
+def test_the_loss_of_its_worker_does_not_end_it_otherwise() -> None:
+    stage = stage_of(groups__attempts_max=1)
+    stage.finish(name(0))
+    stage.finish(name(1))
+    stage.lose("w0")
+    stage.plan()
+    assert [one.fate for one in ends(stage)] == ["surplus"]
+    assert stage.state.counters.siblings_failed == 0
+    assert stage.state.groups[G0].results[2] is None
+
+
+def test_it_is_filtered_over_those_that_count() -> None:
+    stage = stage_of(groups__filter_zero_advantage=True)
+    stage.finish(name(1), reward=1.0)
+    stage.finish(name(2), reward=1.0)
+    stage.finish(name(0), reward=0.0)
+    stage.plan()
+    (ended,) = [one for one in stage.decided if isinstance(one, End)]
+    assert (ended.group, ended.fate) == (G0, "filtered")
+    assert [one.siblings for one in ends(stage)] == [(0,)]
+
+
+def test_it_fails_only_when_the_spare_ones_cannot_make_up_for_it() -> None:
+    stage = stage_of()
+    stage.finish(name(0), reward=None)
+    assert stage.state.groups[G0].phase == "generating"
+    stage.finish(name(1), reward=None)
+    outcome = stage.state.groups[G0].outcome
+    assert outcome is not None
+    assert (outcome.fate, outcome.why) == ("failed", "2 of 3 siblings are not valid")
+    stage.plan()
+    assert ends(stage) == []
+
+
+def test_fewer_than_its_size_are_enough_when_all_have_ended() -> None:
+    stage = stage_of(groups__min_valid_siblings=1)
+    stage.finish(name(0), reward=None)
+    stage.finish(name(1), reward=None)
+    stage.finish(name(2))
+    stage.plan()
+    assert taken(stage) == [name(0), name(1), name(2)]
+
+
+def test_those_that_count_are_scored_together() -> None:
+    stage = stage_of(together=("train",))
+    stage.finish(name(0))
+    stage.finish(name(2))
+    stage.finish(name(1))
+    stage.settle()
+    (question,) = [one for one in stage.decided if isinstance(one, ScoreGroup)]
+    assert [one.trajectory for one in question.trajectories] == [name(0), name(2)]
+    assert question.reason == "2 siblings count; w0 scores them together"
+    stage.tell(records.scored(question, (1.5, 0.5)))
+    stage.plan()
+    assert taken(stage) == [name(0), name(2)]
+    assert stage.batch is not None
+    assert stage.batch.groups[0].rewards == {name(0): 1.5, name(2): 0.5}
+
+
+def test_scores_that_fail_end_it_although_spare_siblings_were_left() -> None:
+    stage = stage_of(together=("train",), groups__spare=4)
+    stage.finish(name(0))
+    stage.finish(name(1))
+    stage.settle()
+    (question,) = [one for one in stage.decided if isinstance(one, ScoreGroup)]
+    stage.tell(records.scored(question, error="ValueError: no"))
+    outcome = stage.state.groups[G0].outcome
+    assert outcome is not None and outcome.fate == "failed"
+
+
+def test_nothing_surplus_is_placed_moved_or_taken() -> None:
+    stage = stage_of(slots=2)
+    stage.finish(name(0))
+    stage.finish(name(1))
+    spec = stage.state.groups[G0].spec
+    epoch = stage.state.workers["w0"].epoch
+    place = Place(
+        spec=spec,
+        worker="w0",
+        epoch=epoch,
+        siblings=(PlacedSibling(sibling=2, attempt=1),),
+        reason="test",
+    )
+    assert is_refused(stage, place, "waits for no sibling")
+    group = stage.state.groups[G0].taken()
+    batch = TakeBatch(step=0, attempt=1, groups=(group,), settings={}, reason="test")
+    assert is_refused(stage, batch, "has siblings left")
+
+
+@pytest.mark.parametrize(
+    ("siblings", "fate", "why"),
+    [((1,), "surplus", "other siblings left"), ((2,), "expired", "are not expired")],
+)
+def test_others_than_are_left_do_not_end(
+    siblings: tuple[int, ...], fate: SiblingFate, why: str
+) -> None:
+    stage = stage_of(slots=2)
+    stage.finish(name(0))
+    stage.finish(name(1))
+    assert is_refused(
+        stage, EndSiblings(group=G0, siblings=siblings, fate=fate, reason="test"), why
+    )
+
+
+def test_what_runs_is_cancelled_before_it_ends() -> None:
+    stage = stage_of()
+    stage.finish(name(0))
+    stage.finish(name(1))
+    decision = EndSiblings(group=G0, siblings=(2,), fate="surplus", reason="test")
+    assert is_refused(stage, decision, "runs and was not cancelled")
+
+
+def is_refused(stage: Stage, decision: Any, why: str) -> bool:
+    """Whether it is illegal for this reason, and changes nothing."""
+    before = digest_of(stage.copy())
+    with pytest.raises(InvariantBroken, match=why):
+        apply_decision(stage.state, decision)
+    return digest_of(stage.copy()) == before
+
+
+def test_a_surplus_sibling_that_moves_frees_the_place_that_was_kept_for_it() -> None:
+    stage = stage_of()
+    stage.worker("w1", moves=True)
+    stage.state.workers["w0"].moves = True
+    aim(stage.state, name(2), stage.state.workers["w1"])
+    stage.finish(name(0))
+    stage.finish(name(1))
+    stage.plan()
+    assert stage.state.workers["w1"].arriving == 0
+    assert stage.state.workers["w0"].leaving == 0
+
+
+def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
+    stage = stage_of(groups__spare=0, groups__size=3, groups__seconds_max=60.0)
+    stage.finish(name(0))
+    stage.finish(name(2))
+    expire(stage)
+    stage.plan()
+    assert [(one.siblings, one.fate) for one in ends(stage)] == [((1,), "expired")]
+    assert taken(stage) == [name(0), name(2)]
+
+
+def test_a_group_whose_time_is_over_fails_with_too_few() -> None:
+    stage = stage_of(groups__size=3, groups__seconds_max=60.0)
+    stage.finish(name(0))
+    expire(stage)
+    stage.plan()
+    (ended,) = [one for one in stage.decided if isinstance(one, End)]
+    assert (ended.fate, ended.reason) == (
+        "failed",
+        "1 of 3 siblings were valid when its time was over",
+    )
+    assert [(one.siblings, one.fate) for one in ends(stage)] == [((1, 2, 3), "expired")]
+    (failed,) = stage.state.failures.failed
+    assert "groups.seconds_max" in failed.error
+
+
+def test_an_evaluation_whose_time_is_over_has_the_figure_of_what_is_there() -> None:
+    stage = stage_of(evaluation__prompts=1, evaluation__siblings=2, groups__seconds_max=60.0)
+    stage.finish("e0000000000-000", reward=0.5)
+    expire(stage, "e0000000000")
+    stage.plan()
+    (ended,) = [one for one in stage.decided if isinstance(one, End)]
+    assert (ended.fate, ended.reason) == ("evaluated", "mean reward 0.5000 over 1 of 2")
+
+
+def test_time_that_is_over_of_what_waits_for_nobody_changes_nothing() -> None:
+    stage = stage_of()
+    stage.finish(name(0))
+    stage.finish(name(1))
+    stage.settle()
+    before = digest_of(stage.copy())
+    expire(stage)
+    expire(stage, "g0000000099")
+    assert digest_of(stage.copy()) == before
+
+
+def test_a_snapshot_has_what_is_left_over() -> None:
+    stage = stage_of()
+    stage.finish(name(0))
+    stage.finish(name(1))
+    found = state_of(body_of(stage.state).joined())
+    assert found.surplus == {G0: "surplus"}
+    assert found.digest() == stage.state.digest()
+    assert plan(found) == plan(stage.state)
+
+
+def test_the_run_ends_with_all_its_steps_trained() -> None:
+    stage = stage_of(groups__per_step=2, staleness__max_staleness=1)
+    stage.worker("w1", slots=3)
+    stage.complete()
+    assert stage.state.version == stage.config.run.steps
+    counters = stage.state.counters
+    assert counters.fates["trained"] == 2 * stage.config.run.steps
+    assert not stage.state.surplus and not stage.state.requests
+
+
+Event = tuple[int, float | None]
+
+
+@given(
+    size=st.integers(1, 4),
+    spare=st.integers(0, 3),
+    least=st.integers(1, 4),
+    events=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.0, 1.0, None])), max_size=7),
+    over_at=st.none() | st.integers(0, 7),
+)
+def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_fate(
+    size: int, spare: int, least: int, events: list[Event], over_at: int | None
+) -> None:
+    least = min(least, size)
+    stage = stage_of(
+        groups__size=size, groups__spare=spare, groups__min_valid_siblings=least, slots=8
+    )
+    order: dict[int, float | None] = {}
+    for sibling, reward in events:
+        if sibling < size + spare:
+            order.setdefault(sibling, reward)
+    accepted: dict[int, float | None] = {}
+    closed = False
+    for place, (sibling, reward) in enumerate(order.items()):
+        if over_at == place and not closed:
+            expire(stage)
+            closed = True
+        stage.finish(name(sibling), reward=reward)
+        if not closed:
+            accepted[sibling] = reward
+            valid = sum(one is not None for one in accepted.values())
+            invalid = len(accepted) - valid
+            failed = size + spare - invalid < least
+            closed = valid >= size or failed or len(accepted) == size + spare
+    stage.plan()
+    group = stage.state.groups.get(G0)
+    ended = {one.group: one for one in stage.decided if isinstance(one, End)}.get(G0)
+    counted = sum(one is not None for one in accepted.values())
+    if not closed:
+        assert group is not None and group.phase == "generating"
+    elif counted < least:
+        assert ended is not None and ended.fate == "failed"
+    else:
+        assert taken(stage) == [name(sibling) for sibling in sorted(accepted)]
+        left = tuple(one for one in range(size + spare) if one not in accepted)
+        found = [one for one in ends(stage) if one.group == G0]
+        assert [one.siblings for one in found] == ([left] if left else [])
+    if closed:
+        assert not [one for one in stage.state.requests if one.startswith(G0)]

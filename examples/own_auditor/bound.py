@@ -65,18 +65,17 @@ class Bound:
             yield "is dispatched against the bound"
 
     def settle(
-        self, spec: Json, ended: int, rewards: Sequence[float | None], *, waits: bool = False
+        self, spec: Json, left: int, rewards: Sequence[float | None], *, waits: bool = False
     ) -> None:
-        """So many siblings have ended, with these rewards: finished, doomed, or neither yet; one
-        that waits for its siblings' scores together is not finished."""
+        """So many siblings are waited for, others have these rewards: finished, doomed, or neither
+        yet; one that waits for its siblings' scores together is not finished."""
         rules, name = self._config["groups"], spec["group"]
         if name not in self._u:
             return
         valid = [one for one in rewards if one is not None]
-        lost = ended - len(valid)
-        if spec["size"] - lost < min(rules["min_valid_siblings"], spec["size"]):
+        if len(valid) + left < min(rules["min_valid_siblings"], spec["size"]):
             self.leave(name)
-        elif ended == spec["size"] and not waits:
+        elif not left and not waits:
             if rules["filter_zero_advantage"] and len(set(valid)) <= 1:
                 self.leave(name)
             else:

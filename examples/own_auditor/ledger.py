@@ -37,6 +37,7 @@ class Request:
     faults: int = 0
     moving: bool = False
     over: bool = False
+    cancelled: bool = False
     counts: Json | None = None
 
 
@@ -46,6 +47,8 @@ class Group:
 
     spec: Json
     requests: dict[str, Request]
+    at_ns: int = 0
+    """Round time of its dispatch."""
     fate: str = ""
     together: bool = False
     """Its siblings are scored together, too."""
@@ -54,6 +57,14 @@ class Group:
     faults: int = 0
     scores: dict[str, float] = field(default_factory=dict)
     unscored: bool = False  # for good
+    expired: bool = False  # a round says so
+
+    @property
+    def closed(self) -> str:
+        """What becomes of siblings that are open, where none is waited for."""
+        valid = sum(one["reward"] is not None for one in self.results)
+        full = self.spec.get("spare", 0) and valid >= self.spec["size"]
+        return "expired" if self.expired else "surplus" if full else ""
 
     @property
     def results(self) -> list[Json]:
@@ -137,6 +148,8 @@ class Ledger:
         findings.same("rounds", who, "chain", chain, round_.get("chain"))
         self.rounds, self.now_ns = round_["ordinal"] + 1, round_["now_ns"]
         self.chain = round_.get("chain", chain)
+        for seen in round_.get("observations", []):
+            self._tell(seen)
         for decision in round_.get("decisions", []):
             findings.holds("rounds", who, "decides after the run was stopped", not self.stopped)
             self._tell(decision)
@@ -240,14 +253,15 @@ class Ledger:
             self.findings.add("C2", name, "is dispatched a second time")
             return
         for what, wanted in self._stamp(spec, decision.get("skipped", ())).items():
-            found = spec.get(what, "" if what == "task" else None)
+            found = spec.get(what, {"task": "", "spare": 0}.get(what))
             self.findings.same("decisions", name, what, wanted, found)
         self.ordinals[spec["purpose"]] += 1
-        ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"])]
+        ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"] + spec.get("spare", 0))]
         own = spec.get("task" if train else "evaluation")
         source = f"{spec['purpose']}/{own}" if own else spec["purpose"]
         together = source in self.started.get("scored_together", ())
-        self.groups[name] = Group(spec, {one: Request() for one in ids}, together=together)
+        requests = {one: Request() for one in ids}
+        self.groups[name] = Group(spec, requests, self.now_ns, together=together)
         if train:
             for why in self.bound.dispatch(spec, self.newest):
                 self.findings.add("decisions", name, why)
@@ -275,6 +289,7 @@ class Ledger:
                 "deadline": -1,
                 "seed": derive("group", started["seed"], "eval", spec["index"]),
                 "size": its.get("siblings"),
+                "spare": 0,
                 "dataset_digest": data["digest"],
                 "task": its.get("task") or config["task"].get("name", ""),
             }
@@ -292,6 +307,7 @@ class Ledger:
             "index": index,
             "seed": derive("group", started["seed"], "train", ordinal),
             "size": config["groups"]["size"],
+            "spare": config["groups"].get("spare", 0),
             "dataset_digest": data["digest"],
             "task": task,
         }
@@ -363,7 +379,32 @@ class Ledger:
             self._ended(fact["trajectory"])
 
     def _cancel(self, decision: Json) -> None:
-        self._ended(decision["trajectory"])
+        name = decision["trajectory"]
+        self.groups[name.rpartition("-")[0]].requests[name].cancelled = True
+        self._ended(name)
+
+    def _group_expired(self, seen: Json) -> None:
+        group, most = self.groups[seen["group"]], self.started["config"]["groups"]["seconds_max"]
+        generates = not (group.fate or group.closed) and not all(
+            one.over for one in group.requests.values()
+        )
+        early = self.now_ns - group.at_ns < int(most * 1e9)
+        self.findings.holds("decisions", seen["group"], "expires early", not early)
+        self.findings.holds("decisions", seen["group"], "expires without need", generates)
+        group.expired = True
+        self._settle(group)
+
+    def _end_siblings(self, decision: Json) -> None:
+        name, group = decision["group"], self.groups[decision["group"]]
+        requests = list(enumerate(group.requests.items()))
+        left = [place for place, (_, one) in requests if one.cancelled or not one.over]
+        self.findings.same("decisions", name, "siblings left", left, decision["siblings"])
+        self.findings.same("decisions", name, "their fate", group.closed, decision["fate"])
+        for place, (trajectory, one) in requests:
+            if place in left:
+                cancelled = f"{trajectory} runs and was not cancelled"
+                self.findings.holds("decisions", name, cancelled, one.placement is None or one.over)
+                self._ended(trajectory)
 
     def _trajectories_logged(self, fact: Json) -> None:
         common = {name: fact[name] for name in ("worker", "epoch", "version", "digest")}
@@ -396,13 +437,16 @@ class Ledger:
         """The open request whose placement a fact names."""
         request = self.running.get(what["trajectory"])
         named = (what["attempt"], writer["worker"], writer["epoch"])
-        return request if request is not None and request.placement == named else None
+        if request is None or request.placement != named:
+            return None
+        return None if self.groups[what["trajectory"].rpartition("-")[0]].closed else request
 
     def _lose(self, trajectory: str, *, fault: bool) -> None:
         request = self.running.pop(trajectory)
         request.placement, request.moving = None, False
         request.faults += fault
-        if request.faults >= self.started["config"]["groups"]["attempts_max"]:
+        most = self.started["config"]["groups"]["attempts_max"]
+        if request.faults >= most and not self.groups[trajectory.rpartition("-")[0]].closed:
             self._ended(trajectory)
 
     def _ended(self, trajectory: str) -> None:
@@ -412,8 +456,10 @@ class Ledger:
         self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        ended = sum(one.over for one in group.requests.values())
-        self.bound.settle(group.spec, ended, list(group.rewards.values()), waits=group.waits)
+        requests, rewards = group.requests.values(), list(group.rewards.values())
+        over = bool(group.closed) or all(one.over for one in requests)
+        left = 0 if over else sum(not one.over for one in requests)
+        self.bound.settle(group.spec, left, rewards, waits=group.waits)
 
     # Groups that are scored together
 
@@ -423,7 +469,7 @@ class Ledger:
         asked = decision["attempt"], decision["worker"], decision["epoch"]
         free = group.waits and group.asking is None and not group.fate
         findings.holds("decisions", name, "is scored without need", free)
-        over = all(one.over for one in group.requests.values())
+        over = bool(group.closed) or all(one.over for one in group.requests.values())
         findings.holds("decisions", name, "is scored before its siblings have ended", over)
         in_ = self.workers.get(decision["epoch"]) == decision["worker"]
         findings.holds("decisions", name, "is scored by who is out", in_)

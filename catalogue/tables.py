@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 5
+FORM: Final = 6
 """Of the tables: a catalogue of another form is made again from the log."""
 
 

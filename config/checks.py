@@ -113,7 +113,8 @@ def round_bytes(config: Config) -> int:
     groups, named = config.groups, _names_bytes(config)
     dispatched, to_place = _DISPATCH_BYTES + named, _PLACE_BYTES + named
     budget = math.ceil(in_flight_batches(config.staleness) * groups.per_step)
-    admitted = min(budget, ROUND_DECISIONS_MAX // (groups.siblings + 1) + 1)
+    siblings = groups.size + groups.spare
+    admitted = min(budget, ROUND_DECISIONS_MAX // (siblings + 1) + 1)
     evaluated = sum(
         one.prompts * dispatched
         + min(one.prompts, ROUND_DECISIONS_MAX // (one.siblings + 1) + 1)
@@ -123,7 +124,7 @@ def round_bytes(config: Config) -> int:
     return (
         _ROUND_BYTES
         + groups.per_step * _taken_bytes(config)
-        + admitted * (dispatched + to_place + groups.siblings * _PLACED_BYTES)
+        + admitted * (dispatched + to_place + siblings * _PLACED_BYTES)
         + evaluated
     )
 
@@ -140,7 +141,7 @@ def _taken_bytes(config: Config) -> int:
     that are scored together stand in it."""
     scored = any(use.group for task in config.tasks for use in task.rewards)
     each = _TAKEN_BYTES + (_SCORED_BYTES if scored else 0)
-    return _TAKEN_GROUP_BYTES + config.groups.siblings * each
+    return _TAKEN_GROUP_BYTES + (config.groups.size + config.groups.spare) * each
 
 
 def _check_several(config: Config) -> Iterator[Problem]:
@@ -202,7 +203,7 @@ def _check_groups(config: Config) -> Iterator[str]:
             f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
             f" groups.size, {groups.size}: every group would fail"
         )
-    if groups.siblings > SIBLINGS_MAX:
+    if groups.size + groups.spare > SIBLINGS_MAX:
         yield (
             f"groups.spare: {groups.spare} beside groups.size, {groups.size}, are more than"
             f" {SIBLINGS_MAX} siblings"

@@ -246,11 +246,6 @@ class Groups(Section, frozen=True, kw_only=True):
     """The run stops when more than this share of the last 4 * per_step groups (at least 32) have
     failed, or all of the first 2 * per_step (8); 1 never stops it."""
 
-    @property
-    def siblings(self) -> int:
-        """How many are dispatched for a training group."""
-        return self.size + self.spare
-
 
 class Staleness(Section, frozen=True, kw_only=True):
     """The bound (C3), and how much of it is used."""

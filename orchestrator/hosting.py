@@ -174,7 +174,9 @@ def _interrupted(state: State) -> list[Assignment]:
 def wanted_of_newest(state: State, admissible: int) -> int:
     """Requests that the newest version has a slot for if one is free."""
     assert state.config is not None
-    return admissible * state.config.groups.siblings + len(state.queues.get(state.version, ()))
+    groups = state.config.groups
+    queued = len(state.queues.get(state.version, ()))
+    return admissible * (groups.size + groups.spare) + queued
 
 
 def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:

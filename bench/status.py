@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.bus.port import Record
-from dora_pipe.config.model import Timing, Workers
+from dora_pipe.config.model import Timing
+from dora_pipe.config.workers import Workers
 from dora_pipe.core.runtime import BUS_TURN_NS, Now, Outputs, Published
 from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.producers.engines.port import SamplingParams, TokensSampled, WeightsLoaded

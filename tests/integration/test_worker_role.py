@@ -12,6 +12,7 @@ from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaul
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config import model
+from dora_pipe.config.workers import Workers
 from dora_pipe.core.errors import (
     ConfigError,
     Fenced,
@@ -273,7 +274,7 @@ def test_free_keys_come_from_this_machine_and_the_others_from_the_log(run: Run) 
     run.begin()
     mine = msgspec.structs.replace(
         run.config,
-        workers=model.Workers(slots=7, context_tokens=128),
+        workers=Workers(slots=7, context_tokens=128),
         task=model.Task(kind="no-such-task", processes=1),
     )
 

@@ -11,6 +11,7 @@ import msgspec
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config import model
+from dora_pipe.config.workers import Workers
 from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.requests import Decode
@@ -164,7 +165,7 @@ def _config(**workers: Any) -> model.Config:
         run=model.Run(name="r", steps=1),
         model=model.Model(path="nowhere"),
         task=model.Task(kind="arithmetic", options=dict(OPTIONS)),
-        workers=model.Workers(slots=4, prefetch=2, context_tokens=256, **workers),
+        workers=Workers(slots=4, prefetch=2, context_tokens=256, **workers),
         timing=model.Timing(heartbeat_s=0.05),
     )
 

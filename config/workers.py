@@ -1,0 +1,59 @@
+"""The sections of rollout workers and their engines; decides nothing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dora_pipe.config.section import NonNegative, NonNegativeFloat, Positive, Section
+
+
+class Vllm(Section, frozen=True, kw_only=True):
+    """What only the vLLM engines need; see docs/vllm.md."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation in the engine; the trainer's log-probs are those of float32."""
+    eager: bool = True
+    """Without compiled graphs: they cost a start of minutes, and pay on a GPU."""
+    kv_gb: NonNegativeFloat = 0.0
+    """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
+    prefix_cache: bool = True
+    """Prompts that begin alike are prefilled once; forgotten whenever the weights change."""
+    addresses: tuple[str, ...] = ()
+    """http://HOST:PORT of servers that run already, for w0, w1, ...; without one, a worker with
+    `vllm-server` starts its own. The key is in the environment (VLLM_API_KEY), never here."""
+
+
+class Workers(Section, frozen=True, kw_only=True):
+    """Rollout workers."""
+
+    count: NonNegative = 2
+    """Started by `run`; others may join."""
+    engine: str = "torch"
+    """Which engine generates: torch, vllm, vllm-server, or `module:attribute` of your own
+    (docs/extending.md)."""
+    engines: tuple[str, ...] = ()
+    """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
+    gpus: tuple[NonNegative, ...] = ()
+    """GPUs of w0, w1, ... in turn, one each, counted from 0 among those that are visible; empty:
+    all take the first. For the vLLM engines."""
+    vllm: Vllm = Vllm()
+    slots: Positive = 64
+    """Requests that one worker generates at the same time."""
+    prefetch: NonNegative = 16
+    """Placed requests a worker holds beside those in its slots, to fill them from. What has waited
+    for an environment, a tool or a reward for a moment is not among them."""
+    context_tokens: Positive = 1024
+    """Longest sequence a slot holds."""
+    kv_keep: NonNegativeFloat = 1.0
+    """Keys and values of prompts and of sequences between two calls are kept for so many times the
+    tokens of all slots, beside these, in the torch engine; 0 keeps none. What was not used for
+    longest goes first. vLLM keeps its own (`workers.vllm.prefix_cache`)."""
+    checkpoint_tokens: Positive = 128
+    """A progress record every so many sampled tokens."""
+    threads: Positive = 1
+    """Of each worker's process."""
+    endpoint: str = "127.0.0.1:0"
+    """HOST:PORT at which a worker serves the model to agents; port 0: any that is free. There is no
+    TLS: see docs/agents.md before this is another host."""
+    versions_resident: Positive = 4
+    """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""

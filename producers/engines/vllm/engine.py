@@ -140,6 +140,10 @@ class VllmEngine(VllmEngineBase):
     def _advance(self, row: VllmRequest, output: Any) -> StopReason | None:
         """Take what vLLM sampled for a row; why the row ends, which then has left."""
         tokens, finished = output.new_token_ids, output.finish_reason
+        prefilled = output.prefill_stats  # of the first output of a stay
+        if prefilled is not None:
+            self._computed += prefilled.num_computed_tokens
+            self._reused += prefilled.num_local_cached_tokens
         reason: StopReason | None = None
         if tokens:
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dora_pipe.producers.engines.port import PromptTokens
 from dora_pipe.producers.engines.vllm.base import VllmEngineBase
 from dora_pipe.producers.engines.vllm.engine import VllmEngine
 from dora_pipe.producers.engines.vllm.lora import LoraVersion, LoraVersions
@@ -108,6 +110,26 @@ def test_running_requests_that_go_on_under_new_weights_find_nothing() -> None:
     for row in engine._rows.values():
         engine._go_on(row)
     assert core.hits == [set(), set()]
+
+
+def test_what_vllm_says_of_a_prefill_is_counted_once() -> None:
+    engine = _engine(Core(), LoraVersions())
+    _load(engine, 0, "a")
+    engine.add(request("r", PROMPT))
+    (row,) = engine._rows.values()
+    said = SimpleNamespace(num_computed_tokens=5, num_local_cached_tokens=64)
+    for prefilled in (said, None):
+        logprobs = SimpleNamespace(logprobs=np.full((1, 1), -0.5))
+        engine._advance(
+            row,
+            SimpleNamespace(
+                new_token_ids=[7],
+                new_logprobs=logprobs,
+                finish_reason=None,
+                prefill_stats=prefilled,
+            ),
+        )
+    assert engine.prompt_tokens == PromptTokens(computed=5, reused=64)
 
 
 class _Host:

@@ -32,8 +32,8 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.tasks.port import Reward, Row
 from dora_pipe.producers.tasks.registry import open_task
-from dora_pipe.producers.worker.request import TokenSequence
 from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.identity import (
     Purpose,
     group_id,

@@ -24,8 +24,8 @@ from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Progress, Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 
 POLL_S: Final = 1.0
 
@@ -244,7 +244,8 @@ def _decoded(topic: str, record: Record) -> Any:
         case "trajectories":
             return _summary(decode_trajectory(record.value))
         case "progress":
-            return _chunk(decode_progress(record.value))
+            progress = decode_any_progress(record.value)
+            return _call(progress) if isinstance(progress, TurnProgress) else _chunk(progress)
         case _:
             return {
                 "kind": "dead-letter",
@@ -276,6 +277,22 @@ def _chunk(progress: Progress) -> dict[str, Any]:
         "start": progress.start,
         "tokens": len(progress.token_ids),
         "previous": progress.previous,
+    }
+
+
+def _call(progress: TurnProgress) -> dict[str, Any]:
+    return {
+        "kind": "turn-progress",
+        "trajectory": progress.trajectory,
+        "attempt": progress.attempt,
+        "version": progress.version,
+        "worker": progress.worker,
+        "turn": progress.turn,
+        "context": progress.context,
+        "given": len(progress.given_ids),
+        "tokens": len(progress.token_ids),
+        "previous": progress.previous,
+        "call": msgspec.to_builtins(progress.call),
     }
 
 

@@ -151,6 +151,19 @@ class Layout:
         return found
 
 
+def column_names(value: bytes) -> list[str]:
+    """Names of a record's columns, whichever kind it is of. Raises SchemaError."""
+    try:
+        raw = decompress(value)
+        first = _next(raw, pa.BufferReader(raw), "schema")
+        check_schema(first.metadata.to_pybytes())
+        return list(pa.ipc.read_schema(first).names)
+    except SchemaError:
+        raise
+    except _UNREADABLE as error:
+        raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
+
+
 def _find(batch: pa.RecordBatch, field: pa.Field) -> pa.Array | None:
     """The column of another writer's batch; None where one that may be null is absent."""
     places = batch.schema.get_all_field_indices(field.name)

@@ -386,3 +386,40 @@ class Progress:
     """Offset of the record before this one in the same partition; -1 for the first."""
     started_ns: int
     """When the request's first token was sampled: wall clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnProgress:
+    """A call of an agent that the model has answered: what it adds to the contexts of its
+    trajectory. Written before the agent has its answer."""
+
+    trajectory: str
+    attempt: int
+    version: int
+    digest: str
+    worker: str
+    epoch: int
+    turn: int
+    """How many such records stand before it in its chain."""
+    context: int
+    """Number of the context that it is part of; one that no record before it names begins here."""
+    parent: int
+    """As `Context.parent`, where the context begins here; else -1."""
+    shared: int
+    """As `Context.shared`, where the context begins here; else 0."""
+    given_ids: Sequence[int]
+    """What of its prompt was not in the context before."""
+    token_ids: Sequence[int]
+    """What was sampled."""
+    logprobs: Sequence[float]
+    sampler_logprobs: Sequence[float]
+    prefills: tuple[int, ...]
+    """Lengths of the context's sequence at which a KV cache was filled by prefill for it."""
+    previous: int
+    """Offset of the record before this one in the same partition; -1 for the first."""
+    started_ns: int
+    """When the call had its slot: wall clock."""
+    ended_ns: int
+    """When its last token was there."""
+    call: Call
+    """Its places are those of the context's whole sequence."""

@@ -1,10 +1,10 @@
 """How trajectories and progress records become bytes and come back, checked at both ends.
 
 A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`), with a column for
-every field of `Trajectory` or `Progress`, in their order: a field that comes is a column. Log-probs
-and nothing else are rounded: to float32, once, by the writer. `sampler_logprobs` is a null column
-where it equals `logprobs` (nothing is truncated, and they are at the sampler's temperature);
-reading restores it.
+every field of `Trajectory`, `Progress` or `TurnProgress`, in their order: a field that comes is a
+column. Log-probs and nothing else are rounded: to float32, once, by the writer. `sampler_logprobs`
+is a null column where it equals `logprobs` (nothing is truncated, and they are at the sampler's
+temperature); reading restores it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
-from dora_pipe.schemas.arrow_frame import Layout
+from dora_pipe.schemas.arrow_frame import Layout, column_names
+from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
 from dora_pipe.schemas.trajectory import (
     Arrays,
@@ -28,6 +29,7 @@ from dora_pipe.schemas.trajectory import (
     Progress,
     Segment,
     Trajectory,
+    TurnProgress,
     check_arrays,
     check_digest,
     check_fields,
@@ -35,10 +37,13 @@ from dora_pipe.schemas.trajectory import (
 )
 
 __all__ = [
+    "decode_any_progress",
     "decode_progress",
     "decode_trajectory",
+    "decode_turn_progress",
     "encode_progress",
     "encode_trajectory",
+    "encode_turn_progress",
     "header_pairs",
     "headers_of",
     "matches",
@@ -46,9 +51,10 @@ __all__ = [
     "view_trajectory",
 ]
 
-T = TypeVar("T", Trajectory, Progress)
+T = TypeVar("T", Trajectory, Progress, TurnProgress)
 
 META: Final = msgspec.json.Decoder(Meta)
+CALL: Final = msgspec.json.Decoder(Call)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -130,10 +136,12 @@ def _segments(rows: Sequence[Any]) -> list[Segment]:
 
 
 _INT32: Final = Column(pa.int32())
+_INT32S: Final = Column(pa.list_(pa.int32()))
+_PLACES: Final = Column(pa.list_(pa.int32()), read=tuple)
 _LOGPROBS: Final = pa.list_(pa.float32())
 _SHARED: Final[Mapping[str, Column]] = {
     "digest": Column(pa.binary(32), "weights_digest", write=_digest_bytes, read=bytes.hex),
-    "token_ids": Column(pa.list_(pa.int32())),
+    "token_ids": _INT32S,
     "logprobs": Column(_LOGPROBS),
     "sampler_logprobs": Column(_LOGPROBS, nullable=True),
 }
@@ -180,10 +188,27 @@ PROGRESS: Final = RecordLayout(
         **_SHARED,
         "attempt": _INT32,
         "start": _INT32,
-        "prefills": Column(pa.list_(pa.int32()), read=tuple),
+        "prefills": _PLACES,
     },
 )
-"""Columns of the progress topic."""
+"""Columns of the progress topic, for what was sampled of a request."""
+
+TURN_PROGRESS: Final = RecordLayout(
+    TurnProgress,
+    {
+        **_SHARED,
+        **dict.fromkeys(("attempt", "turn", "context", "parent", "shared"), _INT32),
+        "given_ids": _INT32S,
+        "prefills": _PLACES,
+        "call": Column(
+            pa.utf8(),
+            "call_json",
+            write=lambda call: wire.encode(call).decode(),
+            read=lambda text: wire.decode(text.encode(), CALL, "$.call"),
+        ),
+    },
+)
+"""Columns of the progress topic, for a call of an agent."""
 
 LISTS: Final = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
 """Columns with an entry for every token."""
@@ -245,6 +270,28 @@ def decode_progress(value: bytes) -> Progress:
     return PROGRESS.read(values)
 
 
+def encode_turn_progress(progress: TurnProgress) -> bytes:
+    """The value bytes of a call's progress record. Raises SchemaError."""
+    columns = TURN_PROGRESS.write(progress)
+    arrays = _turn_arrays(columns)
+    check_arrays(arrays)
+    return TURN_PROGRESS.finish(columns, arrays)
+
+
+def decode_turn_progress(value: bytes) -> TurnProgress:
+    """A call's progress record from its value bytes, checked. Raises SchemaError, nothing else."""
+    columns, values = TURN_PROGRESS.unseal(value)
+    check_arrays(_turn_arrays(columns))
+    return TURN_PROGRESS.read(values)
+
+
+def decode_any_progress(value: bytes) -> Progress | TurnProgress:
+    """Whichever of both this record of the progress topic is. Raises SchemaError, nothing else."""
+    if "call_json" in column_names(value):
+        return decode_turn_progress(value)
+    return decode_progress(value)
+
+
 def _numbers(columns: Mapping[str, pa.Array], name: str, *, nulls: bool) -> np.ndarray[Any, Any]:
     """The entries of a list column; null is NaN. Raises SchemaError for a null that may not be."""
     values = columns[name][0].values
@@ -273,9 +320,24 @@ def _arrays(columns: Mapping[str, pa.Array]) -> Arrays:
 
 def _progress_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     """Every token of a progress record was sampled: a trajectory's rules with a mask of ones."""
-    for name in ("start", "version", "attempt"):
+    _not_negative(columns, "start", "version", "attempt")
+    return _sampled_arrays(columns)
+
+
+def _turn_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
+    _not_negative(columns, "version", "attempt", "turn", "context", "shared")
+    if np.any(_numbers(columns, "given_ids", nulls=False) < 0):
+        raise SchemaError("token id is negative", path="$.given_ids")
+    return _sampled_arrays(columns)
+
+
+def _not_negative(columns: Mapping[str, pa.Array], *names: str) -> None:
+    for name in names:
         if columns[name][0].as_py() < 0:
             raise SchemaError("negative", path=f"$.{name}")
+
+
+def _sampled_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     if columns["prefills"][0].values.null_count:
         raise SchemaError("null entry", path="$.prefills")
     token_ids = _numbers(columns, "token_ids", nulls=False)

@@ -43,7 +43,7 @@ from dora_pipe.producers.tasks.port import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.trajectory import Progress, Trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory, TurnProgress
 
 
 class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +180,9 @@ class RefuseCall(OfRequest, frozen=True, kw_only=True):
 
 class CloseSession(OfRequest, frozen=True, kw_only=True):
     """The agent may call no more: open calls and later ones are answered with 410. The same key may
-    be opened again, where a request comes back to this worker."""
+    be opened again: what was asked before is not told then."""
+
+    source: str = ""
 
 
 SessionEffect = AgentCall | OpenSession | AnswerCall | RefuseCall | CloseSession
@@ -300,7 +302,7 @@ class FetchProgress(OfRequest, frozen=True, kw_only=True):
 class ProgressFetched(OfRequest, frozen=True, kw_only=True):
     """The chain as it was found, oldest first; empty when it could not be read, and `why`."""
 
-    chunks: Sequence[Progress]
+    chunks: Sequence[Progress | TurnProgress]
     why: str = ""
 
 
@@ -335,7 +337,7 @@ class TrajectoryEncoded(OfRequest, frozen=True, kw_only=True):
 class EncodeProgress(OfRequest, frozen=True, kw_only=True):
     """Make the value of a progress record."""
 
-    progress: Progress
+    progress: Progress | TurnProgress
 
 
 class ProgressEncoded(OfRequest, frozen=True, kw_only=True):

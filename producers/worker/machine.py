@@ -51,6 +51,7 @@ from dora_pipe.producers.worker.request import (
 from dora_pipe.producers.worker.request_table import NEVER_NS
 from dora_pipe.producers.worker.requests import PROGRESS_TAG, Requests
 from dora_pipe.producers.worker.scoring import Scorings
+from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
@@ -130,6 +131,7 @@ class WorkerMachine:
         self.setup = setup
         self.requests = Requests(setup)
         self.scorings = Scorings(self.requests)
+        self.sessions = Sessions(self.requests)
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
@@ -221,7 +223,8 @@ class WorkerMachine:
             case CaughtUp() | HeldBack():
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
-                if not self.scorings.handle(one, now):
+                apart = self.scorings.handle(one, now) or self.sessions.handle(one, now)
+                if not apart:
                     self.requests.handle(one, now)
 
     def _on_record(self, record: Record, now: Now) -> None:
@@ -235,7 +238,8 @@ class WorkerMachine:
                 self._obey(decision, now)
 
     def _on_published(self, event: Published, now: Now) -> None:
-        self.requests.handle_published(event, now)
+        if not self.sessions.handle_published(event, now):
+            self.requests.handle_published(event, now)
         if event.tag.startswith(PROGRESS_TAG):
             self._schedule.bring_forward(PROGRESS_STATUS_NS)
 
@@ -298,7 +302,8 @@ class WorkerMachine:
         for request in place.requests():
             refusal = self._refusal(request)
             if refusal is None:
-                self.requests.place(request, now)
+                taker = self.sessions if self.sessions.takes(request) else self.requests
+                taker.place(request, now)
             else:
                 error, message, retryable = refusal
                 self.requests.fail(request, now, error, message, retryable=retryable)
@@ -320,7 +325,7 @@ class WorkerMachine:
             why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
             why += f"whose target is {self.target.version} ({self.target.digest[:12]})"
             return "OtherVersion", why, True
-        if len(self.requests.by_key) >= setup.requests_max:
+        if self.requests.placed >= setup.requests_max:
             return "TooMany", f"{where}, which holds {setup.requests_max} requests already", True
         return None
 
@@ -443,7 +448,7 @@ class WorkerMachine:
             progress=requests.progress(),
             weights_at=weights_url(setup.transfers, self.hosted.digest),
             off_engine=self._off_engine_now()[0],
-            in_environment=requests.in_phase(Phase.ENVIRONMENT),
+            in_environment=requests.in_phase(Phase.ENVIRONMENT) + requests.thinking,
             being_scored=requests.in_phase(Phase.REWARDING),
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,

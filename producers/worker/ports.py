@@ -66,9 +66,11 @@ from dora_pipe.producers.worker.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
+from dora_pipe.schemas.trajectory import TurnProgress
 from dora_pipe.schemas.trajectory_codec import (
     encode_progress,
     encode_trajectory,
+    encode_turn_progress,
     header_pairs,
 )
 from dora_pipe.store.transfers.port import Lost
@@ -580,7 +582,12 @@ def _trajectory(effect: EncodeTrajectory) -> Iterator[TrajectoryEncoded]:
 
 
 def _progress(effect: EncodeProgress) -> Iterator[ProgressEncoded]:
-    yield ProgressEncoded(request=effect.request, value=encode_progress(effect.progress))
+    progress = effect.progress
+    if isinstance(progress, TurnProgress):
+        value = encode_turn_progress(progress)
+    else:
+        value = encode_progress(progress)
+    yield ProgressEncoded(request=effect.request, value=value)
 
 
 def _not_encoded(effect: EncodeTrajectory | EncodeProgress, error: Exception) -> list[EncodeFailed]:

@@ -1,14 +1,10 @@
-"""One request on its way through a worker: its state, and the sequence that its pieces become;
-decides nothing. What is logged of it is made in `request_records`.
-
-Tokens are kept as they were sampled and never made again from text. What an environment says is
-appended behind them, with mask 0. Every stretch of tokens that one worker sampled in one go is a
-segment of its own, so that a request that went on elsewhere shows where.
+"""One request on its way through a worker: its state; decides nothing. What is logged of it is made
+in `request_records`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -16,17 +12,13 @@ from typing import Final
 from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.session import OpenCall, Session
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import (
-    Progress,
-    Segment,
-    SegmentKind,
-    turns_of,
-)
 
 ANY_VERSION: Final = -2
 """What a request waits for that goes on under any version from its own on."""
@@ -53,6 +45,8 @@ class Phase(StrEnum):
     WAITING = "slots"
     RUNNING = "tokens"
     ENVIRONMENT = "environments"
+    AGENT = "agents"
+    ANSWERING = "calls to be durable"
     REWARDING = "rewards"
     ENCODING = "the codec"
     LOGGING = "the trajectories topic"
@@ -69,6 +63,7 @@ GENERATING = frozenset(
         Phase.WAITING,
         Phase.RUNNING,
         Phase.ENVIRONMENT,
+        Phase.AGENT,
     }
 )
 """Phases that still need the engine: a version is kept until none of its requests is in one."""
@@ -138,213 +133,6 @@ class WorkerSetup:
         return 8 * (self.slots + self.prefetch)
 
 
-class TokenSequence:
-    """The growing sequence of one request.
-
-    Example: ``s = TokenSequence([5, 6], at_ns=1)``, then per stay in a slot ``s.start_stay(2)``,
-    ``s.sampled([7], [-0.5], [-0.5])``, ``s.end_stay(3, worker="w0", epoch=4, version=1)``.
-    """
-
-    __slots__ = (
-        "_stay_start",
-        "_stay_start_ns",
-        "_turn",
-        "logprobs",
-        "loss_mask",
-        "prefills",
-        "prompt_tokens",
-        "sampled_tokens",
-        "sampler_logprobs",
-        "segments",
-        "token_ids",
-    )
-
-    def __init__(self, prompt: Sequence[int], *, at_ns: int) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float | None] = []
-        self.sampler_logprobs: list[float | None] = []
-        self.loss_mask: list[int] = []
-        self.segments: list[Segment] = []
-        self.prefills: list[int] = []
-        """Lengths of the sequence at which a KV cache was filled by prefill."""
-        self.sampled_tokens = 0
-        self.prompt_tokens = len(prompt)
-        self._turn = 0
-        self._stay_start = 0
-        self._stay_start_ns = 0
-        self._given("prompt", prompt, at_ns, at_ns)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def resume(self, chunks: Sequence[Progress]) -> None:
-        """Take over what earlier stays sampled; `chunks` are a whole chain, oldest first.
-
-        Their segments end where they started, in time: a chunk does not say when it ended.
-        """
-        assert self.sampled_tokens == 0 and chunks[0].start == 0
-        for chunk in chunks:
-            start = len(self.token_ids)
-            self.sampled(chunk.token_ids, chunk.logprobs, chunk.sampler_logprobs)
-            last = self.segments[-1]
-            made_by = (chunk.worker, chunk.epoch, chunk.version)
-            if last.kind == "model" and (last.worker, last.epoch, last.version) == made_by:
-                start = self.segments.pop().start
-            self._segment(
-                "model",
-                start,
-                chunk.started_ns,
-                chunk.started_ns,
-                worker=chunk.worker,
-                epoch=chunk.epoch,
-                version=chunk.version,
-            )
-        self.prefills = list(chunks[-1].prefills)
-
-    def start_stay(self, at_ns: int, *, imported: bool = False) -> None:
-        """The sequence goes into a slot: everything so far is prefilled, or was `imported`."""
-        self._stay_start = len(self.token_ids)
-        self._stay_start_ns = at_ns
-        if not imported:
-            self.prefills.append(self._stay_start)
-
-    def sampled(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        sampler_logprobs: Sequence[float],
-    ) -> None:
-        """Append tokens that the policy sampled; the three arrays are of equal length."""
-        assert len(token_ids) == len(logprobs) == len(sampler_logprobs)
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        self.sampler_logprobs.extend(sampler_logprobs)
-        self.loss_mask.extend([1] * len(token_ids))
-        self.sampled_tokens += len(token_ids)
-
-    def end_stay(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:
-        """The sequence left its slot."""
-        self._segment(
-            "model",
-            self._stay_start,
-            self._stay_start_ns,
-            at_ns,
-            worker=worker,
-            epoch=epoch,
-            version=version,
-        )
-
-    def reload(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:
-        """The weights change under the stay; `version` has sampled it so far."""
-        if len(self.token_ids) > self._stay_start:  # else it is prefilled again at the same place
-            self.end_stay(at_ns, worker=worker, epoch=epoch, version=version)
-            self.start_stay(at_ns)
-
-    def observed(
-        self, token_ids: Sequence[int], *, asked_ns: int, at_ns: int, tool: str, ok: bool
-    ) -> None:
-        """Append what the environment or a tool answered; the next turn begins behind it."""
-        kind: SegmentKind = "tool" if tool else "environment"
-        self._given(kind, token_ids, asked_ns, at_ns, tool=tool, ok=ok)
-        self._turn += 1
-
-    @property
-    def moves(self) -> int:
-        """How often a stay began with the KV cache of the one before it: without a prefill."""
-        prefilled = set(self.prefills)
-        return sum(one.kind == "model" and one.start not in prefilled for one in self.segments)
-
-    @property
-    def turns_taken(self) -> int:
-        """Turns of the model that an environment has answered."""
-        return self._turn
-
-    def answer(self) -> list[int]:
-        """Token ids of the last turn of the model; empty before the first."""
-        turns = [ids for kind, ids in turns_of(self.segments, self.token_ids) if kind == "model"]
-        return turns[-1] if turns else []
-
-    def turns(self) -> list[list[int]]:
-        """Token ids of every turn but the prompt, in order; stays of one turn are one."""
-        return [ids for _, ids in turns_of(self.segments, self.token_ids)]
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions that have sampled it, in order, each once."""
-        return list(dict.fromkeys(one.version for one in self.segments if one.kind == "model"))
-
-    def stretch(self, start: int, *, now: int) -> tuple[int, int]:
-        """(version, end): one version has sampled [start, end), counted after the prompt.
-
-        `now` is the version of the present stay. Only for sequences of a single turn.
-        """
-        at, version, end = self.prompt_tokens + start, now, len(self.token_ids)
-        for segment in reversed(self.segments):
-            if segment.kind != "model" or segment.end <= at:
-                break
-            if segment.version != version:
-                version, end = segment.version, segment.end
-        return version, end - self.prompt_tokens
-
-    def sampled_from(self, start: int, end: int) -> tuple[list[int], list[float], list[float]]:
-        """Sampled tokens [start, end), counted after the prompt, with both log-probs.
-
-        Only for sequences of a single turn, whose tokens after the prompt are all sampled.
-        """
-        at = slice(self.prompt_tokens + start, self.prompt_tokens + end)
-        logprobs = [one for one in self.logprobs[at] if one is not None]
-        sampler = [one for one in self.sampler_logprobs[at] if one is not None]
-        assert len(logprobs) == end - start
-        return self.token_ids[at], logprobs, sampler
-
-    def _given(
-        self,
-        kind: SegmentKind,
-        token_ids: Sequence[int],
-        start_ns: int,
-        end_ns: int,
-        *,
-        tool: str = "",
-        ok: bool = True,
-    ) -> None:
-        start = len(self.token_ids)
-        nothing: list[float | None] = [None] * len(token_ids)
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(nothing)
-        self.sampler_logprobs.extend(nothing)
-        self.loss_mask.extend([0] * len(token_ids))
-        self._segment(kind, start, start_ns, end_ns, tool=tool, ok=ok)
-
-    def _segment(
-        self,
-        kind: SegmentKind,
-        start: int,
-        start_ns: int,
-        end_ns: int,
-        *,
-        worker: str = "",
-        epoch: int = -1,
-        version: int = -1,
-        tool: str = "",
-        ok: bool = True,
-    ) -> None:
-        self.segments.append(
-            Segment(
-                kind=kind,
-                start=start,
-                end=len(self.token_ids),
-                turn=self._turn,
-                start_ns=start_ns,
-                end_ns=end_ns,
-                worker=worker,
-                epoch=epoch,
-                version=version,
-                tool=tool,
-                ok=ok,
-            )
-        )
-
-
 _NO_TOKENS: Final = TokenSequence([], at_ns=0)
 """The sequence of a request that has no prompt yet; never changed."""
 
@@ -371,6 +159,10 @@ class RequestState:
     sequence: TokenSequence = _NO_TOKENS
     episode: bool = False
     """It has an environment: several turns, no progress records."""
+    session: Session | None = None
+    """It is a session of an agent: its calls are requests of their own."""
+    call: OpenCall | None = None
+    """It is a call of a session, from when it is asked until its answer is durable."""
     restarts: int = 0
     """How often its episode was lost."""
     resume: Resume | None = None
@@ -433,8 +225,10 @@ class RequestState:
 
 
 def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
-    """The version that a request needs. Evaluations are of one version, whatever the run does."""
-    if setup.interruptible and place.spec.purpose == "train":
+    """The version that a request needs. Evaluations and sessions are of one version, whatever the
+    run does."""
+    mixes = setup.interruptible and place.spec.source not in setup.agents
+    if mixes and place.spec.purpose == "train":
         return ANY_VERSION
     return place.spec.version
 
@@ -483,5 +277,5 @@ def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
         emit_every=emit_every,
         kv=request.kv,
         version=request.hosted.version,
-        keep=request.episode,
+        keep=request.episode or request.call is not None,
     )

@@ -5,19 +5,28 @@ from __future__ import annotations
 from dora_pipe.core.errors import one_line
 from dora_pipe.core.runtime import Now
 from dora_pipe.producers.worker.request import Phase, RequestState, WorkerSetup
+from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.control import (
     ERROR_CHARACTERS_MAX,
     LoggedEntry,
     RequestReleased,
     parts_in_control,
 )
-from dora_pipe.schemas.trajectory import Meta, Progress, Sampler, Times, Trajectory
+from dora_pipe.schemas.trajectory import (
+    Meta,
+    Progress,
+    Sampler,
+    Times,
+    Trajectory,
+    TurnProgress,
+)
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 
 def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
     """The record of a finished request."""
     place, spec, sequence = request.place, request.place.spec, request.sequence
+    session = request.session
     return Trajectory(
         trajectory=place.trajectory,
         version=spec.version,
@@ -61,6 +70,8 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
             error=request.error,
             prefills=tuple(sequence.prefills),
             moves=sequence.moves,
+            contexts=() if session is None else session.contexts,
+            calls=() if session is None else session.made,
             weights=tuple(
                 Sampler(version=version, digest=request.weights[version])
                 for version in sequence.versions
@@ -94,6 +105,44 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
     )
 
 
+def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSetup) -> TurnProgress:
+    """What the model has answered to a call of a session, behind what stands in its chain."""
+    session, mine, sequence = request.session, call.call, call.sequence
+    assert session is not None and mine is not None and call.started_ns is not None
+    prompt, end = sequence.prompt_tokens, len(sequence)
+    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(0, end - prompt)
+    place = session.tree.place(sequence.token_ids[:prompt])
+    return TurnProgress(
+        trajectory=request.place.trajectory,
+        attempt=request.place.attempt,
+        version=request.place.spec.version,
+        digest=request.place.spec.digest,
+        worker=setup.worker,
+        epoch=setup.epoch,
+        turn=len(session.tree.turns),
+        **place._asdict(),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        prefills=tuple(sequence.prefills),
+        previous=request.resume.offset if request.resume else -1,
+        started_ns=call.started_ns,
+        ended_ns=mine.ended_ns,
+        call=Call(
+            start=prompt,
+            end=end,
+            seed=call.seed,
+            occurrence=mine.name.occurrence,
+            finish=mine.finish,
+            asked_ns=mine.asked_ns,
+            answered_ns=mine.ended_ns,
+            api=mine.api,
+            caller=mine.caller,
+            asked=mine.asked,
+        ),
+    )
+
+
 def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
     """The fact that the trajectory lies in the log at this offset of its group's partition."""
     return LoggedEntry(
@@ -109,6 +158,8 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
         error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
         answer=request.reward_answer,
         parts=parts_in_control(request.reward_parts),
+        contexts=1 if request.session is None else 1 + len(request.session.contexts),
+        calls=0 if request.session is None else len(request.session.made),
     )
 
 

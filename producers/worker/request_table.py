@@ -9,7 +9,13 @@ from typing import Final
 from dora_pipe.bus.port import Append
 from dora_pipe.core.runtime import BUS_TURN_NS, Now, Outputs, Publish
 from dora_pipe.producers.tasks.calls import Forget
-from dora_pipe.producers.worker.effects import DropKv, Effect, EngineCancel
+from dora_pipe.producers.worker.effects import (
+    CloseSession,
+    DropKv,
+    Effect,
+    EngineCancel,
+    SessionEffect,
+)
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     GENERATING,
@@ -19,19 +25,29 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     key_of,
 )
-from dora_pipe.schemas.control import Control, RequestFailed, Resume
+from dora_pipe.schemas.control import (
+    Control,
+    LoggedEntry,
+    RequestFailed,
+    Resume,
+    TrajectoriesLogged,
+)
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.wire import encode
 
 OFF_ENGINE: Final = frozenset(
     {Phase.PROMPTING, Phase.ENVIRONMENT, Phase.REWARDING, Phase.ENCODING, Phase.LOGGING}
 )
-"""Phases of a request that needs no slot: a task's process, the codec or the log has it."""
+"""Phases of a request that needs no slot: a task's process, the codec or the log has it. A session
+needs none while no call of it does."""
 
 OFF_ENGINE_MIN_NS: Final = 2 * BUS_TURN_NS
 """A request that has needed no slot for so long holds no place of another one. To be logged takes
 one turn of the bus; for what takes no longer than that, requests are placed ahead."""
 
+
+REPORTED_MAX: Final = 1000
+"""Trajectories that one control record reports."""
 
 NEVER_NS: Final = 2**63 - 1
 """Later than anything."""
@@ -40,7 +56,8 @@ NEVER_NS: Final = 2**63 - 1
 class RequestTable:
     """The requests of one incarnation; what becomes of them is decided in `requests`.
 
-    They go into slots in the order in which they were placed; one between two turns goes first.
+    They go into slots in the order in which they were placed; one between two turns goes first. The
+    calls of a session are requests of their own, which end with it.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -55,11 +72,14 @@ class RequestTable:
         """Monotonic; of this turn."""
         self.ended = 0
         """Requests that were here and are not any more."""
+        self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
+        """Trajectories that have become durable and are not reported, by version and digest."""
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()  # by pin
         self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
-        self._returning: dict[str, None] = {}
+        self._returning: dict[int, dict[str, None]] = {}  # likewise, between two turns
         self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
+        self._calls = 0
         self._off_engine: dict[str, int] = {}  # by key: since when, the oldest first
 
     def in_phase(self, *phases: Phase) -> int:
@@ -80,6 +100,17 @@ class RequestTable:
             young, due_ns = young + 1, since_ns + OFF_ENGINE_MIN_NS
         return len(self._off_engine) - young, due_ns
 
+    @property
+    def placed(self) -> int:
+        """Requests that decisions have placed here: all but calls of sessions."""
+        return len(self.by_key) - self._calls
+
+    @property
+    def thinking(self) -> int:
+        """Sessions none of whose calls needs the engine."""
+        found = self.by_key.values()
+        return sum(one.phase is Phase.AGENT and not self._on_engine(one) for one in found)
+
     def progress(self) -> dict[str, Resume]:
         """Newest progress record of every open request that has one."""
         open_ = self.by_key.values()
@@ -92,10 +123,11 @@ class RequestTable:
         return size - self._phases[Phase.RUNNING] - len(self._handed)
 
     def all_generating(self) -> list[RequestState]:
-        """Those that still need the engine."""
-        return [request for request in self.by_key.values() if request.phase in GENERATING]
+        """Those that still need the engine; calls of sessions go with these."""
+        found = self.by_key.values()
+        return [one for one in found if one.phase in GENERATING and one.call is None]
 
-    def ask(self, effect: Effect) -> None:
+    def ask(self, effect: Effect | SessionEffect) -> None:
         """Ask a port for something."""
         self.out.effects.append(effect)
 
@@ -104,9 +136,25 @@ class RequestTable:
         append = Append(topic=self.setup.topics.control, key=key.encode(), value=encode(record))
         self.out.publish.append(Publish(record=append))
 
+    def report(self, now: Now) -> None:
+        """Say in one record, per version, which trajectories have become durable."""
+        for (version, digest), entries in self.logged.items():
+            for start in range(0, len(entries), REPORTED_MAX):
+                record = TrajectoriesLogged(
+                    at_ns=now.wall_ns,
+                    worker=self.setup.worker,
+                    epoch=self.setup.epoch,
+                    version=version,
+                    digest=digest,
+                    trajectories=tuple(entries[start : start + REPORTED_MAX]),
+                )
+                self.say(self.setup.worker, record)
+        self.logged.clear()
+
     def insert(self, request: RequestState) -> None:
-        """One more request."""
+        """One more request, or call."""
         self.by_key[request.key] = request
+        self._calls += request.call is not None
         self._phases[request.phase] += 1
         self._generating[request.pin] += 1
         self._note_phase(request)
@@ -123,16 +171,17 @@ class RequestTable:
 
     def enqueue(self, request: RequestState) -> None:
         """A request is ready for a slot."""
-        if request.sequence.turns_taken:
-            self._returning[request.key] = None
-        else:
-            self._waiting.setdefault(request.pin, {})[request.key] = None
+        call = request.call
+        between = request.sequence.turns_taken if call is None else not call.first
+        queues = self._returning if between else self._waiting
+        queues.setdefault(request.pin, {})[request.key] = None
 
     def next_waiting(self, *versions: int) -> RequestState | None:
         """The request that goes next into an engine which has these versions; it stays queued."""
         # Those that need the version go first: the next one is not loaded before they end.
-        waiting = (self._waiting.get(one) for one in (*versions, ANY_VERSION))
-        queue = self._returning or next((one for one in waiting if one), {})
+        pins = (*versions, ANY_VERSION)
+        found = (of.get(pin) for of in (self._returning, self._waiting) for pin in pins)
+        queue: dict[str, None] = next((one for one in found if one), {})
         if not versions or not queue:
             return None
         request = self.by_key[next(iter(queue))]
@@ -201,11 +250,30 @@ class RequestTable:
 
     def abandon(self, request: RequestState) -> None:
         """Drop a request with all it holds."""
-        self.leave_engine(request)
         self.drop_kv(request)
-        if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING):
+        self.let_go(request)
+
+    def let_go(self, request: RequestState) -> None:
+        """Have no more to do with a request; its KV cache may be somebody else's by now."""
+        self.leave_engine(request)
+        self.end_session(request)
+        if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING, Phase.AGENT):
             self.ask(Forget(request=request.key, source=request.source))
         self.gone(request)
+
+    def end_session(self, request: RequestState) -> None:
+        """A session that is open takes no more calls, and those that it has are dropped."""
+        if request.session is None or request.phase is not Phase.AGENT:
+            return
+        self.close_session(request)
+        for key in list(request.session.open.values()):
+            call = self.by_key[key]
+            self.leave_engine(call)
+            self.gone(call)
+
+    def close_session(self, request: RequestState) -> None:
+        """The agent of a session may call no more."""
+        self.ask(CloseSession(request=request.key, source=request.source))
 
     def leave_engine(self, request: RequestState) -> None:
         """Let go of the slot, or of the place in the queue."""
@@ -226,8 +294,15 @@ class RequestTable:
             self._count_generating(request, -1)
         self._phases[request.phase] -= 1
         self._off_engine.pop(request.key, None)
-        self.ended += 1
         del self.by_key[request.key]
+        if request.call is None:
+            self.ended += 1
+            return
+        self._calls -= 1
+        session = self.by_key[request.call.session]
+        if session.session is not None:
+            del session.session.open[request.call.name]
+        self._note_phase(session)
 
     def drop_all(self) -> None:
         """Forget everything; nothing more is asked of any port."""
@@ -238,20 +313,30 @@ class RequestTable:
         self._returning.clear()
         self._handed.clear()
         self._off_engine.clear()
+        self.logged.clear()
+        self._calls = 0
 
     def _note_phase(self, request: RequestState) -> None:
-        if request.phase in OFF_ENGINE:
+        if request.call is not None:
+            request = self.by_key[request.call.session]
+        idle = request.phase is Phase.AGENT and not self._on_engine(request)
+        if idle or request.phase in OFF_ENGINE:
             self._off_engine.setdefault(request.key, self.now_ns)
         else:
             self._off_engine.pop(request.key, None)
 
+    def _on_engine(self, request: RequestState) -> bool:
+        """Whether a call of a session has a slot or waits for one."""
+        keys = request.session.open.values() if request.session is not None else ()
+        return any(self.by_key[key].phase in GENERATING for key in keys)
+
     def _dequeue(self, request: RequestState) -> None:
-        self._returning.pop(request.key, None)
-        waiting = self._waiting.get(request.pin)
-        if waiting is not None:
-            waiting.pop(request.key, None)
-            if not waiting:
-                del self._waiting[request.pin]
+        for queues in (self._returning, self._waiting):
+            queue = queues.get(request.pin)
+            if queue is not None:
+                queue.pop(request.key, None)
+                if not queue:
+                    del queues[request.pin]
 
     def _count_generating(self, request: RequestState, one: int) -> None:
         self._generating[request.pin] += one

@@ -6,6 +6,7 @@
     the worker leaves: RUNNING -> LEAVING (its last progress record) -> gone
     it came with a KV cache: RESUMING -> FETCHING -> WAITING
     it moves: RUNNING -> EXPORTING -> RELEASING -> gone
+    an agent is its source: see `sessions`
 
 Methods stand in the order of that way. One calls the next where nothing lies between; where a port
 does its part, the method ends with the effect, and `_TRANSITIONS` (`_ACKNOWLEDGED` for records that
@@ -29,7 +30,7 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dora_pipe.bus.port import Append
@@ -69,7 +70,6 @@ from dora_pipe.producers.worker.request import (
     Hosted,
     Phase,
     RequestState,
-    TokenSequence,
     WorkerSetup,
     engine_request_of,
     key_of,
@@ -83,20 +83,14 @@ from dora_pipe.producers.worker.request_records import (
 )
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.resume import chain_error
-from dora_pipe.schemas.control import (
-    FinishReason,
-    LoggedEntry,
-    Resume,
-    TrajectoriesLogged,
-)
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.trajectory import Progress
 
 EMIT_EVERY_TOKENS: Final = 32
 """The engine reports a single-turn request's tokens at least so often: what has not been reported
 is lost when the worker stops."""
-
-REPORTED_MAX: Final = 1000
-"""Trajectories that one control record reports."""
 
 EPISODE_RESTARTS_MAX: Final = 3
 """Times a request starts again here because its environment died; then it fails."""
@@ -119,7 +113,6 @@ class Requests(RequestTable):
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
         """Progress of requests that were put down because the worker leaves."""
-        self._logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         self._grown: dict[str, None] = {}
 
     def handle(self, event: RequestEvent, now: Now) -> None:
@@ -198,15 +191,16 @@ class Requests(RequestTable):
             request.resume = None
             self._wait(request)
             return
-        request.sequence.resume(event.chunks)
-        request.weights |= {chunk.version: chunk.digest for chunk in event.chunks}
-        request.first_token_ns = event.chunks[0].started_ns
+        chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
+        request.sequence.resume(chunks)
+        request.weights |= {chunk.version: chunk.digest for chunk in chunks}
+        request.first_token_ns = chunks[0].started_ns
         request.chunk_end = request.resume.tokens
         finish = request.finish_of(self.setup.context_tokens)
         if finish is None:
             self._fetch_kv(request)
         else:
-            self._ended(request, finish, now)
+            self.complete(request, finish, now)
 
     def _fetch_kv(self, request: RequestState) -> None:
         """All its tokens are there: get the KV cache that belongs to them, if it has one."""
@@ -262,7 +256,7 @@ class Requests(RequestTable):
         self.tokens_total += len(event.token_ids)
         if request.first_token_ns is None:
             request.first_token_ns = event.first_token_ns
-        if not request.episode:
+        if not request.episode and request.call is None:
             self._grown[request.key] = None
 
     def weights_replaced(self, hosted: Hosted, now: Now) -> None:
@@ -284,14 +278,14 @@ class Requests(RequestTable):
             now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version
         )
         if event.reason == "error":
-            self._broken(request, event.error or "the engine gave no reason", now)
+            self.broken(request, event.error or "the engine gave no reason", now)
         elif request.episode and event.reason == "stop":
             self.enter(request, Phase.ENVIRONMENT)
             request.asked_ns = now.wall_ns
             answer = request.sequence.answer()
             self.ask(EnvStep(request=request.key, token_ids=answer, source=request.source))
         else:
-            self._ended(request, event.reason, now)
+            self.complete(request, event.reason, now)
 
     # ENVIRONMENT
 
@@ -310,14 +304,14 @@ class Requests(RequestTable):
         full = not fits or len(sequence) >= setup.context_tokens
         spent = sequence.sampled_tokens >= request.params.max_tokens
         if event.done:
-            self._ended(request, "environment", now)
+            self.complete(request, "environment", now)
         elif full or spent or sequence.turns_taken >= request.turns_max:
-            self._ended(request, "length", now)
+            self.complete(request, "length", now)
         else:
             self._wait(request)
 
     def _environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
-        self._broken(request, f"{event.error}: {event.message}", now)
+        self.broken(request, f"{event.error}: {event.message}", now)
 
     def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
         """Nothing of the episode was kept anywhere, so the request starts again from its prompt,
@@ -336,23 +330,40 @@ class Requests(RequestTable):
 
     # REWARDING, ENCODING, LOGGING
 
-    def _ended(self, request: RequestState, finish: FinishReason, now: Now) -> None:
-        """The sequence is complete: ask for its reward."""
+    def complete(
+        self,
+        request: RequestState,
+        finish: FinishReason,
+        now: Now,
+        *,
+        answer: Sequence[int] | None = None,
+        text: str | None = None,
+        rewarded: Rewarded | None = None,
+    ) -> None:
+        """The sequence is complete: ask for its reward, where it is not known yet.
+
+        `answer` and `text` (see `RewardCall`) are of a session, whose last answer need not be its
+        record's last tokens.
+        """
         request.finish, request.finished_ns = finish, now.wall_ns
         self.enter(request, Phase.REWARDING)
+        if rewarded is not None:
+            self._rewarded(request, rewarded, now)
+            return
         spec, sequence = request.place.spec, request.sequence
         self.ask(
             RewardCall(
                 request=request.key,
                 split=spec.purpose,
                 index=spec.index,
-                answer=sequence.answer(),
+                answer=sequence.answer() if answer is None else answer,
                 turns=sequence.turns(),
+                text=text,
                 source=spec.source,
             )
         )
 
-    def _broken(self, request: RequestState, error: str, now: Now) -> None:
+    def broken(self, request: RequestState, error: str, now: Now) -> None:
         """The sequence ended in an error: logged as invalid, without asking for a reward."""
         request.finish, request.finished_ns, request.error = "error", now.wall_ns, error
         request.reward_error = f"not scored: {error}"
@@ -403,24 +414,9 @@ class Requests(RequestTable):
         """Its trajectory is durable: to be reported, and done with."""
         self.counts["logged"] += 1
         spec = request.place.spec
-        entries = self._logged.setdefault((spec.version, spec.digest), [])
+        entries = self.logged.setdefault((spec.version, spec.digest), [])
         entries.append(logged_of(request, offset=event.offset))
         self.gone(request)
-
-    def report(self, now: Now) -> None:
-        """Say in one record, per version, which trajectories have become durable."""
-        for (version, digest), entries in self._logged.items():
-            for start in range(0, len(entries), REPORTED_MAX):
-                record = TrajectoriesLogged(
-                    at_ns=now.wall_ns,
-                    worker=self.setup.worker,
-                    epoch=self.setup.epoch,
-                    version=version,
-                    digest=digest,
-                    trajectories=tuple(entries[start : start + REPORTED_MAX]),
-                )
-                self.say(self.setup.worker, record)
-        self._logged.clear()
 
     # Progress records
 
@@ -486,7 +482,7 @@ class Requests(RequestTable):
         elif request is not None and request.phase is Phase.RUNNING:
             self.enter(request, Phase.EXPORTING)
             self.ask(EngineExport(request=request.key))
-        elif request is not None and request.phase in WAITING_PHASES:
+        elif request is not None and request.phase in (*WAITING_PHASES, Phase.AGENT):
             self._release(request, now)
         elif request is not None and request.phase in MOVING:
             self.counts["moved twice"] += 1
@@ -518,10 +514,7 @@ class Requests(RequestTable):
         """Say where what it goes on from lies, and have no more to do with it."""
         self.say(request.place.trajectory, released_of(request, self.setup, now))
         self.counts["released"] += 1
-        self.leave_engine(request)
-        if request.phase is Phase.PROMPTING:
-            self.ask(Forget(request=request.key, source=request.source))
-        self.gone(request)
+        self.let_go(request)
 
     # Leaving with the worker
 
@@ -549,7 +542,6 @@ class Requests(RequestTable):
         """See RequestTable."""
         super().drop_all()
         self._grown.clear()
-        self._logged.clear()
 
 
 Handler = Callable[[Requests, RequestState, Any, Now], None]

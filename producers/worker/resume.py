@@ -16,8 +16,9 @@ from dora_pipe.core.errors import BusError, SchemaError, reason
 from dora_pipe.core.retry import FINAL_ERRORS
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
-from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import decode_progress
+from dora_pipe.producers.worker.session import CallKey, Session, prompt_digest
+from dora_pipe.schemas.trajectory import Progress, TurnProgress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress
 
 CHAIN_MAX: Final = 4096
 """Progress records of one request; a longer chain is not followed."""
@@ -27,7 +28,7 @@ CHAIN_TIMEOUT_NS: Final = 10_000_000_000
 
 
 def chain_error(
-    chunks: Sequence[Progress],
+    chunks: Sequence[Progress | TurnProgress],
     *,
     trajectory: str,
     version: int,
@@ -44,6 +45,8 @@ def chain_error(
         return "no progress record was found"
     at = 0
     for chunk in chunks:
+        if not isinstance(chunk, Progress):
+            return "a call of an agent stands in the chain"
         if chunk.trajectory != trajectory:
             return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
         later = newest is not None and version < chunk.version <= newest
@@ -56,6 +59,40 @@ def chain_error(
     if at != tokens:
         return f"the progress records reach {at} tokens, not {tokens}"
     return None
+
+
+def session_of(
+    chunks: Sequence[Progress | TurnProgress],
+    *,
+    trajectory: str,
+    version: int,
+    digest: str,
+    tokens: int,
+) -> Session | str:
+    """The session whose calls these are, oldest first, before its agent has begun again; or why
+    they are not the first `tokens` tokens of this one."""
+    session = Session()
+    if not chunks:
+        return "no progress record was found"
+    for at, chunk in enumerate(chunks):
+        if not isinstance(chunk, TurnProgress):
+            return "what is no call of an agent stands in the chain"
+        if chunk.trajectory != trajectory:
+            return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
+        if (chunk.version, chunk.digest) != (version, digest):
+            return f"a progress record was made by version {chunk.version}, not {version}"
+        if chunk.turn != at:
+            return f"a progress record is of call {chunk.turn}, not {at}"
+        why = session.tree.add(chunk)
+        if why:
+            return why
+        name = CallKey(prompt_digest(session.tree.prompt(at)), chunk.call.occurrence)
+        if name in session.answers:
+            return f"call {at} was answered before"
+        session.answers[name] = at
+    if session.tokens_logged != tokens:
+        return f"the progress records reach {session.tokens_logged} tokens, not {tokens}"
+    return session
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,7 +129,7 @@ class Reading:
 class _Chain(Reading):
     """A chain while it is read, newest record first."""
 
-    found: list[Progress] = field(default_factory=list)
+    found: list[Progress | TurnProgress] = field(default_factory=list)
 
 
 class ProgressPort:
@@ -158,7 +195,7 @@ class ProgressPort:
     def _add(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
         try:
             with self._meter.spend("codec"):
-                chunk = decode_progress(record.value)
+                chunk = decode_any_progress(record.value)
         except SchemaError as error:
             yield _broken(chain, f"the record at offset {record.offset}: {error.message}")
             return

@@ -22,6 +22,8 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.RESUMING: "progress",
     Phase.FETCHING: "kv",
     Phase.WAITING: "slot",
+    Phase.ANSWERING: "call",
+    Phase.AGENT: "agent",
     Phase.ENCODING: "codec",
     Phase.LOGGING: "append",
     Phase.LEAVING: "leaving",

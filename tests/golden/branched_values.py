@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 
 from dora_pipe.schemas.contexts import Call, Context
-from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
-from tests.golden.arrow_values import PLAIN_TRAJECTORY
+from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory, TurnProgress
+from tests.golden.arrow_values import PLAIN_TRAJECTORY, PROGRESS
 
 PIECES: list[tuple[SegmentKind, int]] = [
     ("prompt", 3),
@@ -66,3 +66,25 @@ CALL = Call(
     asked={"temperature": 0.5},
 )
 BRANCHED_TRAJECTORY = branched(calls=(CALL,))
+
+TURN_PROGRESS = TurnProgress(
+    trajectory=PROGRESS.trajectory,
+    attempt=2,
+    version=3,
+    digest=PROGRESS.digest,
+    worker="w1",
+    epoch=9,
+    turn=4,
+    context=1,
+    parent=0,
+    shared=3,
+    given_ids=[5, 6],
+    token_ids=PROGRESS.token_ids,
+    logprobs=PROGRESS.logprobs,
+    sampler_logprobs=PROGRESS.sampler_logprobs,
+    prefills=(5,),
+    previous=15,
+    started_ns=PROGRESS.started_ns,
+    ended_ns=PROGRESS.started_ns + 1,
+    call=msgspec.structs.replace(CALL, start=5, end=8),
+)

@@ -144,7 +144,10 @@ def _arrow_topics() -> list[str]:
         "### The object in `meta_json`\n",
         *_fields("Meta", trajectory),
         "## progress\n",
+        "What was sampled of a request of one turn:\n",
         *_columns(trajectory_codec.PROGRESS.schema, "Progress", trajectory),
+        "A call of an agent; it has a column `call_json`:\n",
+        *_columns(trajectory_codec.TURN_PROGRESS.schema, "TurnProgress", trajectory),
     ]
 
 

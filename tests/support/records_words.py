@@ -89,6 +89,8 @@ COLUMN_MEANINGS = {
     "weights_digest": "Weights digest, as bytes.",
     "meta_json": "Everything that is neither an array nor asked for in bulk, as canonical JSON.",
     "reward": "Null exactly when `reward_error` in `meta_json` says why.",
+    "call_json": "The call (see `Call`), as canonical JSON; places are those of the context's whole"
+    " sequence.",
 }
 """Where a column says less, or more, than the field it becomes."""
 

@@ -46,6 +46,7 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.sim.parts import Numbers
+from tests.support.agents import AgentsPort
 from tests.support.inline_tasks import InlineTasks
 from tests.support.singly import as_decision, singly
 
@@ -53,6 +54,12 @@ TOPICS = Topics("r")
 PARTITIONS = 2
 DATASET = "d" * 64
 EVAL_DATASET = "e" * 64
+OF_AGENTS = {
+    "agents": frozenset({"train"}),
+    "calls_max": {"train": 64},
+    "calls_open_max": {"train": 8},
+}
+"""What a worker is told of agents."""
 TICK_NS = 5_000_000
 HEARTBEAT_NS = 500_000_000
 T = TypeVar("T")
@@ -123,8 +130,15 @@ def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup
 class Worker:
     """One incarnation on a world's log."""
 
-    def __init__(self, world: World, setup: WorkerSetup, tasks: InlineTasks) -> None:
+    def __init__(
+        self,
+        world: World,
+        setup: WorkerSetup,
+        tasks: InlineTasks,
+        agents: AgentsPort | None = None,
+    ) -> None:
         self.tasks = tasks
+        self.agents = agents
         self.meter = Meter()
         self.setup = setup
         self.machine = WorkerMachine(
@@ -140,6 +154,7 @@ class Worker:
             bus=world.bus,
             writer=world.bus.writer(),
             ports=[
+                *(() if agents is None else (agents,)),
                 TaskPort(tasks, Numbers()),
                 CodecPort(self.meter, clock=clock),
                 ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
@@ -209,7 +224,13 @@ class World:
     def digest(self, version: int) -> str:
         return self.policies.get(version) or digest_of(version)
 
-    def join(self, *, tasks: InlineTasks | None = None, **changes: Any) -> Worker:
+    def join(
+        self,
+        *,
+        tasks: InlineTasks | None = None,
+        agents: AgentsPort | None = None,
+        **changes: Any,
+    ) -> Worker:
         """A worker that has just joined."""
         decisions_from = self.bus.end(TopicPartition(TOPICS.decisions, 0))
         joined = WorkerJoined(
@@ -231,7 +252,10 @@ class World:
             package="0",
         )
         epoch = self.writer.append([Append(topic=TOPICS.control, value=encode(joined))])[0]
-        return Worker(self, setup_of(epoch, decisions_from, **changes), tasks or InlineTasks())
+        if agents is not None:
+            changes = {**OF_AGENTS, **changes}
+        setup = setup_of(epoch, decisions_from, **changes)
+        return Worker(self, setup, tasks or InlineTasks(), agents)
 
     def decide(self, *decisions: AnyDecision | PlacedRequest, role_epoch: int = 1) -> None:
         """Append a round."""

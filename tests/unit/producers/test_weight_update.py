@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.producers.worker.request import ANY_VERSION, Hosted, Phase, TokenSequence, pin_of
+from dora_pipe.producers.worker.request import ANY_VERSION, Hosted, Phase, pin_of
 from dora_pipe.producers.worker.resume import chain_error
+from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerLeft, WorkerReady
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Progress, Segment, mixing_error

@@ -25,6 +25,7 @@ from dora_pipe.schemas.trajectory import (
     SegmentKind,
     Times,
     Trajectory,
+    TurnProgress,
 )
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -97,7 +98,7 @@ def segments(draw: st.DrawFn) -> list[Segment]:
     at = 0
     for _ in range(draw(st.integers(0, 4))):
         end = at + draw(st.integers(0, 6))
-        kind = draw(st.sampled_from(_words(SegmentKind)))
+        kind: Any = draw(st.sampled_from(_words(SegmentKind)))
         if kind == "prompt" and not end:  # It would open a context of nothing.
             kind = "tool"
         found.append(
@@ -216,6 +217,35 @@ def progress(draw: st.DrawFn) -> Progress:
         prefills=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=3))),
         previous=draw(st.integers(-1, 2**62)),
         started_ns=draw(WHOLE),
+    )
+
+
+@st.composite
+def turn_progress(draw: st.DrawFn) -> TurnProgress:
+    """A progress record of an agent's call."""
+    size = draw(st.integers(0, 8))
+    own = draw(logprobs(size))
+    ids = st.integers(0, 2**31 - 1)
+    return TurnProgress(
+        trajectory=trajectory_id(group_id("train", draw(st.integers(0, 10**10 - 1))), 1),
+        attempt=draw(ids),
+        version=draw(WHOLE),
+        digest=draw(HEX),
+        worker=draw(TEXT),
+        epoch=draw(WHOLE),
+        turn=draw(ids),
+        context=draw(ids),
+        parent=draw(st.integers(-1, 9)),
+        shared=draw(ids),
+        given_ids=draw(st.lists(ids, max_size=8)),
+        token_ids=draw(st.lists(ids, min_size=size, max_size=size)),
+        logprobs=own,
+        sampler_logprobs=own if draw(st.booleans()) else draw(logprobs(size)),
+        prefills=tuple(draw(st.lists(ids, max_size=3))),
+        previous=draw(st.integers(-1, 2**62)),
+        started_ns=draw(WHOLE),
+        ended_ns=draw(WHOLE),
+        call=draw(struct(Call)),
     )
 
 

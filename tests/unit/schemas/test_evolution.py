@@ -16,13 +16,16 @@ from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.trajectory_codec import (
     PROGRESS,
     TRAJECTORY,
+    TURN_PROGRESS,
     decode_progress,
     decode_trajectory,
+    decode_turn_progress,
     encode_progress,
     encode_trajectory,
+    encode_turn_progress,
 )
 from dora_pipe.schemas.wire import Unknown, encode
-from tests.golden import arrow_values, make, values
+from tests.golden import arrow_values, branched_values, make, values
 
 EXTRA = {"later_field": {"deep": [1, None]}}
 
@@ -205,6 +208,15 @@ def test_progress_column_of_another_type_is_refused_by_name(name: str) -> None:
     row[name] = pa.array([[[1]]])
     with pytest.raises(SchemaError, match="column is list") as found:
         decode_progress(sealed(row))
+    assert found.value.path == f"$.{name}"
+
+
+@pytest.mark.parametrize("name", TURN_PROGRESS.schema.names)
+def test_column_of_a_call_s_progress_of_another_type_is_refused_by_name(name: str) -> None:
+    row = columns_of(encode_turn_progress(branched_values.TURN_PROGRESS), TURN_PROGRESS)
+    row[name] = pa.array([[[1]]])
+    with pytest.raises(SchemaError, match="column is list") as found:
+        decode_turn_progress(sealed(row))
     assert found.value.path == f"$.{name}"
 
 

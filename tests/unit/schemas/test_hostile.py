@@ -24,13 +24,16 @@ from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
+    decode_any_progress,
     decode_progress,
     decode_trajectory,
     encode_progress,
     encode_trajectory,
+    encode_turn_progress,
 )
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, Unknown, encode
 from tests.golden import arrow_values, make, values
+from tests.golden.branched_values import TURN_PROGRESS
 
 Decode = Callable[[bytes], Any]
 
@@ -43,8 +46,16 @@ ARROW: list[tuple[Decode, bytes]] = [
     (decode_trajectory, encode_trajectory(arrow_values.TRAJECTORY)[0]),
     (decode_trajectory, encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0]),
     (decode_progress, encode_progress(arrow_values.PROGRESS)),
+    (decode_any_progress, encode_turn_progress(TURN_PROGRESS)),
 ]
-DECODERS = (decode_control, decode_metrics, decode_round, decode_trajectory, decode_progress)
+DECODERS = (
+    decode_control,
+    decode_metrics,
+    decode_round,
+    decode_trajectory,
+    decode_progress,
+    decode_any_progress,
+)
 
 
 @st.composite

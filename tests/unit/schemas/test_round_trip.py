@@ -19,12 +19,15 @@ from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter, encode
 from dora_pipe.schemas.headers import header_pairs, matches, parse_headers
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
 from dora_pipe.schemas.rounds import Round, decode_round
-from dora_pipe.schemas.trajectory import Progress, Trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory, TurnProgress
 from dora_pipe.schemas.trajectory_codec import (
+    decode_any_progress,
     decode_progress,
     decode_trajectory,
+    decode_turn_progress,
     encode_progress,
     encode_trajectory,
+    encode_turn_progress,
 )
 from dora_pipe.schemas.wire import canonical, encode, sha256_hex
 from tests.golden.arrow_values import PLAIN_TRAJECTORY, TRAJECTORY
@@ -84,6 +87,24 @@ def test_progress_comes_back_with_its_log_probs_rounded_once(given_: Progress) -
         logprobs=strategies.rounded(given_.logprobs),
         sampler_logprobs=strategies.rounded(given_.sampler_logprobs),
     )
+
+
+@given(strategies.turn_progress())
+def test_progress_of_a_call_comes_back_and_is_told_from_the_other(given_: TurnProgress) -> None:
+    value = encode_turn_progress(given_)
+    back = decode_turn_progress(value)
+    assert back == replace(
+        given_,
+        logprobs=strategies.rounded(given_.logprobs),
+        sampler_logprobs=strategies.rounded(given_.sampler_logprobs),
+    )
+    assert decode_any_progress(value) == back
+
+
+@given(strategies.progress())
+def test_progress_of_a_request_is_told_from_that_of_a_call(given_: Progress) -> None:
+    value = encode_progress(given_)
+    assert decode_any_progress(value) == decode_progress(value)
 
 
 @given(strategies.DEAD_LETTERS)

@@ -1,0 +1,154 @@
+"""The contexts of an agent's session: where a call belongs, and the record that they become;
+decides that by token ids alone.
+
+A call whose prompt begins with the whole of a context goes on with it. Any other one opens a
+context, behind as much of an earlier one as its prompt begins with. Calls are added when they are
+answered, in the order in which they are logged, so that of two calls that go on with the same
+context the first to be answered does, and the other one branches off where it was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.schemas.contexts import Call, Context
+from dora_pipe.schemas.trajectory import TurnProgress
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class CallPlace(NamedTuple):
+    """Where a call belongs; as the fields of `TurnProgress`."""
+
+    context: int
+    parent: int
+    shared: int
+    given_ids: list[int]
+
+
+class Record(NamedTuple):
+    """All contexts as a trajectory's record has them."""
+
+    sequence: TokenSequence
+    contexts: tuple[Context, ...]
+    calls: tuple[Call, ...]
+    """In the order in which they were answered."""
+
+
+class ContextTree:
+    """The answered calls of a session.
+
+    Example: ``tree.add(turn)`` for every `TurnProgress` of a chain, then ``tree.place(prompt)`` for
+    the next call and ``tree.record()`` at the end.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[TurnProgress] = []
+        self._ids: list[Ids] = []  # of every context, with what it shares
+
+    def place(self, prompt: Sequence[int]) -> CallPlace:
+        """Where a call with this prompt belongs."""
+        ids = np.asarray(prompt, np.int32)
+        equal = [_common(ids, one) for one in self._ids]
+        whole = [at for at, one in enumerate(self._ids) if equal[at] == len(one)]
+        if whole:
+            context = max(whole, key=lambda at: equal[at])
+            return CallPlace(context, -1, 0, ids[equal[context] :].tolist())
+        shared = max(equal, default=0)
+        parent = equal.index(shared) if shared else -1
+        return CallPlace(len(self._ids), parent, shared, ids[shared:].tolist())
+
+    def add(self, turn: TurnProgress) -> str:
+        """Take a call that was answered; why it cannot follow those before it, empty if it can."""
+        known = turn.context < len(self._ids)
+        before = self._ids[turn.context] if known else self._begun(turn)
+        if before is None or (known and turn.shared):
+            return f"call {turn.turn} is part of a context that is not there"
+        given, sampled = (np.asarray(one, np.int32) for one in (turn.given_ids, turn.token_ids))
+        start = len(before) + len(given)
+        if (turn.call.start, turn.call.end) != (start, start + len(sampled)):
+            return f"call {turn.turn} is not where its context ends"
+        self._ids[turn.context : turn.context + 1] = [np.concatenate((before, given, sampled))]
+        self.turns.append(turn)
+        return ""
+
+    def prompt(self, place: int) -> list[int]:
+        """The whole prompt of a call, by its place in `turns`."""
+        turn = self.turns[place]
+        ids: list[int] = self._ids[turn.context][: turn.call.start].tolist()
+        return ids
+
+    def only(self, places: Collection[int]) -> ContextTree:
+        """The contexts of these calls alone, as if there had been no others."""
+        tree = ContextTree()
+        for at, turn in enumerate(self.turns):
+            if at in places:
+                place = tree.place(self.prompt(at))
+                why = tree.add(placed(turn, place))
+                assert not why, why
+        return tree
+
+    def record(self) -> Record:
+        """The record of at least one call."""
+        sequence = TokenSequence((), at_ns=0)
+        contexts: list[Context] = []
+        calls: dict[int, Call] = {}
+        for number in range(len(self._ids)):
+            mine = [at for at, turn in enumerate(self.turns) if turn.context == number]
+            ended_ns = 0
+            for at in mine:
+                turn = self.turns[at]
+                asked_ns = turn.call.asked_ns
+                if at != mine[0]:
+                    _observe(sequence, turn, ended_ns)
+                elif number:
+                    contexts.append(Context(len(sequence), turn.parent, turn.shared))
+                    sequence.branch(turn.given_ids, at_ns=asked_ns)
+                else:
+                    sequence = TokenSequence(turn.given_ids, at_ns=asked_ns)
+                calls[at] = _say(sequence, turn)
+                ended_ns = turn.call.answered_ns
+        in_order = tuple(calls[at] for at in sorted(calls))
+        return Record(sequence, tuple(contexts), in_order)
+
+    def _begun(self, turn: TurnProgress) -> Ids | None:
+        """What a context that begins with this call shares; None if there is no such thing."""
+        if turn.context != len(self._ids):
+            return None
+        if turn.parent < 0:
+            return np.zeros(0, np.int32) if turn.shared == 0 else None
+        parents = self._ids[turn.parent : turn.parent + 1]
+        there = parents and 0 < turn.shared <= len(parents[0])
+        return parents[0][: turn.shared] if there else None
+
+
+def placed(turn: TurnProgress, place: CallPlace) -> TurnProgress:
+    """The same call where it belongs."""
+    return replace(turn, **place._asdict())
+
+
+def _observe(sequence: TokenSequence, turn: TurnProgress, ended_ns: int) -> None:
+    asked_ns = turn.call.asked_ns
+    sequence.observed(turn.given_ids, asked_ns=ended_ns, at_ns=asked_ns, tool="", ok=True)
+
+
+def _say(sequence: TokenSequence, turn: TurnProgress) -> Call:
+    start = len(sequence)
+    sequence.start_stay(turn.started_ns, imported=not turn.prefills)
+    sequence.sampled(turn.token_ids, turn.logprobs, turn.sampler_logprobs)
+    sequence.end_stay(turn.ended_ns, worker=turn.worker, epoch=turn.epoch, version=turn.version)
+    return msgspec.structs.replace(turn.call, start=start, end=len(sequence))
+
+
+def _common(one: Ids, other: Ids) -> int:
+    """Length of the longest common prefix."""
+    most = min(len(one), len(other))
+    differ = one[:most] != other[:most]
+    first = int(differ.argmax()) if most else 0
+    return first if most and differ[first] else most

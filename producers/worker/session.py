@@ -1,0 +1,99 @@
+"""The state of an agent's session, and of a call of it; decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dora_pipe.producers.worker.context_tree import ContextTree
+from dora_pipe.schemas.contexts import Call, Context
+from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.trajectory import TurnProgress
+from dora_pipe.schemas.wire import sha256_hex
+
+
+class CallKey(NamedTuple):
+    """Which call of its agent this is, whoever runs the agent and in whatever order it calls."""
+
+    prompt: str
+    """Digest of its prompt's token ids."""
+    occurrence: int
+    """As `Call.occurrence`."""
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Of a prompt, as `identity.call_seed` takes it."""
+    return sha256_hex(np.asarray(token_ids, "<i4").tobytes())
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenCall:
+    """A call whose answer is not durable yet."""
+
+    session: str
+    """The key of its session."""
+    name: CallKey
+    number: int | None
+    """What its answer is sent to; None: who asked it is gone, and may ask again."""
+    first: bool
+    """The session had no answer before."""
+    asked_ns: int
+    asked_max: int | None
+    """The agent's own limit of tokens."""
+    api: str
+    caller: str
+    asked: dict[str, Any]
+    finish: FinishReason = "stop"
+    ended_ns: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """All that a session's agent has asked and heard. Changed by `sessions.Sessions` alone."""
+
+    tree: ContextTree = field(default_factory=ContextTree)
+    """Every answer that is durable, also of calls that an earlier start of the agent made."""
+    answers: dict[CallKey, int] = field(default_factory=dict)
+    """Places in `tree.turns`."""
+    used: set[int] = field(default_factory=set)
+    """Which of them this start of the agent was given."""
+    last: int = -1
+    """The one that it was given last."""
+    open: dict[CallKey, str] = field(default_factory=dict)
+    """Keys of the calls that have no durable answer."""
+    sampled: deque[CallKey] = field(default_factory=deque)
+    """Those whose tokens are all there, in the order in which they are logged."""
+    logging: TurnProgress | None = None
+    """The record of the first of these: encoded, or appended and not yet acknowledged."""
+    calls: int = 0
+    """Requests for the engine so far: the next one's number."""
+    asked: Counter[str] = field(default_factory=Counter)
+    """By prompt: calls of this start of the agent."""
+    numbers: set[int] = field(default_factory=set)
+    """Of the calls of this start, as the endpoint counts them."""
+    limited: bool = False
+    """It has come to a limit of the run."""
+    contexts: tuple[Context, ...] = ()
+    made: tuple[Call, ...] = ()
+    """As the record has both; made when it ends."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of the answers that this start of the agent was given."""
+        return sum(len(self.tree.turns[at].token_ids) for at in self.used)
+
+    @property
+    def tokens_logged(self) -> int:
+        """Sampled tokens of all durable answers."""
+        return sum(len(turn.token_ids) for turn in self.tree.turns)
+
+    def start_again(self) -> None:
+        """Its agent begins anew, and has heard nothing."""
+        self.used.clear()
+        self.asked.clear()
+        self.numbers.clear()
+        self.limited = False

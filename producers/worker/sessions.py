@@ -1,0 +1,406 @@
+"""Sessions: requests whose source is an agent, a program of its own that calls the model until it
+returns. Decides what each call gets.
+
+    place -> (RESUMING) -> AGENT -> REWARDING -> ENCODING -> LOGGING -> gone
+    a call: WAITING -> RUNNING -> ANSWERING (its record in the progress topic) -> gone
+
+A call is a request of its own to the engine, with a key behind its session's (`key#n`), and holds a
+slot as any other does. The session itself is in AGENT from when its agent is started to when that
+returns: it keeps its version here, and needs no slot while no call of it does.
+
+Rules:
+
+1. An answer leaves when its record is durable. Records of a session form a chain, in the order in
+   which its calls ended, so one is under way at a time; the newest is its `Resume`.
+2. A call is known by its prompt's tokens and by how many calls had the same ones before. Its seed
+   is made of these; and an agent that is started again, here or on another worker, is answered with
+   the very tokens that are recorded as long as its calls are the same. One whose tokens are still
+   sampled is waited for. What it does not ask again is no part of its trajectory.
+3. What cannot be taken is refused, in a sentence, and leaves no trace but that the trajectory ends
+   by length. Too many calls at once are refused until one is answered, and leave none.
+4. A session that moves is put down at once, with the calls that are not answered, and its agent is
+   started again elsewhere. So it is when its worker leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from dora_pipe.bus.port import Append
+from dora_pipe.core.runtime import Now, Publish, Published
+from dora_pipe.producers.engines.port import RequestFinished
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
+from dora_pipe.producers.worker.effects import (
+    AgentCall,
+    AgentEnded,
+    AnswerCall,
+    CallAsked,
+    EncodeFailed,
+    EncodeProgress,
+    FetchProgress,
+    OpenSession,
+    ProgressEncoded,
+    ProgressFetched,
+    RefuseCall,
+)
+from dora_pipe.producers.worker.request import Phase, RequestState, key_of, state_of
+from dora_pipe.producers.worker.request_records import turn_progress_of
+from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, PROGRESS_TAG, Requests
+from dora_pipe.producers.worker.resume import session_of
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.session import CallKey, OpenCall, Session, prompt_digest
+from dora_pipe.schemas.control import FinishReason, Resume
+from dora_pipe.schemas.identity import call_seed
+from dora_pipe.schemas.rounds import PlacedRequest
+
+TOO_LONG: Final = "context_length_exceeded"
+TOO_MANY_CALLS: Final = "calls_max"
+TOO_MANY_TOKENS: Final = "tokens_max"
+TOO_MANY_OPEN: Final = "too_many_open"
+ENGINE_FAILED: Final = "engine_error"
+"""Codes of refusals."""
+
+
+class Refusal(NamedTuple):
+    """As `RefuseCall` has it."""
+
+    status: int
+    code: str
+    message: str
+
+
+class Sessions:
+    """All sessions of one incarnation."""
+
+    def __init__(self, requests: Requests) -> None:
+        """`requests`: of which they are some."""
+        self._requests = requests
+        self._setup = requests.setup
+
+    def takes(self, place: PlacedRequest) -> bool:
+        """Whether an agent is the source of a request."""
+        return place.spec.source in self._setup.agents
+
+    def place(self, place: PlacedRequest, now: Now) -> None:
+        """Take a session; the same placement twice is one. Its agent starts at once: what it does
+        before its first call takes no slot."""
+        requests = self._requests
+        if key_of(place.trajectory, place.attempt) in requests.by_key:
+            requests.counts["placed twice"] += 1
+            return
+        request = state_of(place, self._setup, now)
+        request.session = Session()
+        if request.resume is None:
+            request.phase = Phase.AGENT
+            requests.insert(request)
+            self._ask_agent(request)
+        else:
+            request.phase = Phase.RESUMING
+            requests.insert(request)
+            requests.ask(FetchProgress(request=request.key, resume=request.resume))
+
+    def handle(self, event: Any, now: Now) -> bool:
+        """Take an event of a session, or of a call; False for one that is no different for it."""
+        request = self._requests.by_key.get(getattr(event, "request", ""))
+        if request is None or (request.session is None and request.call is None):
+            return False
+        handler = _TRANSITIONS.get((request.phase, type(event)))
+        if handler is not None:
+            handler(self, request, event, now)
+        elif isinstance(event, CallAsked):
+            self._requests.counts["calls too late"] += 1
+            return True
+        return handler is not None
+
+    def handle_published(self, event: Published, now: Now) -> bool:
+        """Take an acknowledgement of a call's record; False for any other."""
+        call = self._requests.by_key.get(event.tag[2:])
+        if call is None or call.phase is not Phase.ANSWERING:
+            return False
+        self._durable(call, event, now)
+        return True
+
+    # RESUMING, AGENT
+
+    def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
+        assert request.resume is not None
+        spec = request.place.spec
+        found = event.why or session_of(
+            event.chunks,
+            trajectory=request.place.trajectory,
+            version=spec.version,
+            digest=spec.digest,
+            tokens=request.resume.tokens,
+        )
+        if isinstance(found, Session):
+            request.session = found
+        else:
+            self._requests.counts["progress unusable"] += 1
+            request.resume = None
+        self._requests.enter(request, Phase.AGENT)
+        self._ask_agent(request)
+
+    def _ask_agent(self, request: RequestState) -> None:
+        key, spec = request.key, request.place.spec
+        self._requests.ask(OpenSession(request=key, source=spec.source))
+        self._requests.ask(
+            AgentCall(request=key, split=spec.purpose, index=spec.index, source=spec.source)
+        )
+
+    def _agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
+        """Its process died. What was answered is in the log, and what is sampled goes on."""
+        requests, session = self._requests, _session(request)
+        if not requests.keeps(request):
+            requests.hand_back(request, now)
+        elif request.restarts >= EPISODE_RESTARTS_MAX:
+            requests.give_up(request, now, "EpisodeLost", event.message, retryable=True)
+        else:
+            requests.counts["agents started again"] += 1
+            request.restarts += 1
+            for key in session.open.values():
+                _call(requests.by_key[key]).number = None
+            session.start_again()
+            if request.phase is Phase.AGENT:
+                requests.close_session(request)
+            request.start_over()
+            requests.enter(request, Phase.AGENT)
+            self._ask_agent(request)
+
+    def _agent_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+        self._broken(request, event.error, event.message, now)
+
+    # A call: asked
+
+    def _asked(self, request: RequestState, event: CallAsked, now: Now) -> None:
+        """Answer it from the record, or have it sampled."""
+        session = _session(request)
+        if event.call in session.numbers:
+            self._requests.counts["calls asked twice"] += 1
+            return
+        digest = prompt_digest(event.token_ids)
+        name = CallKey(digest, session.asked[digest])
+        if name in session.answers:
+            self._requests.counts["calls answered from the record"] += 1
+            self._answer(request, session.answers[name], event.call)
+        elif name in session.open:
+            _call(self._requests.by_key[session.open[name]]).number = event.call
+        else:
+            refusal = self._refusal(request, event)
+            if refusal is not None:
+                self._refuse(request, event.call, refusal)
+                return
+            self._sample(request, name, event, now)
+        session.numbers.add(event.call)
+        session.asked[digest] += 1
+
+    def _refusal(self, request: RequestState, event: CallAsked) -> Refusal | None:
+        """Why a call cannot be taken."""
+        setup, session = self._setup, _session(request)
+        tokens, context_tokens = len(event.token_ids), setup.context_tokens
+        if not 1 <= tokens < context_tokens:
+            message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
+            return Refusal(400, TOO_LONG, f"{message}: send a shorter one")
+        most = setup.calls_max[request.source]
+        if len(session.numbers) >= most:
+            message = f"this session has made {most} calls, which is all that a run allows"
+            return Refusal(429, TOO_MANY_CALLS, f"{message}: wait for nothing, and end")
+        if session.tokens >= request.params.max_tokens:
+            message = f"this session has sampled {session.tokens} tokens, which is all that a run"
+            return Refusal(429, TOO_MANY_TOKENS, f"{message} allows: wait for nothing, and end")
+        most, waiting = setup.calls_open_max[request.source], self._waiting(session)
+        if waiting >= most:
+            message = f"this session waits for {waiting} answers, as many as it may"
+            return Refusal(429, TOO_MANY_OPEN, f"{message}: wait for one of them")
+        return None
+
+    def _waiting(self, session: Session) -> int:
+        """Calls that somebody waits for."""
+        by_key = self._requests.by_key
+        return sum(_call(by_key[key]).number is not None for key in session.open.values())
+
+    def _refuse(self, request: RequestState, number: int, refusal: Refusal) -> None:
+        status, code, message = refusal
+        self._requests.counts[f"calls refused: {code}"] += 1
+        _session(request).limited |= code in (TOO_LONG, TOO_MANY_CALLS, TOO_MANY_TOKENS)
+        self._requests.ask(
+            RefuseCall(request=request.key, call=number, status=status, code=code, message=message)
+        )
+
+    def _sample(self, request: RequestState, name: CallKey, event: CallAsked, now: Now) -> None:
+        """Have a call's tokens sampled, no more than are left of the session's."""
+        session = _session(request)
+        left = request.params.max_tokens - session.tokens
+        asked_max = event.max_tokens
+        most = left if asked_max is None else max(1, min(left, asked_max))
+        key = f"{request.key}#{session.calls}"
+        call = replace(
+            state_of(request.place, self._setup, now),
+            key=key,
+            phase=Phase.WAITING,
+            params=replace(request.params, max_tokens=most),
+            seed=call_seed(request.seed, name.prompt, name.occurrence),
+            sequence=TokenSequence(event.token_ids, at_ns=now.wall_ns),
+            resume=None,
+            call=OpenCall(
+                session=request.key,
+                name=name,
+                number=event.call,
+                first=not session.answers,
+                asked_ns=now.wall_ns,
+                asked_max=asked_max,
+                api=event.api,
+                caller=event.caller,
+                asked=event.asked,
+            ),
+        )
+        session.calls += 1
+        session.open[name] = key
+        self._requests.insert(call)
+        self._requests.enqueue(call)
+
+    # A call: sampled, durable, answered
+
+    def _sampled(self, call: RequestState, event: RequestFinished, now: Now) -> None:
+        mine = _call(call)
+        request = self._requests.by_key[mine.session]
+        if event.reason == "error":
+            error = event.error or "the engine gave no reason"
+            if mine.number is not None:
+                self._refuse(request, mine.number, Refusal(500, ENGINE_FAILED, error))
+            self._broken(request, "EngineError", error, now)
+            return
+        mine.finish, mine.ended_ns = event.reason, now.wall_ns
+        request.first_token_ns = request.first_token_ns or call.first_token_ns
+        self._requests.enter(call, Phase.ANSWERING)
+        _session(request).sampled.append(mine.name)
+        self._log(request)
+
+    def _log(self, request: RequestState) -> None:
+        """Begin the record of the next call whose tokens are all there, if none is under way."""
+        session = _session(request)
+        if session.logging is None and session.sampled:
+            call = self._requests.by_key[session.open[session.sampled[0]]]
+            session.logging = turn_progress_of(request, call, self._setup)
+            self._requests.ask(EncodeProgress(request=call.key, progress=session.logging))
+
+    def _encoded(self, call: RequestState, event: ProgressEncoded, now: Now) -> None:
+        append = Append(
+            topic=self._setup.topics.progress,
+            partition=call.place.spec.partition,
+            key=call.place.trajectory.encode(),
+            value=event.value,
+        )
+        self._requests.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + call.key))
+
+    def _encode_failed(self, call: RequestState, event: EncodeFailed, now: Now) -> None:
+        request = self._requests.by_key[_call(call).session]
+        self._requests.give_up(request, now, "SchemaError", event.message, retryable=False)
+
+    def _durable(self, call: RequestState, event: Published, now: Now) -> None:
+        """Its record is in the log: now its agent may have it."""
+        mine = _call(call)
+        request = self._requests.by_key[mine.session]
+        session = _session(request)
+        turn, session.logging = session.logging, None
+        assert turn is not None
+        answered = msgspec.structs.replace(turn.call, answered_ns=now.wall_ns)
+        why = session.tree.add(replace(turn, call=answered))
+        assert not why, why
+        session.answers[session.sampled.popleft()] = turn.turn
+        request.resume = Resume(
+            tokens=session.tokens_logged, partition=event.partition, offset=event.offset
+        )
+        self._requests.gone(call)
+        if mine.number is not None:
+            session.limited |= _cut(mine, len(turn.token_ids))
+            self._answer(request, turn.turn, mine.number)
+        self._log(request)
+
+    def _answer(self, request: RequestState, place: int, number: int) -> None:
+        """Tell the agent what stands in the log."""
+        session = _session(request)
+        session.used.add(place)
+        session.last = place
+        turn = session.tree.turns[place]
+        self._requests.ask(
+            AnswerCall(
+                request=request.key,
+                call=number,
+                token_ids=turn.token_ids,
+                logprobs=turn.logprobs,
+                finish=turn.call.finish,
+                prompt_tokens=turn.call.start,
+            )
+        )
+
+    # Its end
+
+    def _agent_ended(self, request: RequestState, event: AgentEnded, now: Now) -> None:
+        """It has returned: what it was answered is the trajectory."""
+        session = _session(request)
+        if not session.used:
+            message = "the agent has returned without an answer of the model"
+            self._requests.give_up(request, now, "NoCall", message, retryable=False)
+            return
+        answer = session.tree.turns[session.last].token_ids
+        self._make(request)
+        finish: FinishReason = "length" if session.limited else "environment"
+        self._requests.complete(
+            request, finish, now, answer=answer, text=event.text, rewarded=event.rewarded
+        )
+
+    def _broken(self, request: RequestState, error: str, message: str, now: Now) -> None:
+        """Something failed: what it was answered is an invalid trajectory."""
+        requests = self._requests
+        if not _session(request).used:
+            requests.give_up(request, now, error, message, retryable=False)
+            return
+        self._make(request)
+        requests.ask(Forget(request=request.key, source=request.source))
+        requests.broken(request, f"{error}: {message}", now)
+
+    def _make(self, request: RequestState) -> None:
+        """Close it, and make the sequence of the calls that its agent has heard the answer of."""
+        session, counts = _session(request), self._requests.counts
+        self._requests.end_session(request)
+        unused = len(session.tree.turns) - len(session.used)
+        if unused:
+            counts["recorded calls not asked again"] += unused
+        record = (session.tree.only(session.used) if unused else session.tree).record()
+        request.sequence, session.contexts, session.made = record
+        request.started_ns = min(session.tree.turns[at].started_ns for at in session.used)
+        request.first_token_ns = request.first_token_ns or request.started_ns
+
+
+def _session(request: RequestState) -> Session:
+    assert request.session is not None, request.key
+    return request.session
+
+
+def _call(request: RequestState) -> OpenCall:
+    assert request.call is not None, request.key
+    return request.call
+
+
+def _cut(call: OpenCall, tokens: int) -> bool:
+    """Whether the run's limits have ended it, and not the agent's own."""
+    return call.finish == "length" and (call.asked_max is None or tokens < call.asked_max)
+
+
+Handler = Callable[[Sessions, RequestState, Any, Now], None]
+
+_TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
+    (Phase.RESUMING, ProgressFetched): Sessions._resumed,
+    (Phase.AGENT, CallAsked): Sessions._asked,
+    (Phase.AGENT, AgentEnded): Sessions._agent_ended,
+    (Phase.AGENT, TaskFailed): Sessions._agent_failed,
+    (Phase.AGENT, EpisodeLost): Sessions._agent_lost,
+    (Phase.REWARDING, EpisodeLost): Sessions._agent_lost,
+    (Phase.RUNNING, RequestFinished): Sessions._sampled,
+    (Phase.ANSWERING, ProgressEncoded): Sessions._encoded,
+    (Phase.ANSWERING, EncodeFailed): Sessions._encode_failed,
+}

@@ -1,0 +1,556 @@
+"""Sessions of agents: from the call to the record, and through whatever ends a worker.
+
+A recording engine says what was asked of it and what it sampled; the record of a trajectory must
+say the same, and what the agent was told.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_pipe.bus.port import Append
+from dora_pipe.producers.engines.simulated import Lengths
+from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
+from dora_pipe.producers.worker.effects import AgentCall
+from dora_pipe.producers.worker.request import Phase, WorkerSetup
+from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX
+from dora_pipe.producers.worker.session import prompt_digest
+from dora_pipe.producers.worker.status import Situation, waits
+from dora_pipe.schemas.contexts import contexts_of
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    RequestReleased,
+    Resume,
+    TrajectoryLogged,
+    WorkerLeft,
+)
+from dora_pipe.schemas.identity import call_seed
+from dora_pipe.schemas.rounds import Drain, PlacedRequest
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_turn_progress
+from tests.support.agents import (
+    Agent,
+    AgentsPort,
+    Ask,
+    Play,
+    RecordingEngine,
+    turns,
+    wandering,
+)
+from tests.support.worker import TOPICS, Worker, World
+
+NAME = "g0000000000-000"
+KEY = f"{NAME}/1"
+
+
+def length_of(most: int = 6) -> Lengths:
+    """Lengths of answers: functions of the call's seed."""
+    return lambda seed, turn: 1 + (seed >> 7) % most
+
+
+class Stage:
+    """A world whose workers run agents on recording engines."""
+
+    def __init__(self, play: Play, *, think: int = 0, lengths: Lengths | None = None) -> None:
+        self.play = play
+        self.think = think
+        self.engines: list[RecordingEngine] = []
+        self.world = World(lengths=lengths or length_of(), engine=self._engine)
+        self.workers: list[Worker] = []
+
+    def _engine(self, setup: WorkerSetup) -> RecordingEngine:
+        engine = RecordingEngine(
+            slots=setup.slots,
+            context_tokens=setup.context_tokens,
+            lengths=self.world.lengths,
+            clock=self.world.clock,
+        )
+        self.engines.append(engine)
+        return engine
+
+    def worker(self, **changes: Any) -> Worker:
+        """One more worker that hosts version 0."""
+        random = Random(len(self.workers))
+        agents = AgentsPort(self.play, thinks=lambda: random.randint(0, self.think))
+        name = f"w{len(self.workers)}"
+        worker = self.world.start(worker=name, agents=agents, **changes)
+        self.workers.append(worker)
+        return worker
+
+    def place(
+        self, worker: Worker, ordinal: int = 0, *, attempt: int = 1, resume: Resume | None = None
+    ) -> PlacedRequest:
+        place = self.world.place(worker, ordinal, attempt=attempt, resume=resume)
+        self.world.decide(place)
+        return place
+
+    def trajectory(self, name: str = NAME) -> Trajectory:
+        return self.world.trajectories()[name]
+
+    def sampled(self) -> list[tuple[list[int], int, list[int]]]:
+        """(prompt, seed, tokens) of every request that an engine has had."""
+        return [
+            (list(asked.token_ids), asked.seed, engine.sampled[key])
+            for engine in self.engines
+            for key, asked in engine.asked.items()
+        ]
+
+
+def agents(worker: Worker) -> AgentsPort:
+    assert worker.agents is not None
+    return worker.agents
+
+
+def told(worker: Worker, key: str = KEY) -> list[tuple[list[int], list[int]]]:
+    """Prompt and tokens of every answer that an agent has heard."""
+    return agents(worker).answered.get(key, [])
+
+
+def until_told(stage: Stage, worker: Worker, answers: int) -> None:
+    stage.world.ticks(worker, 3)
+    stage.world.until(worker, lambda: len(told(worker)) == answers)
+
+
+def check_record(stage: Stage, worker: Worker, trajectory: Trajectory, key: str = KEY) -> None:
+    """The record is what the agent was told, and every token of it is the engines'."""
+    meta, ids = trajectory.meta, list(trajectory.token_ids)
+    heard = told(worker, key)
+    assert len(meta.calls) == len(heard)
+    contexts = list(contexts_of(trajectory))
+    sampled = stage.sampled()
+    said: list[tuple[list[int], list[int]]] = []
+    for call in meta.calls:
+        (prompt,) = {
+            tuple(one.token_ids[: one.own + call.start - one.start].tolist())
+            for one in contexts
+            if one.start <= call.start <= one.start + len(one.token_ids) - one.own
+            and _begins(trajectory, one.start, call.start)
+        }
+        tokens = ids[call.start : call.end]
+        assert (list(prompt), call.seed, tokens) in sampled
+        digest = prompt_digest(prompt)
+        assert call.seed == call_seed(meta.seed, digest, call.occurrence)
+        said.append((list(prompt), tokens))
+    assert sorted(said) == sorted(heard)
+    assert trajectory.sampled == sum(call.end - call.start for call in meta.calls)
+    in_contexts = np.concatenate([one.loss_mask[one.own :] for one in contexts])
+    assert int(in_contexts.sum()) == trajectory.sampled, "each sampled token once"
+    starts = {one.start for one in trajectory.segments if one.kind == "model"}
+    assert set(meta.prefills) == starts
+
+
+def _begins(trajectory: Trajectory, context: int, call: int) -> bool:
+    """Whether a call is in the context that starts there."""
+    later = [one.start for one in trajectory.meta.contexts if one.start > context]
+    return not later or call < min(later)
+
+
+# What a session becomes
+
+
+def test_agent_that_goes_on_with_one_conversation_has_one_context() -> None:
+    stage = Stage(turns([1, 2, 3], [41, 42], [43]))
+    worker = stage.worker()
+    stage.place(worker)
+    stage.world.until_idle(worker)
+    trajectory = stage.trajectory()
+    check_record(stage, worker, trajectory)
+    assert trajectory.meta.contexts == ()
+    kinds = [one.kind for one in trajectory.segments]
+    assert kinds == ["prompt", "model", "environment", "model", "environment", "model"]
+    assert [one.turn for one in trajectory.segments] == [0, 0, 0, 1, 1, 2]
+    assert (trajectory.meta.prompt_tokens, trajectory.meta.finish) == (3, "environment")
+    assert trajectory.reward == 1.0
+    assert [call.api for call in trajectory.meta.calls] == ["generate"] * 3
+    for call, later in zip(trajectory.meta.calls, trajectory.meta.calls[1:], strict=False):
+        assert call.asked_ns <= call.answered_ns <= later.asked_ns
+    assert worker.engine.active == 0
+    assert agents(worker).closed == [KEY]
+
+
+def test_reward_is_asked_for_with_what_the_model_said_last_unless_the_agent_says() -> None:
+    def play(call: AgentCall) -> Agent:
+        yield [Ask([1, 2])]
+        yield [Ask([5, 6])]
+        yield [Ask([1, 2])]
+        rewarded = Rewarded(request=call.request, reward=0.25, raw=None, parts={"a": 1.0})
+        return {0: None, 1: "forty-two", 2: rewarded}[call.index]
+
+    stage = Stage(play)
+    worker = stage.worker()
+    for ordinal in range(3):
+        stage.place(worker, ordinal)
+    stage.world.until_idle(worker)
+    asked = {one.index: one.text for one in worker.tasks.seen if isinstance(one, RewardCall)}
+    (_, last) = told(worker)[-1]
+    assert asked == {0: " ".join(map(str, last)), 1: "forty-two"}
+    third = stage.trajectory("g0000000002-000")
+    assert (third.reward, third.meta.reward_parts) == (0.25, {"a": 1.0})
+
+
+def test_answer_leaves_when_its_record_is_in_the_log() -> None:
+    stage = Stage(turns([1, 2], [41]))
+    worker = stage.worker()
+    stage.place(worker)
+    heard = 0
+    while worker.machine.requests.by_key or not heard:
+        stage.world.ticks(worker, 1)
+        records = stage.world.records(TOPICS.progress)
+        heard = len(told(worker))
+        assert heard <= len(records)
+    chain = [decode_turn_progress(one.value) for one in stage.world.records(TOPICS.progress)]
+    assert [one.turn for one in chain] == [0, 1]
+    assert [list(one.token_ids) for one in chain] == [tokens for _, tokens in told(worker)]
+    assert [list(one.given_ids) for one in chain] == [[1, 2], [41]]
+
+
+def test_session_waits_for_its_agent_and_needs_no_slot_between_calls() -> None:
+    stage = Stage(turns([1, 2], [41]), think=200)
+    worker = stage.worker()
+    stage.place(worker)
+    requests = worker.machine.requests
+    seen: set[tuple[int, int]] = set()
+    while requests.by_key or not seen:
+        stage.world.ticks(worker, 1)
+        calls = sum(one.call is not None for one in requests.by_key.values())
+        if KEY in requests.by_key and requests.by_key[KEY].phase is Phase.AGENT:
+            on_engine = requests.in_phase(Phase.RUNNING, Phase.WAITING)
+            assert requests.thinking == (0 if on_engine else 1)
+            assert requests.placed == 1 and requests.generating(0) == 1 + on_engine
+            seen.add((calls, requests.off_engine()[0]))
+            at = Situation(
+                hosted=0, loading=None, loading_ns=0, tokens_ns=0, now_ns=0, heartbeat_ns=1
+            )
+            if not on_engine and not calls:
+                (wait,) = waits(requests.by_key.values(), at)
+                assert (wait.name, wait.words) == ("agent", "agents (1)")
+    assert (0, 1) in seen and (1, 0) in seen
+    assert requests.ended == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_token_is_the_engine_s_and_every_context_what_the_agent_was_told(seed: int) -> None:
+    """Several agents that wander at once; whatever they call."""
+    stage = Stage(lambda call: wandering(Random(f"{seed} {call.request}"), 10), think=3)
+    worker = stage.worker(max_tokens=1000)
+    for ordinal in range(6):
+        stage.place(worker, ordinal)
+    stage.world.until_idle(worker)
+    for logged in stage.world.facts(TrajectoryLogged):
+        trajectory = stage.world.trajectory(logged)
+        check_record(stage, worker, trajectory, f"{logged.trajectory}/1")
+        assert logged.contexts == 1 + len(trajectory.meta.contexts)
+        assert logged.calls == len(trajectory.meta.calls)
+    assert len(stage.world.trajectories()) == 6
+
+
+# What cannot be taken
+
+
+def refused(play: Play, *, lengths: Lengths | None = None, **changes: Any) -> tuple[Stage, Worker]:
+    stage = Stage(play, lengths=lengths)
+    worker = stage.worker(**changes)
+    stage.place(worker)
+    stage.world.until_idle(worker)
+    return stage, worker
+
+
+def codes(worker: Worker) -> list[tuple[int, str]]:
+    return [(one.status, one.code) for one in agents(worker).refused]
+
+
+def test_prompt_that_fills_a_context_is_refused_and_the_trajectory_ends_by_length() -> None:
+    def play(call: AgentCall) -> Agent:
+        yield [Ask([1, 2])]
+        yield [Ask([7] * 512)]
+        return None
+
+    stage, worker = refused(play)
+    assert codes(worker) == [(400, "context_length_exceeded")]
+    trajectory = stage.trajectory()
+    check_record(stage, worker, trajectory)
+    assert trajectory.meta.finish == "length"
+
+
+def test_call_beyond_calls_max_is_refused() -> None:
+    stage, worker = refused(turns([1], [41], [42], [43]), calls_max={"train": 2})
+    assert codes(worker) == [(429, "calls_max")]
+    assert len(stage.trajectory().meta.calls) == 2
+    assert stage.trajectory().meta.finish == "length"
+
+
+def test_tokens_of_a_trajectory_are_bounded_and_the_call_behind_the_bound_is_refused() -> None:
+    stage, worker = refused(turns([1], [41], [42]), lengths=lambda seed, turn: 7, max_tokens=10)
+    assert codes(worker) == [(429, "tokens_max")]
+    trajectory = stage.trajectory()
+    assert [(one.end - one.start, one.finish) for one in trajectory.meta.calls] == [
+        (7, "stop"),
+        (3, "length"),
+    ]
+    assert trajectory.meta.finish == "length"
+
+
+def test_agent_s_own_limit_of_tokens_is_no_end_by_length() -> None:
+    def play(call: AgentCall) -> Agent:
+        yield [Ask([1, 2], max_tokens=3)]
+        return None
+
+    stage, _ = refused(play, lengths=lambda seed, turn: 7)
+    assert [one.finish for one in stage.trajectory().meta.calls] == ["length"]
+    assert stage.trajectory().meta.finish == "environment"
+
+
+def test_too_many_calls_at_once_are_refused_and_may_be_made_again() -> None:
+    def play(call: AgentCall) -> Agent:
+        yield [Ask([1, 2])] * 3
+        yield [Ask([1, 2])]
+        return None
+
+    stage, worker = refused(play, calls_open_max={"train": 2})
+    assert codes(worker) == [(429, "too_many_open")]
+    trajectory = stage.trajectory()
+    check_record(stage, worker, trajectory)
+    assert {one.occurrence for one in trajectory.meta.calls} == {0, 1, 2}
+    assert trajectory.meta.finish == "environment"
+
+
+def test_agent_that_never_called_has_no_trajectory() -> None:
+    def play(call: AgentCall) -> Agent:
+        yield from ()
+        return "nothing"
+
+    stage, _ = refused(play)
+    (gone,) = stage.world.facts(RequestFailed)
+    assert (gone.error, gone.retryable) == ("NoCall", False)
+
+
+def test_agent_that_fails_leaves_an_invalid_trajectory_of_what_it_was_answered() -> None:
+    stage = Stage(turns([1, 2], [41], [42]))
+    worker = stage.worker()
+    stage.place(worker)
+    world = stage.world
+    until_told(stage, worker, 2)
+    worker.tasks.events.append(TaskFailed(request=KEY, error="ValueError", message="no"))
+    world.until_idle(worker)
+    trajectory = stage.trajectory()
+    assert (trajectory.meta.finish, trajectory.meta.error) == ("error", "ValueError: no")
+    assert trajectory.reward is None and len(trajectory.meta.calls) == 2
+    assert KEY in worker.tasks.forgotten
+
+
+# What a worker does with them
+
+
+def test_session_is_cancelled_with_its_calls() -> None:
+    stage = Stage(turns([1, 2], [41]), lengths=lambda seed, turn: 50)
+    worker = stage.worker()
+    place = stage.place(worker)
+    stage.world.until(worker, lambda: worker.engine.active == 1)
+    stage.world.decide(stage.world.cancel(place))
+    stage.world.until_idle(worker)
+    assert worker.engine.active == 0
+    assert agents(worker).closed == [KEY]
+    assert worker.tasks.forgotten == [KEY]
+    assert stage.world.trajectories() == {}
+
+
+def alone(play: Play) -> Trajectory:
+    """The trajectory of a session that nothing happens to."""
+    stage = Stage(play)
+    worker = stage.worker(max_tokens=1000)
+    stage.place(worker)
+    stage.world.until_idle(worker)
+    return stage.trajectory()
+
+
+def check_same(one: Trajectory, other: Trajectory) -> None:
+    """Equal but for where and when it was made."""
+    assert list(one.token_ids) == list(other.token_ids)
+    assert list(one.logprobs) == list(other.logprobs)
+    assert list(one.loss_mask) == list(other.loss_mask)
+    assert one.meta.contexts == other.meta.contexts
+    calls = [(c.start, c.end, c.seed, c.occurrence, c.finish) for c in one.meta.calls]
+    assert calls == [(c.start, c.end, c.seed, c.occurrence, c.finish) for c in other.meta.calls]
+
+
+TALKS = turns([1, 2, 3], *([40 + at] for at in range(8)))
+
+
+@pytest.mark.parametrize("answers", [0, 1, 4, 8])
+def test_session_that_moves_goes_on_elsewhere_with_the_same_tokens(answers: int) -> None:
+    stage = Stage(TALKS, lengths=length_of(), think=2)
+    source, target = stage.worker(max_tokens=1000), stage.worker(max_tokens=1000)
+    world = stage.world
+    place = stage.place(source)
+    until_told(stage, source, answers)
+    world.decide(world.move(place, target))
+    world.until(source, lambda: bool(world.facts(RequestReleased)))
+    (released,) = world.facts(RequestReleased)
+    assert (released.resume is None) == (answers == 0)
+    assert released.kv is None and agents(source).closed == [KEY]
+    assert source.engine.active == 0 and KEY in source.tasks.forgotten
+    stage.place(target, attempt=2, resume=released.resume)
+    world.until_idle(target)
+    trajectory = stage.trajectory()
+    check_same(trajectory, alone(TALKS))
+    check_record(stage, target, trajectory, f"{NAME}/2")
+    made = [one.worker for one in trajectory.segments if one.kind == "model"]
+    recorded = target.counts["calls answered from the record"]
+    assert recorded >= answers
+    assert made == ["w0"] * recorded + ["w1"] * (9 - recorded)
+
+
+def test_worker_that_leaves_names_the_last_record_of_its_sessions() -> None:
+    stage = Stage(TALKS, think=2)
+    source = stage.worker(max_tokens=1000)
+    stage.place(source)
+    until_told(stage, source, 3)
+    stage.world.stop(source)
+    (left,) = stage.world.facts(WorkerLeft)
+    newest = stage.world.records(TOPICS.progress)[-1]
+    assert left.progress[NAME].offset == newest.offset
+    target = stage.worker(max_tokens=1000)
+    stage.place(target, attempt=2, resume=left.progress[NAME])
+    stage.world.until_idle(target)
+    check_same(stage.trajectory(), alone(TALKS))
+
+
+def test_drained_worker_finishes_its_sessions_first() -> None:
+    stage = Stage(TALKS, think=2)
+    worker = stage.worker(max_tokens=1000)
+    stage.place(worker)
+    stage.world.until(worker, lambda: worker.engine.active == 1)
+    drain = Drain(reason="t", worker="w0", epoch=worker.setup.epoch)
+    stage.world.decide(drain)
+    stage.world.until(worker, lambda: worker.machine.finished)
+    assert worker.machine.outcome == "left"
+    check_same(stage.trajectory(), alone(TALKS))
+
+
+def test_session_keeps_its_version_on_the_worker_until_it_ends() -> None:
+    stage = Stage(TALKS, think=30)
+    worker = stage.worker(max_tokens=1000)
+    stage.place(worker)
+    world = stage.world
+    until_told(stage, worker, 1)
+    world.decide(world.assign(worker, 1))
+    while worker.machine.hosted.version == 0:
+        world.ticks(worker, 1)
+        assert worker.machine.loading is None or KEY not in agents(worker).opened
+    world.until_idle(worker)
+    assert stage.trajectory().versions == [0] * 9
+
+
+def test_session_whose_version_has_no_future_here_is_handed_back() -> None:
+    stage = Stage(TALKS, think=30)
+    worker = stage.worker(max_tokens=1000)
+    world = stage.world
+    place = stage.world.place(worker, 0, version=1)
+    world.decide(world.assign(worker, 1), place)
+    world.decide(world.assign(worker, 2))
+    world.until(worker, lambda: bool(world.facts(RequestFailed)))
+    (gone,) = world.facts(RequestFailed)
+    assert (gone.error, gone.retryable) == ("Retargeted", True)
+    assert agents(worker).closed == [KEY]
+
+
+def test_agent_whose_process_died_starts_again_and_is_answered_from_the_record() -> None:
+    stage = Stage(TALKS, think=2)
+    worker = stage.worker(max_tokens=1000)
+    stage.place(worker)
+    world = stage.world
+    for answers in (2, 5):
+        until_told(stage, worker, answers)
+        agents(worker).lose(KEY)
+        world.ticks(worker, 2)
+    world.until_idle(worker)
+    assert worker.counts["agents started again"] == 2
+    assert worker.counts["calls answered from the record"] >= 2 + 5
+    check_record(stage, worker, stage.trajectory())
+    check_same(stage.trajectory(), alone(TALKS))
+    assert len(stage.sampled()) == 9, "nothing was sampled twice"
+
+
+def test_agent_that_dies_again_and_again_is_handed_back_with_its_record() -> None:
+    stage = Stage(TALKS, think=2)
+    worker = stage.worker(max_tokens=1000)
+    stage.place(worker)
+    for _ in range(EPISODE_RESTARTS_MAX + 1):
+        until_told(stage, worker, 3)
+        agents(worker).lose(KEY)
+        stage.world.ticks(worker, 3)
+    (gone,) = stage.world.facts(RequestFailed)
+    assert (gone.error, gone.retryable) == ("EpisodeLost", True)
+
+
+def test_recorded_calls_that_are_not_asked_again_are_no_part_of_the_trajectory() -> None:
+    starts: list[str] = []
+
+    def play(call: AgentCall) -> Agent:
+        starts.append(call.request)
+        first = [1, 2] if len(starts) == 1 else [3, 4]
+        for prompt in (first, [9, 9], [*first, 5]):
+            yield [Ask(prompt)]
+        return None
+
+    stage = Stage(play, think=2)
+    worker = stage.worker()
+    stage.place(worker)
+    until_told(stage, worker, 2)
+    agents(worker).lose(KEY)
+    stage.world.until_idle(worker)
+    trajectory = stage.trajectory()
+    check_record(stage, worker, trajectory)
+    assert len(trajectory.meta.calls) == 3
+    assert worker.counts["calls answered from the record"] == 1
+    assert worker.counts["recorded calls not asked again"] >= 1
+
+
+def test_chain_that_is_none_is_counted_and_the_session_begins_anew() -> None:
+    stage = Stage(TALKS)
+    worker = stage.worker(max_tokens=1000)
+    nonsense = Append(topic=TOPICS.progress, value=b"nonsense", partition=0)
+    (offset,) = stage.world.writer.append([nonsense])
+    stage.place(worker, resume=Resume(tokens=5, partition=0, offset=offset))
+    stage.world.until_idle(worker)
+    assert worker.counts["progress unusable"] == 1
+    check_same(stage.trajectory(), alone(TALKS))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_killed_at_any_moment_it_goes_on_elsewhere_with_the_same_tokens(
+    seed: int, kills: list[int]
+) -> None:
+    """Agents that branch and call in parallel; each kill is that of a worker, whose last record is
+    what another one goes on from."""
+
+    def play(call: AgentCall) -> Agent:
+        return wandering(Random(f"{seed} {call.request.partition('/')[0]}"), 10)
+
+    stage = Stage(play, think=2)
+    resume: Resume | None = None
+    for attempt, ticks in enumerate([*kills, 0], start=1):
+        worker = stage.worker(max_tokens=1000)
+        stage.place(worker, attempt=attempt, resume=resume)
+        stage.world.ticks(worker, ticks)
+        if not ticks:
+            stage.world.until_idle(worker)
+        resume = worker.machine.requests.progress().get(NAME, resume)
+        if stage.world.facts(TrajectoryLogged):
+            break
+    trajectory = stage.trajectory()
+    check_record(stage, worker, trajectory, f"{NAME}/{attempt}")
+    calm = Stage(play)
+    other = calm.worker(max_tokens=1000)
+    calm.place(other)
+    calm.world.until_idle(other)
+    assert sorted(told(other)) == sorted(told(worker, f"{NAME}/{attempt}"))
+    assert worker.counts["progress unusable"] == 0

@@ -1,0 +1,209 @@
+"""Agents without processes or an endpoint: generators that ask the model and hear its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from dora_pipe.producers.engines.port import EngineEvent, EngineRequest, TokensSampled
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded
+from dora_pipe.producers.worker.effects import (
+    AgentCall,
+    AgentEnded,
+    AnswerCall,
+    CallAsked,
+    CloseSession,
+    OpenSession,
+    RefuseCall,
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One call of an agent."""
+
+    prompt: list[int]
+    max_tokens: int | None = None
+
+
+Heard = AnswerCall | RefuseCall
+Agent = Generator[list[Ask], list[Heard], Rewarded | str | None]
+"""Yields calls that it makes at once, and is sent what they were answered, in order."""
+
+Play = Callable[[AgentCall], Agent]
+
+
+@dataclass
+class _Life:
+    """An agent that runs."""
+
+    agent: Agent
+    first: int = 0
+    """Number of the first call that it waits for."""
+    waits: dict[int, Heard | None] = field(default_factory=dict)
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+
+
+class AgentsPort:
+    """The agents of a worker, and the endpoint that they call. `thinks` is how many polls an agent
+    takes before every event."""
+
+    effects: tuple[type, ...] = (AgentCall, OpenSession, AnswerCall, RefuseCall, CloseSession)
+
+    def __init__(self, play: Play, *, thinks: Callable[[], int] = lambda: 0) -> None:
+        self._play, self._thinks = play, thinks
+        self._lives: dict[str, _Life] = {}
+        self._later: list[tuple[int, Any]] = []
+        self._polls = 0
+        self.opened: set[str] = set()
+        self.started: list[str] = []
+        self.closed: list[str] = []
+        self.refused: list[RefuseCall] = []
+        self.answered: dict[str, list[tuple[list[int], list[int]]]] = {}
+        """By request: prompt and tokens of every answer that the present start of it has heard."""
+
+    def start(self, effect: Any) -> None:
+        match effect:
+            case OpenSession():
+                assert effect.request not in self.opened
+                self.opened.add(effect.request)
+            case AgentCall():
+                assert effect.request in self.opened
+                self._begin(effect)
+            case CloseSession():
+                self._close(effect.request)
+            case AnswerCall() | RefuseCall():
+                self._hear(effect)
+
+    def poll(self) -> list[Any]:
+        self._polls += 1
+        due = [event for at, event in self._later if at <= self._polls]
+        self._later = [(at, event) for at, event in self._later if at > self._polls]
+        return due
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._later)
+
+    def close(self) -> None:
+        self._lives.clear()
+
+    def lose(self, request: str) -> None:
+        """The process of an agent dies."""
+        self._lives.pop(request)
+        self._say(EpisodeLost(request=request, message="its process ended: killed"))
+
+    def _say(self, event: Any) -> None:
+        self._later.append((self._polls + 1 + self._thinks(), event))
+
+    def _begin(self, call: AgentCall) -> None:
+        self.started.append(call.request)
+        self.answered[call.request] = []
+        life = self._lives[call.request] = _Life(self._play(call))
+        self._go_on(call.request, life, None)
+
+    def _go_on(self, request: str, life: _Life, heard: list[Heard] | None) -> None:
+        try:
+            asks = life.agent.send(heard) if heard is not None else next(life.agent)
+        except StopIteration as end:
+            rewarded = end.value if isinstance(end.value, Rewarded) else None
+            text = end.value if isinstance(end.value, str) else None
+            self._say(AgentEnded(request=request, rewarded=rewarded, text=text))
+            return
+        numbers = range(life.first, life.first + len(asks))
+        life.first += len(asks)
+        life.waits = dict.fromkeys(numbers)
+        at = self._polls + 1 + self._thinks()
+        for number, ask in zip(numbers, asks, strict=True):
+            life.prompts[number] = ask.prompt
+            asked = CallAsked(
+                request=request,
+                call=number,
+                token_ids=ask.prompt,
+                max_tokens=ask.max_tokens,
+                api="generate",
+            )
+            self._later.append((at, asked))
+
+    def _hear(self, heard: Heard) -> None:
+        assert heard.request in self.opened
+        life = self._lives.get(heard.request)
+        if life is None:
+            return
+        assert life.waits[heard.call] is None, "answered once"
+        life.waits[heard.call] = heard
+        if isinstance(heard, AnswerCall):
+            said = (life.prompts[heard.call], list(heard.token_ids))
+            self.answered[heard.request].append(said)
+        else:
+            self.refused.append(heard)
+        waits = [one for one in life.waits.values() if one is not None]
+        if len(waits) == len(life.waits):
+            self._go_on(heard.request, life, waits)
+
+    def _close(self, request: str) -> None:
+        self.opened.remove(request)
+        self.closed.append(request)
+        self._lives.pop(request, None)
+        self._later = [(at, event) for at, event in self._later if event.request != request]
+
+
+class RecordingEngine(SimulatedEngine):
+    """A simulated engine that keeps what it was asked and what it sampled."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.asked: dict[str, EngineRequest] = {}
+        self.sampled: dict[str, list[int]] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        super().add(request)
+        self.asked[request.request] = request
+        self.sampled[request.request] = []
+
+    def step(self) -> list[EngineEvent]:
+        events = super().step()
+        for event in events:
+            if isinstance(event, TokensSampled):
+                self.sampled[event.request] += event.token_ids
+        return events
+
+
+def turns(prompt: Sequence[int], *answers: Sequence[int]) -> Play:
+    """An agent whose every call goes on with the last one, after these answers to it."""
+
+    def play(call: AgentCall) -> Agent:
+        so_far = list(prompt)
+        for answer in (*answers, None):
+            (heard,) = yield [Ask(so_far)]
+            if answer is None or isinstance(heard, RefuseCall):
+                return None
+            so_far = [*so_far, *heard.token_ids, *answer]
+        return None
+
+    return play
+
+
+def wandering(random: Random, calls: int) -> Agent:
+    """Goes on with, branches off, cuts and joins what it has heard, one call or several at once."""
+    said: list[list[int]] = [[random.randrange(1, 50) for _ in range(random.randint(1, 6))]]
+    made = 0
+    while made < calls:
+        asks: list[Ask] = []
+        for _ in range(random.choice([1, 1, 1, 2, 3])):
+            base = random.choice(said[-3:])
+            cut = random.choice([0, 0, 0, random.randrange(len(base))])
+            fresh = [
+                random.randrange(1, 50) for _ in range(random.randint(0 if cut == 0 else 1, 4))
+            ]
+            prompt = [*base[: len(base) - cut], *fresh]
+            asks += [Ask(prompt, random.choice([None, 3]))] * random.choice([1, 1, 2])
+        made += len(asks)
+        heard = yield asks
+        for ask, one in zip(asks, heard, strict=True):
+            if isinstance(one, AnswerCall):
+                said.append([*ask.prompt, *one.token_ids])
+    return None

@@ -1,0 +1,195 @@
+"""Where a call of an agent belongs, and the record that all of them become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree, placed
+from dora_pipe.producers.worker.effects import AnswerCall
+from dora_pipe.schemas.contexts import Call, Context, bounds, pieces
+from dora_pipe.schemas.trajectory import TurnProgress
+from tests.support.agents import wandering
+from tests.support.worker import digest_of
+
+
+def turn_of(
+    tree: ContextTree, prompt: list[int], sampled: list[int], **changes: Any
+) -> TurnProgress:
+    """A call with this prompt, answered so, where it belongs."""
+    at = len(tree.turns)
+    turn = TurnProgress(
+        trajectory="g0000000000-000",
+        attempt=1,
+        version=0,
+        digest=digest_of(0),
+        worker="w0",
+        epoch=3,
+        turn=at,
+        context=0,
+        parent=-1,
+        shared=0,
+        given_ids=[],
+        token_ids=sampled,
+        logprobs=[-1.0] * len(sampled),
+        sampler_logprobs=[-1.0] * len(sampled),
+        prefills=(len(prompt),),
+        previous=at - 1,
+        started_ns=10 * at + 1,
+        ended_ns=10 * at + 2,
+        call=Call(
+            start=len(prompt),
+            end=len(prompt) + len(sampled),
+            seed=at,
+            asked_ns=10 * at,
+            answered_ns=10 * at + 3,
+        ),
+    )
+    return replace(placed(turn, tree.place(prompt)), **changes)
+
+
+def tree_of(*calls: tuple[list[int], list[int]]) -> ContextTree:
+    tree = ContextTree()
+    for prompt, sampled in calls:
+        assert tree.add(turn_of(tree, prompt, sampled)) == ""
+    return tree
+
+
+def test_first_call_begins_the_first_context() -> None:
+    assert ContextTree().place([1, 2]) == CallPlace(0, -1, 0, [1, 2])
+
+
+def test_call_that_extends_a_context_goes_on_with_it() -> None:
+    tree = tree_of(([1, 2], [7, 8]))
+    assert tree.place([1, 2, 7, 8, 3]) == CallPlace(0, -1, 0, [3])
+    assert tree.place([1, 2, 7, 8]) == CallPlace(0, -1, 0, [])
+
+
+def test_call_that_does_not_opens_one_behind_the_longest_common_prefix() -> None:
+    tree = tree_of(([1, 2], [7, 8]), ([5, 6, 4], [9]))
+    assert tree.place([1, 2, 7, 4]) == CallPlace(2, 0, 3, [4])
+    assert tree.place([5, 6]) == CallPlace(2, 1, 2, [])
+    assert tree.place([3, 3]) == CallPlace(2, -1, 0, [3, 3])
+
+
+def test_of_two_contexts_that_a_call_extends_it_goes_on_with_the_longer() -> None:
+    tree = tree_of(([1], [2]), ([1, 3], [4]), ([1, 2, 5], [6]))
+    assert tree.place([1, 2, 5, 6, 7]).context == 0
+    longer = tree_of(([1, 2], [3]), ([1, 2], [3, 4]))
+    assert longer.place([1, 2, 3, 4, 5]) == CallPlace(1, -1, 0, [5])
+
+
+def test_second_answer_to_a_prompt_shares_all_of_it() -> None:
+    tree = tree_of(([1, 2], [7]), ([1, 2], [8]))
+    record = tree.record()
+    assert record.contexts == (Context(3, 0, 2),)
+    assert record.sequence.token_ids == [1, 2, 7, 8]
+    assert [(one.start, one.end) for one in record.calls] == [(2, 3), (3, 4)]
+
+
+def test_record_has_contexts_one_behind_another_and_calls_as_they_were_answered() -> None:
+    tree = tree_of(([1, 2], [7]), ([5], [8]), ([1, 2, 7, 3], [9]))
+    sequence, contexts, calls = tree.record()
+    assert sequence.token_ids == [1, 2, 7, 3, 9, 5, 8]
+    assert contexts == (Context(5),)
+    assert [(one.start, one.end, one.seed) for one in calls] == [(2, 3, 0), (6, 7, 1), (4, 5, 2)]
+    assert [(one.kind, one.turn) for one in sequence.segments] == [
+        ("prompt", 0),
+        ("model", 0),
+        ("environment", 0),
+        ("model", 1),
+        ("prompt", 0),
+        ("model", 0),
+    ]
+    assert sequence.prefills == [2, 4, 6]
+    assert sequence.prompt_tokens == 2
+    assert sequence.moves == 0
+    given_ = sequence.segments[2]
+    assert (given_.start_ns, given_.end_ns) == (3, 20), "from the answer before to the next call"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"context": 2}, "not there"),
+        ({"context": 1, "parent": -1, "shared": 3}, "not there"),
+        ({"context": 1, "parent": 1, "shared": 1}, "not there"),
+        ({"context": 1, "parent": 0, "shared": 9}, "not there"),
+        ({"context": 0, "shared": 1}, "not there"),
+        ({"context": 1}, "not where its context ends"),
+    ],
+)
+def test_call_that_cannot_follow_is_refused_with_the_reason(
+    changes: dict[str, int], why: str
+) -> None:
+    tree = tree_of(([1, 2], [7]))
+    assert why in tree.add(turn_of(tree, [1, 2, 7, 3], [4], **changes))
+    assert len(tree.turns) == 1
+
+
+@given(st.integers(0, 2**32), st.data())
+def test_every_call_comes_back_from_the_record_as_it_was_asked_and_answered(
+    seed: int, data: st.DataObject
+) -> None:
+    """Whatever calls an agent makes, of all and of some of them."""
+    calls = _calls(Random(seed))
+    tree = tree_of(*calls)
+    used = data.draw(st.sets(st.integers(0, len(calls) - 1), min_size=1))
+    for kept in (range(len(calls)), sorted(used)):
+        _check_record(tree.only(kept), [calls[at] for at in kept])
+    assert tree.only(range(len(calls))).turns == tree.turns
+
+
+def _calls(random: Random) -> list[tuple[list[int], list[int]]]:
+    agent = wandering(random, 8)
+    found: list[tuple[list[int], list[int]]] = []
+    asks = next(agent)
+    while True:
+        said = [[random.randrange(50, 60) for _ in range(random.randint(0, 4))] for _ in asks]
+        found += [(one.prompt, sampled) for one, sampled in zip(asks, said, strict=True)]
+        try:
+            asks = agent.send(
+                [
+                    AnswerCall(
+                        request="r",
+                        call=0,
+                        token_ids=sampled,
+                        logprobs=[],
+                        finish="stop",
+                        prompt_tokens=1,
+                    )
+                    for sampled in said
+                ]
+            )
+        except StopIteration:
+            return found
+
+
+def _check_record(tree: ContextTree, calls: list[tuple[list[int], list[int]]]) -> None:
+    sequence, contexts, made = tree.record()
+    length = len(sequence)
+    assert sum(sequence.loss_mask) == sum(len(sampled) for _, sampled in calls)
+    assert len({(one.start, one.seed) for one in made}) == len(calls)
+    places = list(enumerate(bounds(contexts, length)))
+    for (prompt, sampled), call in zip(calls, made, strict=True):
+        around = [at for at, (start, end) in places if start <= call.start <= end]
+        stands = [_before(sequence.token_ids, contexts, at, length, call.start) for at in around]
+        assert prompt in stands
+        assert sequence.token_ids[call.start : call.end] == sampled
+        assert sequence.loss_mask[call.start : call.end] == [1] * len(sampled)
+
+
+def _before(
+    ids: list[int], contexts: tuple[Context, ...], at: int, length: int, end: int
+) -> list[int]:
+    """What stands before a place of the record in a context."""
+    found: list[int] = []
+    *shared, (start, _) = pieces(contexts, at, length)
+    for first, last in shared:
+        found += ids[first:last]
+    return [*found, *ids[start:end]]

@@ -1,0 +1,287 @@
+"""A session and its calls, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dora_pipe.core.runtime import Outputs, Published
+from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, Rewarded, TaskFailed
+from dora_pipe.producers.worker.effects import (
+    AgentCall,
+    AgentEnded,
+    AnswerCall,
+    CallAsked,
+    CloseSession,
+    EncodeFailed,
+    EncodeProgress,
+    EncodeTrajectory,
+    EngineAdd,
+    EngineCancel,
+    EngineStarted,
+    OpenSession,
+    ProgressEncoded,
+    RefuseCall,
+    RewardCall,
+)
+from dora_pipe.producers.worker.request import Phase
+from dora_pipe.producers.worker.requests import Requests
+from dora_pipe.producers.worker.sessions import Sessions
+from dora_pipe.schemas.control import RequestFailed, decode_control
+from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.trajectory import TurnProgress
+from tests.support.phases import KEY, NOW, TRAJECTORY
+from tests.support.worker import OF_AGENTS, setup_of, spec_of
+
+PHASES = {"AGENT", "ANSWERING"}
+"""Those that only sessions and their calls have."""
+
+
+class Driver:
+    """The requests and sessions of a worker, which is told events one by one."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.requests = Requests(setup_of(epoch=9, **{**OF_AGENTS, **changes}))
+        self.requests.versions = frozenset({0})
+        self.sessions = Sessions(self.requests)
+        self.place()
+
+    def place(self) -> None:
+        place = PlacedRequest(
+            reason="t",
+            spec=spec_of(0),
+            trajectory=TRAJECTORY,
+            sibling=0,
+            attempt=1,
+            worker="w0",
+            epoch=9,
+        )
+        assert self.sessions.takes(place)
+        self.sessions.place(place, NOW)
+
+    def give(self, *events: Any) -> list[Any]:
+        """The effects of these events."""
+        self.requests.out = Outputs()
+        for event in events:
+            if isinstance(event, Published):
+                taken = self.sessions.handle_published(event, NOW)
+                if not taken:
+                    self.requests.handle_published(event, NOW)
+            elif not self.sessions.handle(event, NOW):
+                self.requests.handle(event, NOW)
+        self.requests.fill(0)
+        return self.requests.out.effects
+
+    def ask(self, call: int, prompt: Sequence[int], **changes: Any) -> list[Any]:
+        return self.give(CallAsked(request=KEY, call=call, token_ids=prompt, **changes))
+
+    def sample(self, key: str, tokens: Sequence[int]) -> list[Any]:
+        """A call goes through the engine."""
+        logprobs = [-1.0] * len(tokens)
+        return self.give(
+            EngineStarted(request=key, at_ns=7),
+            TokensSampled(
+                request=key,
+                token_ids=tokens,
+                logprobs=logprobs,
+                sampler_logprobs=logprobs,
+                first_token_ns=8,
+            ),
+            RequestFinished(request=key, reason="stop"),
+        )
+
+    def log(self, key: str, offset: int) -> list[Any]:
+        """Its record becomes durable."""
+        return self.give(
+            ProgressEncoded(request=key, value=b"p"),
+            Published(tag=f"p:{key}", topic="r.progress", partition=0, offset=offset),
+        )
+
+    def phase(self, key: str = KEY) -> Phase:
+        return self.requests.by_key[key].phase
+
+
+def called(*tokens: int) -> Driver:
+    """A session whose first call was answered so."""
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    driver.sample(f"{KEY}#0", tokens)
+    driver.log(f"{KEY}#0", 4)
+    return driver
+
+
+def test_session_is_opened_before_its_agent_is_called() -> None:
+    driver = Driver()
+    opened, called_ = driver.requests.out.effects
+    assert opened == OpenSession(request=KEY, source="train")
+    assert called_ == AgentCall(request=KEY, split="train", index=0, source="train")
+    assert driver.phase() is Phase.AGENT
+    driver.place()
+    assert driver.requests.counts["placed twice"] == 1
+
+
+def test_call_goes_to_the_engine_with_a_seed_of_its_own_and_what_is_left_of_the_tokens() -> None:
+    driver = called(7, 8)
+    (effect,) = driver.ask(1, [1, 2, 7, 8, 3], max_tokens=5)
+    assert isinstance(effect, EngineAdd)
+    first = driver.requests.by_key[KEY].seed
+    assert effect.request.request == f"{KEY}#1" and effect.request.seed != first
+    assert (list(effect.request.token_ids), effect.request.sampled) == ([1, 2, 7, 8, 3], 0)
+    assert effect.request.params.max_tokens == 5
+    (effect,) = driver.ask(2, [1])
+    assert isinstance(effect, EngineAdd) and effect.request.params.max_tokens == 62
+
+
+def test_call_is_recorded_then_answered() -> None:
+    driver = Driver()
+    driver.ask(5, [1, 2], api="chat", caller="me", asked={"top_p": 0.5})
+    (encode,) = driver.sample(f"{KEY}#0", [7, 8])
+    assert isinstance(encode, EncodeProgress) and isinstance(encode.progress, TurnProgress)
+    turn = encode.progress
+    assert (turn.turn, turn.context, turn.parent, turn.shared) == (0, 0, -1, 0)
+    assert (turn.given_ids, turn.token_ids, turn.prefills) == ([1, 2], [7, 8], (2,))
+    assert (turn.call.start, turn.call.end, turn.call.finish) == (2, 4, "stop")
+    assert (turn.call.api, turn.call.caller, turn.call.asked) == ("chat", "me", {"top_p": 0.5})
+    assert (turn.previous, turn.started_ns, turn.worker, turn.epoch) == (-1, 7, "w0", 9)
+    assert driver.phase(f"{KEY}#0") is Phase.ANSWERING
+    assert driver.log(f"{KEY}#0", 4) == [
+        AnswerCall(
+            request=KEY,
+            call=5,
+            token_ids=[7, 8],
+            logprobs=[-1.0, -1.0],
+            finish="stop",
+            prompt_tokens=2,
+        )
+    ]
+    resume = driver.requests.by_key[KEY].resume
+    assert resume is not None and (resume.tokens, resume.offset) == (2, 4)
+    assert list(driver.requests.by_key) == [KEY]
+
+
+def test_one_record_of_a_session_is_under_way_at_a_time_and_names_the_one_before() -> None:
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    driver.ask(1, [1, 2])
+    (encode,) = driver.sample(f"{KEY}#1", [8])
+    assert isinstance(encode, EncodeProgress) and encode.request == f"{KEY}#1"
+    assert driver.sample(f"{KEY}#0", [7]) == []
+    answer, then = driver.log(f"{KEY}#1", 4)
+    assert isinstance(answer, AnswerCall) and answer.call == 1
+    assert isinstance(then, EncodeProgress) and isinstance(then.progress, TurnProgress)
+    assert (then.progress.previous, then.progress.turn) == (4, 1)
+    assert (then.progress.context, then.progress.parent, then.progress.shared) == (1, 0, 2)
+    assert then.progress.call.occurrence == 0
+
+
+def test_call_asked_twice_under_one_number_is_one() -> None:
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    assert driver.ask(0, [1, 2]) == []
+    assert driver.requests.counts["calls asked twice"] == 1
+
+
+def test_call_of_an_agent_that_has_returned_comes_too_late() -> None:
+    driver = called(7)
+    closed, reward = driver.give(AgentEnded(request=KEY))
+    assert closed == CloseSession(request=KEY, source="train")
+    assert isinstance(reward, RewardCall) and list(reward.answer) == [7]
+    assert driver.ask(1, [1, 2, 7]) == []
+    assert driver.requests.counts["calls too late"] == 1
+    driver.give(Rewarded(request=KEY, reward=1.0, raw=None, parts={}))
+    assert driver.phase() is Phase.ENCODING
+
+
+def test_call_that_its_agent_has_not_waited_for_is_no_part_of_the_trajectory() -> None:
+    driver = called(7)
+    driver.ask(1, [1, 2, 7])
+    driver.give(EngineStarted(request=f"{KEY}#1", at_ns=7))
+    closed, cancel, reward = driver.give(AgentEnded(request=KEY))
+    assert isinstance(closed, CloseSession) and isinstance(reward, RewardCall)
+    assert cancel == EngineCancel(request=f"{KEY}#1")
+    assert driver.requests.by_key[KEY].sequence.token_ids == [1, 2, 7]
+
+
+def test_engine_s_error_refuses_the_call_and_ends_the_trajectory_with_what_was_answered() -> None:
+    driver = called(7)
+    driver.ask(1, [1, 2, 7])
+    key = f"{KEY}#1"
+    driver.give(EngineStarted(request=key, at_ns=7))
+    error = RequestFinished(request=key, reason="error", error="no more memory")
+    refused, closed, _, forget, encode = driver.give(error)
+    assert refused == RefuseCall(
+        request=KEY, call=1, status=500, code="engine_error", message="no more memory"
+    )
+    assert isinstance(closed, CloseSession) and isinstance(forget, Forget)
+    assert isinstance(encode, EncodeTrajectory)
+    meta = encode.trajectory.meta
+    assert (meta.finish, meta.error) == ("error", "EngineError: no more memory")
+    assert len(meta.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "retryable"),
+    [
+        (TaskFailed(request=KEY, error="KeyError", message="'x'"), "KeyError", False),
+        (AgentEnded(request=KEY), "NoCall", False),
+    ],
+)
+def test_session_that_ends_without_an_answer_fails(event: Any, error: str, retryable: bool) -> None:
+    driver = Driver()
+    driver.give(event)
+    (append,) = (one.record for one in driver.requests.out.publish)
+    failed = decode_control(append.value)
+    assert isinstance(failed, RequestFailed)
+    assert (failed.error, failed.retryable) == (error, retryable)
+    assert driver.requests.by_key == {}
+
+
+def test_record_that_breaks_a_rule_fails_the_session() -> None:
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    driver.sample(f"{KEY}#0", [7])
+    driver.give(EncodeFailed(request=f"{KEY}#0", message="log-prob is not <= 0"))
+    assert driver.requests.by_key == {} and driver.requests.placed == 0
+
+
+def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_for() -> None:
+    driver = called(7)
+    driver.ask(1, [1, 2, 7])
+    effects = driver.give(EpisodeLost(request=KEY, message="killed"))
+    assert [type(one) for one in effects] == [CloseSession, OpenSession, AgentCall]
+    (again,) = driver.ask(0, [1, 2])
+    assert isinstance(again, AnswerCall) and (again.call, list(again.token_ids)) == (0, [7])
+    assert driver.ask(1, [1, 2, 7]) == []
+    driver.sample(f"{KEY}#1", [8])
+    (answer,) = driver.log(f"{KEY}#1", 5)
+    assert isinstance(answer, AnswerCall) and (answer.call, list(answer.token_ids)) == (1, [8])
+
+
+def test_acknowledgement_of_a_call_that_was_dropped_is_ignored() -> None:
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    driver.sample(f"{KEY}#0", [7])
+    driver.give(ProgressEncoded(request=f"{KEY}#0", value=b"p"))
+    driver.requests.cancel(TRAJECTORY, 1)
+    driver.give(Published(tag=f"p:{KEY}#0", topic="r.progress", partition=0, offset=4))
+    assert driver.requests.counts["ignored"] == 1
+    assert driver.requests.placed == 0 and driver.requests.generating(0) == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ProgressEncoded(request=KEY, value=b"p"),
+        RequestFinished(request=KEY, reason="stop"),
+        Rewarded(request=KEY, reward=1.0, raw=None, parts={}),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_event_that_a_session_does_not_wait_for_is_refused(event: Any) -> None:
+    driver = called(7)
+    assert driver.give(event) == []
+    assert driver.requests.counts["refused"] == 1
+    assert driver.phase() is Phase.AGENT

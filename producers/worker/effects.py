@@ -5,7 +5,12 @@
     EnvStep           TaskPort      EnvObserved, TaskFailed, EpisodeLost           a task process
     RewardCall        TaskPort      Rewarded, TaskFailed, EpisodeLost              a task process
     GroupCall         TaskPort      GroupRewarded, TaskFailed                      a task process
+    AgentCall         TaskPort      AgentEnded, TaskFailed, EpisodeLost            a task process
     Forget            TaskPort      -                                              a task process
+    OpenSession       SessionPort   CallAsked, EpisodeLost                         the endpoint
+    AnswerCall        SessionPort   -                                              the endpoint
+    RefuseCall        SessionPort   -                                              the endpoint
+    CloseSession      SessionPort   -                                              the endpoint
     EngineAdd         EnginePort    EngineStarted, TokensSampled, RequestFinished  the engine
     EngineCancel      EnginePort    -                                              the engine
     EngineExport      EnginePort    TokensSampled, EngineExported                  the engine
@@ -185,10 +190,6 @@ class CloseSession(OfRequest, frozen=True, kw_only=True):
     source: str = ""
 
 
-SessionEffect = AgentCall | OpenSession | AnswerCall | RefuseCall | CloseSession
-SessionEvent = CallAsked | AgentEnded
-
-
 # The engine
 
 
@@ -357,7 +358,12 @@ Effect = (
     | EnvStep
     | RewardCall
     | GroupCall
+    | AgentCall
     | Forget
+    | OpenSession
+    | AnswerCall
+    | RefuseCall
+    | CloseSession
     | EngineAdd
     | EngineCancel
     | EngineExport
@@ -375,6 +381,8 @@ Effect = (
 RequestEvent = (
     PromptReady
     | EnvObserved
+    | AgentEnded
+    | CallAsked
     | Rewarded
     | TaskFailed
     | EpisodeLost

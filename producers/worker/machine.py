@@ -434,6 +434,7 @@ class WorkerMachine:
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
         found, prompts = self.waits(now.mono_ns), self._prompt_tokens()
+        asked_ns = requests.calls_asked_ns()
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
@@ -448,8 +449,11 @@ class WorkerMachine:
             progress=requests.progress(),
             weights_at=weights_url(setup.transfers, self.hosted.digest),
             off_engine=self._off_engine_now()[0],
-            in_environment=requests.in_phase(Phase.ENVIRONMENT) + requests.thinking,
+            in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
+            with_agent=requests.thinking,
+            calls_open=len(asked_ns),
+            call_since_ns=min(asked_ns, default=0),
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
         )

@@ -14,7 +14,6 @@ from dora_pipe.producers.worker.effects import (
     DropKv,
     Effect,
     EngineCancel,
-    SessionEffect,
 )
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
@@ -111,6 +110,11 @@ class RequestTable:
         found = self.by_key.values()
         return sum(one.phase is Phase.AGENT and not self._on_engine(one) for one in found)
 
+    def calls_asked_ns(self) -> list[int]:
+        """When each call came that somebody waits for; wall clock."""
+        found = (one.call for one in self.by_key.values())
+        return [one.asked_ns for one in found if one is not None and one.number is not None]
+
     def progress(self) -> dict[str, Resume]:
         """Newest progress record of every open request that has one."""
         open_ = self.by_key.values()
@@ -127,7 +131,7 @@ class RequestTable:
         found = self.by_key.values()
         return [one for one in found if one.phase in GENERATING and one.call is None]
 
-    def ask(self, effect: Effect | SessionEffect) -> None:
+    def ask(self, effect: Effect) -> None:
         """Ask a port for something."""
         self.out.effects.append(effect)
 

@@ -154,8 +154,8 @@ class Worker:
             bus=world.bus,
             writer=world.bus.writer(),
             ports=[
-                *(() if agents is None else (agents,)),
                 TaskPort(tasks, Numbers()),
+                *(() if agents is None else (agents,)),  # behind it: agents are called here
                 CodecPort(self.meter, clock=clock),
                 ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
                 GroupPort(world.bus, TOPICS.trajectories, TOPICS.run, self.meter, clock=clock),

@@ -3,6 +3,7 @@
 import re
 from typing import get_args
 
+from dora_pipe.producers.sessions.port import SessionPort
 from dora_pipe.producers.worker import effects
 from dora_pipe.producers.worker.effects import Effect, LoadFailed, RequestEvent
 from dora_pipe.producers.worker.kv_handover import NoHandover
@@ -21,6 +22,7 @@ def test_table_names_every_effect_once_with_the_port_that_takes_it() -> None:
         "CodecPort": CodecPort.effects,
         "ProgressPort": ProgressPort.effects,
         "GroupPort": GroupPort.effects,
+        "SessionPort": SessionPort.effects,
         "HandoverPort": HandoverPort(NoHandover(), in_thread=False).effects,
     }
     taken = {(kind.__name__, name) for name, kinds in ports.items() for kind in kinds}

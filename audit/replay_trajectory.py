@@ -234,6 +234,21 @@ def regenerate(
             engine.load(store.weights(first), version=0, digest=first)
             engine.drop(0)
     recorded = [_read(bus, topics, catalogue, name) for name in sorted(wanted)]
+
+    def weights(version: int, digest: str) -> Path:
+        return store.weights(digest) if weights_of is None else weights_of(version)
+
+    yield from generate_again(engine, recorded, params, weights)
+
+
+def generate_again(
+    engine: Engine,
+    recorded: Sequence[Trajectory],
+    params: Mapping[str, SamplingParams],
+    weights: Callable[[int, str], Path],
+) -> Iterator[Regenerated]:
+    """As `regenerate`, of trajectories that were read; `weights` gives the file of a version and
+    its digest. Raises PolicyError when weights are gone."""
     open_ = [
         _Run(recorded=one, params=params[one.meta.source], left=deque(prefill_segments(one)))
         for one in recorded
@@ -242,8 +257,7 @@ def regenerate(
         runs = [run for run in open_ if run.left and run.left[0].version == version]
         if runs:
             digest = _digest_of(runs[0].recorded, version)
-            path = store.weights(digest) if weights_of is None else weights_of(version)
-            engine.load(path, version=version, digest=digest)
+            engine.load(weights(version, digest), version=version, digest=digest)
             _generate(engine, runs, version)
             engine.drop(version)
         yield from (_result(run) for run in open_ if run.over)

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
-from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.audit.replay_trajectory import generate_again, pick, regenerate
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.contexts import served_agent
 from tests.support.models import make_llama_gqa, make_qwen2
 from tests.support.recorded_run import progress_is_known
 
@@ -108,3 +112,22 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
     assert [one for one in found if not one.equal] == []
     assert {one.trajectory for one in found} == set(wanted)
     assert any(one.prefills > 1 for one in found)
+
+
+def test_calls_of_an_agent_come_out_bit_for_bit_behind_what_they_saw(cluster: Cluster) -> None:
+    at = TopicPartition(cluster.topics.trajectories, 0)
+    recorded = (decode_trajectory(one.value) for one in records_of(cluster.bus, {at: 40}))
+    params = sampling_params(cluster.config.sampling, cluster.parts.stop_ids(cluster.assets))
+    weights = cluster.store.weights_path(cluster.run_started.policy.digest)
+    engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
+    served = next(
+        served
+        for one in recorded
+        if one.version == 0
+        for served in [served_agent(one, engine, params, weights)]
+        if served.length - served.meta.contexts[2].start > 6
+    )
+    assert len(served.meta.contexts) == 3
+    (again,) = generate_again(engine, [served], {served.meta.source: params}, lambda *_: weights)
+    assert again.difference == ""
+    assert again.prefills == 7

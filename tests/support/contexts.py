@@ -284,10 +284,12 @@ class Served:
         )
 
 
-def served_agent(found: Trajectory, engine: Engine, params: SamplingParams) -> Trajectory:
+def served_agent(
+    found: Trajectory, engine: Engine, params: SamplingParams, weights: Path = Path()
+) -> Trajectory:
     """An agent's trajectory: two turns, the second of which moves, a sub-agent, a second answer to
     the first prompt, and a compaction of that."""
-    engine.load(Path(), version=found.version, digest=found.digest)
+    engine.load(weights, version=found.version, digest=found.digest)
     served = Served(found, engine, params)
     prompt = len(served.sequence(0))
     served.call(most=9)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettin
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.learners.step import Pass, updates_of
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
-from dora_pipe.consumers.objectives.registry import needs_whole
+from dora_pipe.consumers.objectives.registry import needs_whole, objective_kind
 from dora_pipe.schemas.contexts import contexts_of, counted_places
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.safetensors_file import Entry, mapped, read_entries
@@ -269,6 +270,21 @@ def test_contexts_come_together_where_a_ratio_is_of_the_whole_and_apart_where_no
         units = [unit for passes in updates for one in passes for unit in one.units]
         whole = needs_whole(step_of(**keys).objective)
         assert {len(unit.rows) for unit in units} == ({4} if whole else {1})
+
+
+def test_an_objective_of_ones_own_gets_whole_trajectories_unless_it_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    text = "from dora_pipe.consumers.objectives.registry import ObjectiveKind\n"
+    text += "WHOLE = ObjectiveKind(terms=print)\n"
+    (tmp_path / "both_ways.py").write_text(
+        text + "APART = ObjectiveKind(terms=print, per_token=True)\n"
+    )
+    for name, whole in (("WHOLE", True), ("APART", False)):
+        objective_kind(f"both_ways:{name}", str(tmp_path))
+        keys = step_of(kind=f"both_ways:{name}").objective
+        assert needs_whole(keys) == whole
+        assert needs_whole(msgspec.structs.replace(keys, mask="geometric"))
 
 
 def test_what_a_teacher_says_goes_to_the_token_that_it_is_said_of() -> None:

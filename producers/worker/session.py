@@ -61,8 +61,6 @@ class Session:
     """Places in `tree.turns`."""
     used: set[int] = field(default_factory=set)
     """Which of them this start of the agent was given."""
-    last: int = -1
-    """The one that it was given last."""
     open: dict[CallKey, str] = field(default_factory=dict)
     """Keys of the calls that have no durable answer."""
     sampled: deque[CallKey] = field(default_factory=deque)

@@ -324,7 +324,6 @@ class Sessions:
         """Tell the agent what stands in the log."""
         session = _session(request)
         session.used.add(place)
-        session.last = place
         turn = session.tree.turns[place]
         self._requests.ask(
             AnswerCall(
@@ -340,13 +339,14 @@ class Sessions:
     # Its end
 
     def _agent_ended(self, request: RequestState, event: AgentEnded, now: Now) -> None:
-        """It has returned: what it was answered is the trajectory."""
+        """It has returned: what it was answered is the trajectory, and its answer what the model
+        said last, as `answer_of` finds it in the record."""
         session = _session(request)
         if not session.used:
             message = "the agent has returned without an answer of the model"
             self._requests.give_up(request, now, "NoCall", message, retryable=False)
             return
-        answer = session.tree.turns[session.last].token_ids
+        answer = session.tree.turns[max(session.used)].token_ids
         self._make(request)
         finish: FinishReason = "length" if session.limited else "environment"
         self._requests.complete(

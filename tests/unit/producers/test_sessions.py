@@ -28,11 +28,12 @@ from dora_pipe.producers.worker.effects import (
     RewardCall,
 )
 from dora_pipe.producers.worker.request import Phase
+from dora_pipe.producers.worker.request_records import trajectory_of
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.rounds import PlacedRequest
-from dora_pipe.schemas.trajectory import TurnProgress
+from dora_pipe.schemas.trajectory import TurnProgress, answer_of
 from tests.support.phases import KEY, NOW, TRAJECTORY
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 
@@ -285,3 +286,17 @@ def test_event_that_a_session_does_not_wait_for_is_refused(event: Any) -> None:
     assert driver.give(event) == []
     assert driver.requests.counts["refused"] == 1
     assert driver.phase() is Phase.AGENT
+
+
+def test_answer_that_is_scored_is_the_one_that_the_record_has_last() -> None:
+    driver = called(7)
+    driver.ask(1, [1, 2, 7])
+    driver.sample(f"{KEY}#1", [8])
+    driver.log(f"{KEY}#1", 5)
+    driver.give(EpisodeLost(request=KEY, message="killed"))
+    driver.ask(2, [1, 2, 7])
+    driver.ask(3, [1, 2])
+    _, reward = driver.give(AgentEnded(request=KEY))
+    assert isinstance(reward, RewardCall)
+    record = trajectory_of(driver.requests.by_key[KEY], driver.requests.setup)
+    assert list(reward.answer) == answer_of(record) == [8]

@@ -88,6 +88,12 @@ class Listening(Frame, frozen=True):
     """The endpoint serves."""
 
 
+class Opened(Frame, frozen=True):
+    """A session has begun: what was asked of an earlier one under this name came before."""
+
+    request: str
+
+
 class Asked(Frame, frozen=True):
     """A call of an open session."""
 
@@ -101,7 +107,7 @@ class Asked(Frame, frozen=True):
 
 
 Down = Setup | Open | Close | Answer | Refuse
-Up = Listening | Asked
+Up = Listening | Opened | Asked
 
 _ENCODER = msgspec.msgpack.Encoder()
 DOWN: Final = msgspec.msgpack.Decoder(Down)

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from dora_pipe.producers.sessions.frames import (
     Frame,
     Listening,
     Open,
+    Opened,
     Refuse,
     Setup,
     SourceSetup,
@@ -100,6 +102,9 @@ class SessionPort:
         self.addresses = Addresses(host=host, port=port, secret=os.urandom(SECRET_BYTES))
         self._open: dict[str, str] = {}
         """The source of every open session, by request."""
+        self._opening: Counter[str] = Counter()
+        """How often each was opened that the endpoint has not begun yet: until it has, what comes
+        was asked of the session before."""
         self._events: list[Any] = []
         self._deaths_in_a_row = 0
         self._started = 0
@@ -118,10 +123,12 @@ class SessionPort:
         match effect:
             case OpenSession(request=request, source=source):
                 self._open[request] = source
+                self._opening[request] += 1
                 self._put(Open(request, source))
             case CloseSession(request=request):
                 if self._open.pop(request, None) is not None:
                     self._put(Close(request))
+                    self._events = [one for one in self._events if one.request != request]
             case AnswerCall():
                 self._put(
                     Answer(
@@ -218,11 +225,14 @@ class SessionPort:
             for body in unpack(self._in):
                 self._heard(UP.decode(body))
 
-    def _heard(self, frame: Listening | Asked) -> None:
+    def _heard(self, frame: Listening | Opened | Asked) -> None:
         if isinstance(frame, Listening):
             return
+        if isinstance(frame, Opened):
+            self._opening -= Counter((frame.request,))  # none stays at 0
+            return
         self._deaths_in_a_row = 0
-        if frame.request in self._open:
+        if frame.request in self._open and frame.request not in self._opening:
             self._events.append(
                 CallAsked(
                     request=frame.request,
@@ -250,6 +260,7 @@ class SessionPort:
                 hint="what they wrote to stderr may tell why",
             )
         lost, self._open = self._open, {}
+        self._opening.clear()
         self._events = [one for one in self._events if not isinstance(one, CallAsked)]
         self._events += [EpisodeLost(request=request, message=why) for request in lost]
         self._start()

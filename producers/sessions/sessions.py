@@ -22,6 +22,7 @@ from dora_pipe.producers.sessions.frames import (
     Close,
     Frame,
     Open,
+    Opened,
     Refuse,
     packed_ids,
     unpacked_ids,
@@ -182,6 +183,7 @@ class Sessions:
         self._open[name] = Session(
             request=frame.request, source=source, conversations=conversations
         )
+        self._send(Opened(frame.request))
         opening = self._opening.pop(name, None)
         if opening is not None:
             opening.set()

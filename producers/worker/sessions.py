@@ -152,7 +152,8 @@ class Sessions:
         )
 
     def _agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        """Its process died. What was answered is in the log, and what is sampled goes on."""
+        """Its process died, or the endpoint's: then it is still there, and stopped. What was
+        answered is in the log, and what is sampled goes on."""
         requests, session = self._requests, _session(request)
         if not requests.keeps(request):
             requests.hand_back(request, now)
@@ -166,6 +167,7 @@ class Sessions:
             session.start_again()
             if request.phase is Phase.AGENT:
                 requests.close_session(request)
+                requests.ask(Forget(request=request.key, source=request.source))
             request.start_over()
             requests.enter(request, Phase.AGENT)
             self._ask_agent(request)

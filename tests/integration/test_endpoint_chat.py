@@ -4,6 +4,7 @@ and what was sampled is never made again from text."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,28 @@ def test_calls_that_wait_hear_of_the_end_of_their_session(assets: Path) -> None:
             create(client)
         timer.join()
     assert caught.value.status_code == 410
+
+
+def test_what_was_asked_of_a_session_before_it_began_again_is_not_told(assets: Path) -> None:
+    with stage(assets, says(assets, "hi<|im_end|>")) as one:
+        address = one.open("g-0/0")
+        with client_of(address) as client:
+            create(client)
+            early: list[int] = []
+
+            def call() -> None:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    create(client, user="early")
+                early.append(caught.value.status_code)
+
+            asking = threading.Thread(target=call)
+
+            def ask() -> None:
+                asking.start()
+                time.sleep(0.5)  # The call has come to the port by then.
+
+            one.reopen("g-0/0", ask)
+            asking.join()
+            create(client, user="later")
+    assert early == [410]
+    assert [asked.caller for asked in one.calls] == ["", "later"]

@@ -18,6 +18,7 @@ from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import may_still_admit
 from dora_pipe.orchestrator.state import Group, Request, Worker
 from dora_pipe.orchestrator.waits import blockers, waits
+from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.metrics import TrainerStatus, Wait, WorkerStatus
 
@@ -325,14 +326,25 @@ class Chain:
 
     def _tokens(self, trajectory: str, request: Request) -> str:
         """How far a request has come, as far as progress records say."""
-        tokens = request.resume.tokens if request.resume else 0
+        newest = request.resume
         heard = self._heard(request.worker)
         if heard is not None and isinstance(heard.status, WorkerStatus):
             known = heard.status.progress.get(trajectory)
-            tokens = max(tokens, known.tokens if known else 0)
-        return (
-            f"{tokens} tokens at its last progress record" if tokens else "no progress record yet"
-        )
+            if known is not None and (newest is None or known.tokens >= newest.tokens):
+                newest = known
+        if newest is None:
+            return "no progress record yet"
+        return f"{newest.tokens} tokens at its last progress record{self._answered(newest)}"
+
+    def _answered(self, resume: Resume) -> str:
+        """What the agent of a session heard last."""
+        turn = self._picture.answered(resume)
+        if turn is None:
+            return ""
+        count = counted(turn.turn + 1, "answer")
+        who = f" {turn.call.caller}" if turn.call.caller else ""
+        ago = self._ago(turn.ended_ns)
+        return f"; its agent{who} has had {count}, the last {ago} ago in context {turn.context}"
 
     def _queued(self, trajectory: str, request: Request) -> Node:
         spec = self._state.groups[request.group].spec

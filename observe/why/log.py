@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.audit.reading import record_at
+from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.account import Event, RunAccount
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
@@ -19,10 +21,12 @@ from dora_pipe.observe.run_stats import GroupsSinceStep
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import ReadRound, read_rounds
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import decode_control
+from dora_pipe.schemas.control import Resume, decode_control
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import TurnProgress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress
 from dora_pipe.schemas.wire import Unknown
 
 TAIL_RECORDS: Final = 20_000
@@ -42,6 +46,8 @@ class Picture:
     since_step: GroupsSinceStep = field(default_factory=GroupsSinceStep)
     heard: dict[str, LastStatus] = field(default_factory=dict)
     """By role: `orchestrator`, `trainer`, a worker's name."""
+    answered: Callable[[Resume], TurnProgress | None] = lambda _: None
+    """The call of an agent that a progress record is of; None for any other record."""
 
     @property
     def started_ns(self) -> int:
@@ -67,6 +73,7 @@ def look(bus: Bus, topics: Topics, *, now_ns: int) -> Picture:
     picture = _folded(bus, topics, lambda _: False)
     picture.at_ns = now_ns
     picture.heard = _heard(bus, topics)
+    picture.answered = partial(_answered, bus, topics)
     return picture
 
 
@@ -75,6 +82,7 @@ def look_back(bus: Bus, topics: Topics, *, at_ns: int) -> Picture:
     picture = _folded(bus, topics, lambda round_: round_.now_ns > at_ns)
     picture.at_ns = at_ns
     picture.heard = _heard(bus, topics, at_ns)
+    picture.answered = partial(_answered, bus, topics)
     return picture
 
 
@@ -93,6 +101,7 @@ def look_before(bus: Bus, topics: Topics, *, step: int) -> Picture | None:
         return None
     picture.at_ns = taken_ns[0]
     picture.heard = _heard(bus, topics, picture.at_ns)
+    picture.answered = partial(_answered, bus, topics)
     return picture
 
 
@@ -118,6 +127,16 @@ def _note(picture: Picture, at: ReadRound) -> None:
     events += picture.account.round(at.round, at.offset)
     for event in events:
         picture.since_step.happened(event)
+
+
+def _answered(bus: Bus, topics: Topics, resume: Resume) -> TurnProgress | None:
+    record = record_at(bus, TopicPartition(topics.progress, resume.partition), resume.offset)
+    if record is None:
+        return None
+    with suppress(SchemaError):
+        found = decode_any_progress(record.value)
+        return found if isinstance(found, TurnProgress) else None
+    return None
 
 
 def _heard(bus: Bus, topics: Topics, until_ns: int | None = None) -> dict[str, LastStatus]:

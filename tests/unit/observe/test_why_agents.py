@@ -5,11 +5,16 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from dora_pipe.catalogue.statuses import LastStatus
-from dora_pipe.observe.why.chain import roles_of
+from dora_pipe.observe.why.chain import Chain, roles_of
 from dora_pipe.observe.why.log import Picture
-from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.state import Group, Request, State, Worker
+from dora_pipe.schemas.contexts import Call
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.metrics import WorkerStatus
+from dora_pipe.schemas.trajectory import TurnProgress
 from tests.support.stats_stage import COST
+from tests.support.worker import spec_of
 
 AT_NS = 1_000_000_000_000
 
@@ -49,3 +54,50 @@ def test_a_worker_says_how_many_agents_think_and_how_long_the_oldest_call_is_ope
 
 def test_a_worker_without_sessions_says_nothing_of_them() -> None:
     assert _text(_picture()) == "w0: samples 2 requests of version 3, 1 ahead of its slots"
+
+
+RESUME = Resume(tokens=40, partition=0, offset=9)
+
+
+def _session(answered: TurnProgress | None) -> str:
+    """What is said of a sibling that is placed on w0 and has a progress record."""
+    picture, spec = _picture(), spec_of(0, version=3)
+    name = trajectory_id(spec.group, 0)
+    request = Request(group=spec.group, sibling=0, attempt=1, worker="w0", epoch=7, resume=RESUME)
+    picture.state.groups[spec.group] = Group(spec=spec, results=[None] * spec.size)
+    picture.state.requests[name] = request
+    picture.answered = lambda resume: answered if resume == RESUME else None
+    (found,) = Chain(picture).group(picture.state.groups[spec.group]).because
+    return found.text.partition(": ")[2]
+
+
+def test_a_session_says_how_many_answers_its_agent_has_had_and_when_the_last() -> None:
+    turn = TurnProgress(
+        trajectory="g0000000000-000",
+        attempt=1,
+        version=3,
+        digest="d" * 64,
+        worker="w0",
+        epoch=7,
+        turn=3,
+        context=2,
+        parent=-1,
+        shared=0,
+        given_ids=[1],
+        token_ids=[2],
+        logprobs=[-0.5],
+        sampler_logprobs=[-0.5],
+        prefills=(),
+        previous=-1,
+        started_ns=AT_NS,
+        ended_ns=AT_NS - 11_000_000_000,
+        call=Call(start=1, end=2, seed=0, asked_ns=0, answered_ns=0, caller="planner"),
+    )
+    assert _session(turn) == (
+        "on w0, 40 tokens at its last progress record; its agent planner has had 4 answers, the "
+        "last 12.0 s ago in context 2"
+    )
+
+
+def test_a_request_without_an_agent_says_how_far_it_has_come_alone() -> None:
+    assert _session(None) == "on w0, 40 tokens at its last progress record"

@@ -1,0 +1,70 @@
+"""What is shown of a session is what its agent was told: by whatever it calls, and who wanders."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from dora_pipe.audit.describe import _by_context
+from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.observe.traces.spans import content_of
+from dora_pipe.observe.web.contexts import tree_of
+from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.trajectory import Trajectory
+from tests.integration.test_worker_sessions import Stage, told
+from tests.support.agents import wandering
+
+
+@pytest.fixture(scope="module", params=range(3))
+def recorded(request: pytest.FixtureRequest) -> list[tuple[Trajectory, list[int], list[int]]]:
+    """Trajectories with the lengths of the prompts and answers that their agents were told."""
+    stage = Stage(lambda call: wandering(Random(f"{request.param} {call.request}"), 10), think=3)
+    worker = stage.worker(max_tokens=1000)
+    for ordinal in range(4):
+        stage.place(worker, ordinal)
+    stage.world.until_idle(worker)
+    found = []
+    for logged in stage.world.facts(TrajectoryLogged):
+        heard = told(worker, f"{logged.trajectory}/1")
+        sizes = [[len(one[part]) for one in heard] for part in (0, 1)]
+        found.append((stage.world.trajectory(logged), *sizes))
+    assert any(one.meta.contexts for one, *_ in found)
+    return found
+
+
+def test_calls_have_the_prompts_and_answers_that_agents_were_told(
+    recorded: list[tuple[Trajectory, list[int], list[int]]],
+) -> None:
+    for trajectory, prompts, answers in recorded:
+        rows = list(call_rows(trajectory))
+        assert sorted(one.prompt_tokens for one in rows) == sorted(prompts)
+        assert sorted(one.tokens for one in rows) == sorted(answers)
+        assert all(one.idle_ns >= 0 and one.answered_ns >= one.asked_ns for one in rows)
+
+
+def test_every_call_stands_with_a_turn_of_the_context_that_it_names(
+    recorded: list[tuple[Trajectory, list[int], list[int]]],
+) -> None:
+    for trajectory, *_ in recorded:
+        contexts = {
+            one.start: number for number, one in _by_context(trajectory) if one.kind == "model"
+        }
+        rows = zip(trajectory.meta.calls, call_rows(trajectory), strict=True)
+        assert all(contexts[call.start] == row.context for call, row in rows)
+        assert content_of(trajectory).called == tuple(one.start for one in trajectory.meta.calls)
+
+
+def test_the_tree_has_every_token_once_and_every_shared_one_where_it_stands(
+    recorded: list[tuple[Trajectory, list[int], list[int]]],
+) -> None:
+    for trajectory, *_ in recorded:
+        tree = tree_of(trajectory, lambda text: text)
+        assert tree is not None
+        assert sum(end - start for *_, start, end in tree["contexts"]) == trajectory.length
+        for (parent, shared, start, _), pieces in zip(
+            tree["contexts"], tree["shared"], strict=True
+        ):
+            assert sum(end - begin for begin, end in pieces) == shared
+            assert all(end <= start for _, end in pieces)
+            assert (parent is None) == (shared == 0)

@@ -63,6 +63,21 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=k
         return self.waits[0].words if self.waits and self.waits[0].still else ""
 
 
+class AskedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call of an agent that has no answer yet.
+
+    Example: ``AskedCall("g0000000017-003", 4, 1750000000000000000, "slots")``
+    """
+
+    trajectory: str
+    call: int
+    """Its session's own number of it."""
+    since_ns: int
+    """When it came, wall clock."""
+    waits_for: str
+    """`slots`, `tokens`, or the words of another phase of a request."""
+
+
 class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker does now."""
 
@@ -97,6 +112,8 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Calls of agents that have no answer yet."""
     call_since_ns: int = 0
     """When the oldest of these came, wall clock; 0 where there is none."""
+    calls_oldest: tuple[AskedCall, ...] = ()
+    """The oldest few of these, the first first."""
 
     @property
     def call_open_s(self) -> float:

@@ -332,9 +332,22 @@ class Chain:
             known = heard.status.progress.get(trajectory)
             if known is not None and (newest is None or known.tokens >= newest.tokens):
                 newest = known
+        asked = self._asked(trajectory, heard)
         if newest is None:
-            return "no progress record yet"
-        return f"{newest.tokens} tokens at its last progress record{self._answered(newest)}"
+            return f"no progress record yet{asked}"
+        text = f"{newest.tokens} tokens at its last progress record"
+        return f"{text}{self._answered(newest)}{asked}"
+
+    def _asked(self, trajectory: str, heard: LastStatus | None) -> str:
+        """Which calls of a session its worker has named among the oldest."""
+        if heard is None or not isinstance(heard.status, WorkerStatus):
+            return ""
+        own = [one for one in heard.status.calls_oldest if one.trajectory == trajectory]
+        said = (
+            f"; its call {one.call} waits for {one.waits_for} since {self._ago(one.since_ns)}"
+            for one in own[:BRANCHES_MAX]
+        )
+        return "".join(said)
 
     def _answered(self, resume: Resume) -> str:
         """What the agent of a session heard last."""

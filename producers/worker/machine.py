@@ -74,6 +74,9 @@ from dora_pipe.store.transfers.port import weights_url
 Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
 """`replaced`: a decision names a later incarnation of this worker's name."""
 
+CALLS_SAID_MAX: Final = 8
+"""Open calls that a status names, the oldest ones."""
+
 PROGRESS_STATUS_NS: Final = BUS_TURN_NS
 """A status follows an acknowledged progress record at once, but so long after the last one, and
 when that one is paid for (`StatusSchedule`): what it names is what a lost request goes on from."""
@@ -434,7 +437,7 @@ class WorkerMachine:
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
         found, prompts = self.waits(now.mono_ns), self._prompt_tokens()
-        asked_ns = requests.calls_asked_ns()
+        calls_open, calls = requests.asked_calls(CALLS_SAID_MAX)
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
@@ -452,8 +455,9 @@ class WorkerMachine:
             in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
             with_agent=requests.thinking,
-            calls_open=len(asked_ns),
-            call_since_ns=min(asked_ns, default=0),
+            calls_open=calls_open,
+            call_since_ns=calls[0].since_ns if calls else 0,
+            calls_oldest=tuple(calls),
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
         )

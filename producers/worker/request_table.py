@@ -4,6 +4,7 @@ has no future here is dropped with all it holds."""
 from __future__ import annotations
 
 from collections import Counter
+from heapq import nsmallest
 from typing import Final
 
 from dora_pipe.bus.port import Append
@@ -31,6 +32,7 @@ from dora_pipe.schemas.control import (
     Resume,
     TrajectoriesLogged,
 )
+from dora_pipe.schemas.metrics import AskedCall
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.wire import encode
 
@@ -110,10 +112,14 @@ class RequestTable:
         found = self.by_key.values()
         return sum(one.phase is Phase.AGENT and not self._on_engine(one) for one in found)
 
-    def calls_asked_ns(self) -> list[int]:
-        """When each call came that somebody waits for; wall clock."""
-        found = (one.call for one in self.by_key.values())
-        return [one.asked_ns for one in found if one is not None and one.number is not None]
+    def asked_calls(self, most: int) -> tuple[int, list[AskedCall]]:
+        """How many calls somebody waits for; and the oldest of them, the first first."""
+        found = [
+            AskedCall(one.place.trajectory, one.call.number, one.call.asked_ns, str(one.phase))
+            for one in self.by_key.values()
+            if one.call is not None and one.call.number is not None
+        ]
+        return len(found), nsmallest(most, found, key=lambda one: one.since_ns)
 
     def progress(self) -> dict[str, Resume]:
         """Newest progress record of every open request that has one."""

@@ -132,6 +132,12 @@ STATUS_SESSIONS = msgspec.structs.replace(
 )
 """A worker of sessions, most of whose agents think."""
 
+STATUS_CALLS = msgspec.structs.replace(
+    STATUS_SESSIONS,
+    calls_oldest=(metrics.AskedCall(f"{GROUP}-001", 4, AT_NS - 1_500_000_000, "slots"),),
+)
+"""It names the oldest calls that have no answer."""
+
 STATUS_KEEPING = msgspec.structs.replace(
     STATUS_SINCE, prompt_tokens_computed=1200, prompt_tokens_reused=3400
 )

@@ -13,7 +13,8 @@ from dora_pipe.observe.web.contexts import tree_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.integration.test_worker_sessions import Stage, told
-from tests.support.agents import wandering
+from tests.support.agents import turns, wandering
+from tests.support.worker import TICK_NS
 
 
 @pytest.fixture(scope="module", params=range(3))
@@ -68,3 +69,22 @@ def test_the_tree_has_every_token_once_and_every_shared_one_where_it_stands(
             assert sum(end - begin for begin, end in pieces) == shared
             assert all(end <= start for _, end in pieces)
             assert (parent is None) == (shared == 0)
+
+
+def test_statuses_name_agents_that_think_and_the_oldest_calls_that_wait() -> None:
+    stage = Stage(turns(*([one, one + 1] for one in range(5))), think=40, lengths=lambda *_: 60)
+    worker = stage.worker(slots=1, heartbeat_ns=TICK_NS, quiet_ns=TICK_NS)
+    for ordinal in range(3):
+        stage.place(worker, ordinal)
+    stage.world.until_idle(worker)
+    statuses = stage.world.statuses()
+    assert max(one.with_agent for one in statuses) == 3
+    waiting = [one for one in statuses if one.calls_open > one.active == 1]
+    assert waiting
+    for one in waiting:
+        assert len(one.calls_oldest) == one.calls_open
+        assert one.call_since_ns == one.calls_oldest[0].since_ns
+        assert {"tokens", "slots"} >= {call.waits_for for call in one.calls_oldest} - {
+            "calls to be durable"
+        }
+    assert statuses[-1].calls_open == statuses[-1].with_agent == 0

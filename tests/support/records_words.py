@@ -59,6 +59,7 @@ PARTS = (
     ("Call", "contexts"),
     ("Wait", "metrics"),
     ("Blocker", "metrics"),
+    ("AskedCall", "metrics"),
     ("Cost", "metrics"),
 )
 
@@ -104,6 +105,7 @@ COMMON = {
     "attempt": "Which try this is; a batch or a request that is tried again gets the next number.",
     "batch_digest": "See `schemas/batch.py`: what the batch is made of.",
     "bytes": "Size of the value.",
+    "AskedCall.trajectory": "Of which session.",
     "Blocker.id": "Which one: an id, a worker's name, a number, a role, the end of a topic's name.",
     "Blob.bytes": "Size of the file.",
     "Manifest.bytes": "Size of all tensors.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from dora_pipe.catalogue.statuses import LastStatus
@@ -11,7 +13,7 @@ from dora_pipe.orchestrator.state import Group, Request, State, Worker
 from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.metrics import WorkerStatus
+from dora_pipe.schemas.metrics import AskedCall, WorkerStatus
 from dora_pipe.schemas.trajectory import TurnProgress
 from tests.support.stats_stage import COST
 from tests.support.worker import spec_of
@@ -19,7 +21,7 @@ from tests.support.worker import spec_of
 AT_NS = 1_000_000_000_000
 
 
-def _picture(**said: int) -> Picture:
+def _picture(**said: Any) -> Picture:
     status = WorkerStatus(
         at_ns=AT_NS,
         cost=COST,
@@ -59,9 +61,9 @@ def test_a_worker_without_sessions_says_nothing_of_them() -> None:
 RESUME = Resume(tokens=40, partition=0, offset=9)
 
 
-def _session(answered: TurnProgress | None) -> str:
+def _session(answered: TurnProgress | None, **said: Any) -> str:
     """What is said of a sibling that is placed on w0 and has a progress record."""
-    picture, spec = _picture(), spec_of(0, version=3)
+    picture, spec = _picture(**said), spec_of(0, version=3)
     name = trajectory_id(spec.group, 0)
     request = Request(group=spec.group, sibling=0, attempt=1, worker="w0", epoch=7, resume=RESUME)
     picture.state.groups[spec.group] = Group(spec=spec, results=[None] * spec.size)
@@ -101,3 +103,13 @@ def test_a_session_says_how_many_answers_its_agent_has_had_and_when_the_last() -
 
 def test_a_request_without_an_agent_says_how_far_it_has_come_alone() -> None:
     assert _session(None) == "on w0, 40 tokens at its last progress record"
+
+
+def test_a_session_says_which_of_its_calls_waits_for_what() -> None:
+    calls = (
+        AskedCall(trajectory_id(spec_of(1).group, 0), 1, AT_NS, "slots"),
+        AskedCall(trajectory_id(spec_of(0).group, 0), 4, AT_NS - 1_000_000_000, "slots"),
+    )
+    assert _session(None, calls_open=2, calls_oldest=calls) == (
+        "on w0, 40 tokens at its last progress record; its call 4 waits for slots since 2.0 s"
+    )

@@ -25,11 +25,11 @@ def recorded(request: pytest.FixtureRequest) -> list[tuple[Trajectory, list[int]
     for ordinal in range(4):
         stage.place(worker, ordinal)
     stage.world.until_idle(worker)
-    found = []
+    found: list[tuple[Trajectory, list[int], list[int]]] = []
     for logged in stage.world.facts(TrajectoryLogged):
         heard = told(worker, f"{logged.trajectory}/1")
-        sizes = [[len(one[part]) for one in heard] for part in (0, 1)]
-        found.append((stage.world.trajectory(logged), *sizes))
+        prompts, answers = ([len(one[part]) for one in heard] for part in (0, 1))
+        found.append((stage.world.trajectory(logged), prompts, answers))
     assert any(one.meta.contexts for one, *_ in found)
     return found
 

@@ -31,7 +31,7 @@ from dora_pipe.config.section import (
     Threads,
     WeightDecayExclude,
 )
-from dora_pipe.config.workers import Workers
+from dora_pipe.config.workers import Planner, Workers
 from dora_pipe.schemas.topics import PATTERN
 
 
@@ -258,19 +258,6 @@ class Staleness(Section, frozen=True, kw_only=True):
     interruptible: bool = False
     """Running requests go on under every new version after a prefill, so that a trajectory may mix
     versions (C1 is off); the bound is kept by the version at dispatch. See docs/scheduling.md."""
-
-
-class Planner(Section, frozen=True, kw_only=True):
-    """Which worker hosts which version, and who moves (docs/scheduling.md)."""
-
-    moves: bool = True
-    """Running requests may move to another worker of their version; if not, workers run empty."""
-    moves_max: NonNegative = 3
-    """A request moves so often at most, but for a worker that is drained."""
-    pack: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of a worker's slots that requests of older versions are packed into."""
-    kv_pressure: Annotated[float, Meta(gt=0, le=1)] = 0.95
-    """A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):

@@ -1,8 +1,10 @@
-"""The sections of rollout workers and their engines; decides nothing."""
+"""The sections of rollout workers, their engines, and who has what of them; decides nothing."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from dora_pipe.config.section import NonNegative, NonNegativeFloat, Positive, Section
 
@@ -57,3 +59,16 @@ class Workers(Section, frozen=True, kw_only=True):
     TLS: see docs/agents.md before this is another host."""
     versions_resident: Positive = 4
     """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
+
+
+class Planner(Section, frozen=True, kw_only=True):
+    """Which worker hosts which version, and who moves (docs/scheduling.md)."""
+
+    moves: bool = True
+    """Running requests may move to another worker of their version; if not, workers run empty."""
+    moves_max: NonNegative = 3
+    """A request moves so often at most, but for a worker that is drained."""
+    pack: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of a worker's slots that requests of older versions are packed into."""
+    kv_pressure: Annotated[float, Meta(gt=0, le=1)] = 0.95
+    """A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""

@@ -16,7 +16,8 @@ from dora_pipe.core.errors import BusError, SchemaError, reason
 from dora_pipe.core.retry import FINAL_ERRORS
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
-from dora_pipe.producers.worker.session import CallKey, Session, prompt_digest
+from dora_pipe.producers.worker.session import CallKey, Session
+from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.trajectory import Progress, TurnProgress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from dora_pipe.producers.worker.context_tree import ContextTree
 from dora_pipe.schemas.contexts import Call, Context
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.trajectory import TurnProgress
-from dora_pipe.schemas.wire import sha256_hex
 
 
 class CallKey(NamedTuple):
@@ -23,11 +19,6 @@ class CallKey(NamedTuple):
     """Digest of its prompt's token ids."""
     occurrence: int
     """As `Call.occurrence`."""
-
-
-def prompt_digest(token_ids: Sequence[int]) -> str:
-    """Of a prompt, as `identity.call_seed` takes it."""
-    return sha256_hex(np.asarray(token_ids, "<i4").tobytes())
 
 
 @dataclass(slots=True, kw_only=True)

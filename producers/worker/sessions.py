@@ -52,7 +52,8 @@ from dora_pipe.producers.worker.request_records import turn_progress_of
 from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, PROGRESS_TAG, Requests
 from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
-from dora_pipe.producers.worker.session import CallKey, OpenCall, Session, prompt_digest
+from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
+from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.rounds import PlacedRequest

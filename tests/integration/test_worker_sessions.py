@@ -6,6 +6,8 @@ say the same, and what the agent was told.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_pipe.audit.replay_trajectory import generate_again
 from dora_pipe.bus.port import Append
-from dora_pipe.producers.engines.simulated import Lengths
+from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import AgentCall
 from dora_pipe.producers.worker.request import Phase, WorkerSetup
 from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX
-from dora_pipe.producers.worker.session import prompt_digest
 from dora_pipe.producers.worker.status import Situation, waits
-from dora_pipe.schemas.contexts import contexts_of
+from dora_pipe.schemas.contexts import call_fault, contexts_of, prompt_digest
 from dora_pipe.schemas.control import (
     RequestFailed,
     RequestReleased,
@@ -117,6 +119,17 @@ def until_told(stage: Stage, worker: Worker, answers: int) -> None:
     stage.world.until(worker, lambda: len(told(worker)) == answers)
 
 
+def check_again(stage: Stage, trajectory: Trajectory) -> None:
+    """Generated again from the record alone, every call is the same."""
+    asked = next(one for engine in stage.engines for one in engine.asked.values())
+    params = replace(asked.params, max_tokens=1000)
+    tokens = stage.engines[0].context_tokens
+    fresh = SimulatedEngine(slots=4, context_tokens=tokens, lengths=stage.world.lengths)
+    given = {trajectory.meta.source: params}
+    (again,) = generate_again(fresh, [trajectory], given, lambda *_: Path())
+    assert again.difference == ""
+
+
 def check_record(stage: Stage, worker: Worker, trajectory: Trajectory, key: str = KEY) -> None:
     """The record is what the agent was told, and every token of it is the engines'."""
     meta, ids = trajectory.meta, list(trajectory.token_ids)
@@ -138,6 +151,8 @@ def check_record(stage: Stage, worker: Worker, trajectory: Trajectory, key: str 
         assert call.seed == call_seed(meta.seed, digest, call.occurrence)
         said.append((list(prompt), tokens))
     assert sorted(said) == sorted(heard)
+    assert call_fault(trajectory) == ""
+    check_again(stage, trajectory)
     assert trajectory.sampled == sum(call.end - call.start for call in meta.calls)
     in_contexts = np.concatenate([one.loss_mask[one.own :] for one in contexts])
     assert int(in_contexts.sum()) == trajectory.sampled, "each sampled token once"

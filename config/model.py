@@ -148,6 +148,9 @@ class Task(Section, frozen=True, kw_only=True):
     """The same for a prompt and for one step of an environment."""
     tool_timeout_s: NonNegativeFloat = 0.0
     """The same for a tool, which the model is told of; 0: as long as a step of an environment."""
+    episode_seconds: NonNegativeFloat = 0.0
+    """An episode that is longer, from its first prompt on and with all that is sampled, is ended by
+    its next step; its trajectory is invalid (`EpisodeTimeout`). 0: as long as it likes."""
     retries_max: NonNegative = 3
     """How often a call that raised `Retry` is made again before its trajectory is invalid."""
     turns_max: Positive = 8

@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "environment", "error"]
 ERROR_CHARACTERS_MAX = 200
 """Of the error of a trajectory in control; its own record has more of it."""
 
-INFRASTRUCTURE: Final = ("Retry", "TimedOut", "ProcessDied", "EpisodeLost")
+INFRASTRUCTURE: Final = ("Retry", "TimedOut", "EpisodeTimeout", "ProcessDied", "EpisodeLost")
 """Errors of a trajectory without a valid reward that say nothing of the task's code or its data: a
 service that does not answer, a call that takes too long, a process that is gone."""
 

@@ -68,6 +68,8 @@ class OpenCall:
     number: int
     frame: bytes
     limit_ns: int
+    late: str = "TimedOut"
+    """What it ends with beyond its limit."""
     episode: int | None = None
     """The episode it is bound to; None for a call that any process can do."""
     agent: bool = False

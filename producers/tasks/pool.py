@@ -13,6 +13,7 @@ processes in a row that die without answering anything.
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 from collections import deque
 from types import TracebackType
@@ -67,6 +68,9 @@ BACKOFF_FIRST_S: Final = 0.1
 BACKOFF_MAX_S: Final = 5.0
 """Before the second, third, ... process in a row is started again; the first at once."""
 
+EPISODE_TIMEOUT: Final = "EpisodeTimeout"
+LATE: Final = ("TimedOut", EPISODE_TIMEOUT)
+
 _NS: Final = 1_000_000_000
 _WAIT_S: Final = 0.25
 
@@ -108,6 +112,8 @@ class TaskPool:
         self._open: dict[str, OpenCall] = {}
         self._episodes: dict[str, tuple[Child, int, bool]] = {}
         """Where a request's episode is, its number, and whether it has tools."""
+        self._ends_ns: dict[str, int] = {}
+        """When a request's episode has taken too long, where there is such a limit."""
         self._lost: dict[str, tuple[str, Child]] = {}
         """Why a request's episode was lost, and where."""
         self._suspected: dict[str, int] = {}
@@ -170,6 +176,10 @@ class TaskPool:
             raise ResourceError(f"the task pool has {QUEUE_MAX} calls already")
         if lost is not None and not isinstance(call, PromptCall | AgentCall):
             self._events.append(EpisodeLost(request=call.request, message=lost[0]))
+            return
+        if isinstance(call, EnvStep) and self._left_ns(call.request) <= 0:
+            self._end_episode(call.request)
+            self._fail(call.request, EPISODE_TIMEOUT, self._too_long())
             return
         self._enqueue(call, avoid=None if lost is None else lost[1])
 
@@ -235,7 +245,8 @@ class TaskPool:
         try:
             if held is None and isinstance(call, EnvStep):
                 raise ValueError("the request has no episode")
-            seconds = self._limit_s(call, tools=held is not None and held[2])
+            left_s = self._left_ns(call.request) / _NS if isinstance(call, EnvStep) else math.inf
+            seconds = min(left_s, self._limit_s(call, tools=held is not None and held[2]))
             frame = pack(Call(self._number, held[1] if held else None, call, seconds))
         except ValueError as error:  # too long, or no Unicode
             self._fail(call.request, type(error).__name__, str(error))
@@ -245,6 +256,7 @@ class TaskPool:
             number=self._number,
             frame=frame,
             limit_ns=int(seconds * _NS),
+            late="TimedOut" if seconds < left_s else EPISODE_TIMEOUT,
             deaths=self._suspected.get(call.request, 0),
             avoid=avoid,
             agent=isinstance(call, AgentCall),
@@ -263,6 +275,14 @@ class TaskPool:
             return self._task.agent_timeout_s
         seconds = self._task.environment_timeout_s
         return seconds + (self._task.tool_timeout_s or seconds) if tools else seconds
+
+    def _left_ns(self, request: str) -> float:
+        """What is left of the time of a request's episode."""
+        ends_ns = self._ends_ns.get(request)
+        return math.inf if ends_ns is None else ends_ns - self._clock.now_ns()
+
+    def _too_long(self) -> str:
+        return f"the episode took longer than {self._task.episode_seconds:g} s"
 
     def _hand_out(self, now_ns: int) -> None:
         for child in self._children:
@@ -355,6 +375,9 @@ class TaskPool:
                 child.end(call.number)
             else:
                 self._episodes[call.request] = child, call.number, bool(event.tools)
+                if self._task.episode_seconds:
+                    length_ns = int(self._task.episode_seconds * _NS)
+                    self._ends_ns[call.request] = self._clock.now_ns() + length_ns
         if call.forgotten:
             return
         del self._open[call.request]
@@ -410,10 +433,10 @@ class TaskPool:
         call = child.sent[0]
         others = child.deferred or any(number != call.episode for number in child.episodes)
         if not others or len(child.hung) >= HUNG_CALLS_MAX:
-            self._end_process(child, now_ns, "TimedOut", _late(call))
+            self._end_process(child, now_ns, call.late, self._late(call))
             return
         child.pass_over(now_ns)
-        self._blame(call, "TimedOut", _late(call))
+        self._blame(call, call.late, self._late(call))
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:
         """Each has a limit of its own. A process that does not cancel them cannot be used."""
@@ -421,7 +444,7 @@ class TaskPool:
             if call.forgotten:
                 self._end_process(child, now_ns, "", "its background calls cannot be cancelled")
                 return
-            self._blame(call, "TimedOut", _late(call))
+            self._blame(call, call.late, self._late(call))
             child.abandon(call, now_ns)
 
     def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
@@ -437,7 +460,7 @@ class TaskPool:
                 self._answered(child, frame, now_ns)
         child.release()
         message = message or _how_it_ended(status)
-        answered_after_all = error == "TimedOut" and len(child.sent) < last
+        answered_after_all = error in LATE and len(child.sent) < last
         if error and child.sent and not answered_after_all:
             self._blame(child.sent.popleft(), error, message)
         self._inherit(child, message)
@@ -469,6 +492,7 @@ class TaskPool:
         why = one_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]
+            self._ends_ns.pop(request, None)
             self._open.pop(request, None)
             self._lost[request] = why, child
             self._events.append(EpisodeLost(request=request, message=why))
@@ -514,16 +538,18 @@ class TaskPool:
             raise TaskError(f"no task process can be started: {error}") from error
 
     def _end_episode(self, request: str) -> None:
+        self._ends_ns.pop(request, None)
         held = self._episodes.pop(request, None)
         if held is not None:
             held[0].end(held[1])
 
+    def _late(self, call: OpenCall) -> str:
+        if call.late == EPISODE_TIMEOUT:
+            return self._too_long()
+        return f"timed out after {call.limit_ns / _NS:g} s"
+
     def _fail(self, request: str, error: str, message: str) -> None:
         self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
-
-
-def _late(call: OpenCall) -> str:
-    return f"timed out after {call.limit_ns / _NS:g} s"
 
 
 def _how_it_ended(status: int) -> str:

@@ -249,3 +249,27 @@ def test_step_that_raises_retry_for_good_starts_its_episode_again_on_another_pro
             assert isinstance(lost, EpisodeLost)
             assert lost.message == "Retry: no room"
         assert len(places) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_episode_that_takes_too_long_ends_by_its_name(folder: Path, threads: int) -> None:
+    with TaskPool(task(folder, threads=threads, episode_seconds=1.0)) as pool:
+        begin(pool, "slow", "idle")
+        cut = ask(pool, step("slow", "sleep 1000"))
+        assert isinstance(cut, TaskFailed)
+        assert (cut.error, cut.message) == (
+            "EpisodeTimeout",
+            "the episode took longer than 1 s",
+        )
+        late = ask(pool, step("idle", ""))  # of the same age
+        assert isinstance(late, TaskFailed)
+        assert late.error == "EpisodeTimeout"
+        begin(pool, "idle")  # another episode has its own time
+        assert isinstance(ask(pool, step("idle", "")), EnvObserved)
+
+
+def test_episode_that_was_in_time_is_scored_whenever_it_is(folder: Path) -> None:
+    with TaskPool(task(folder, episode_seconds=0.5)) as pool:
+        begin(pool, "a")
+        time.sleep(0.6)
+        assert isinstance(ask(pool, score("a", "")), Rewarded)

@@ -15,6 +15,7 @@ COMMANDS: Final[Panels] = {
         "orchestrator": ("cli.commands.start:orchestrator", "Start a run's orchestrator."),
         "worker": ("cli.commands.start:worker", "Start one rollout worker of a run."),
         "trainer": ("cli.commands.start:trainer", "Start a run's trainer."),
+        "task": ("cli.app:task", "Serve a task to workers on other machines."),
         "create-topics": ("cli.commands.start:create_topics", "Create or check a run's topics."),
         "up": ("cli.commands.machine:up", "Start a broker and dashboards in containers."),
         "down": ("cli.commands.machine:down", "Stop what `up` started."),
@@ -73,6 +74,11 @@ config = lazy_app(
     {"Commands": {"show": ("cli.commands.machine:show", "Every key with its meaning.")}},
     name="config",
     help="The configuration.",
+)
+task = lazy_app(
+    {"Commands": {"serve": ("cli.commands.start:serve_task", "Serve a task until stopped.")}},
+    name="task",
+    help="Serve a task to workers on other machines.",
 )
 bench = lazy_app(BENCHES, name="bench", help="Measure this machine.")
 app = lazy_app(

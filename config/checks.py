@@ -295,6 +295,18 @@ def _check_rewards(config: Config) -> Iterator[str]:
                 yield f"{key}: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
 
 
+def _check_urls(config: Config) -> Iterator[Problem]:
+    for task in config.tasks:
+        for url in task.urls:
+            if not re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):\d{1,5}", url):
+                yield Problem(text=f"task.url: `{url}` is not of the form tcp://HOST:PORT")
+        if task.url and task.python:
+            yield Problem(
+                text="task.python: the task runs where task.url says",
+                hint="give it to the configuration that `dora-pipe task serve` is started with",
+            )
+
+
 def _check_agents(config: Config) -> Iterator[Problem]:
     for task in config.tasks:
         if task.agent and task.command:
@@ -481,6 +493,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_schedule,
     _check_dates,
     _check_rewards,
+    _check_urls,
     _check_agents,
     _check_timing,
     _check_advantages,

@@ -47,6 +47,7 @@ PATH_KEYS: Final = (
     "task.eval_data",
     "task.directory",
     "task.python",
+    "task.url_token_file",
     "evaluation.data",
     "store.path",
     "bus.password_file",

@@ -135,6 +135,11 @@ class Task(Section, frozen=True, kw_only=True):
     python: str = ""
     """Path of the interpreter of another virtual environment, in which the task then runs: Python
     3.11 or newer with msgspec. Empty: that of the worker."""
+    url: str | tuple[str, ...] = ""
+    """`tcp://HOST:PORT` of a server of tasks (`dora-pipe task serve`), or several: the processes
+    are there, as many to each. Empty: here."""
+    url_token_file: str = ""
+    """Holds the token of these servers; or `DORA_PIPE_TASK_TOKEN` has it."""
     processes: Positive = 1
     """Processes per worker that run rewards and environments."""
     threads: Threads = 256
@@ -188,6 +193,11 @@ class Task(Section, frozen=True, kw_only=True):
     rewritten_history: Literal["refuse", "keep"] = "refuse"
     """Where a chat template writes earlier turns otherwise once others follow (drops thoughts):
     refuse a run of several turns, or keep what was sampled."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`url` as a list."""
+        return (self.url,) * bool(self.url) if isinstance(self.url, str) else self.url
 
     @property
     def has_agent(self) -> bool:

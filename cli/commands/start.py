@@ -275,6 +275,20 @@ def trainer(
         roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
 
 
+def serve_task(
+    config: ConfigArgument,
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0: any that is free.")],
+    task: Annotated[str, typer.Option(help="Which one, where there are several.")] = "",
+    processes: Annotated[int, typer.Option(min=1, help="Of all workers together.")] = 8,
+    override: OverrideOption = None,
+) -> None:
+    """Serve the task of a configuration to the workers whose task.url names this address. Each of
+    their connections gets a process. There is no TLS: see docs/tasks.md."""
+    from dora_pipe.launch.task_host import serve_task
+
+    serve_task(config, override or (), listen=listen, name=task, processes=processes)
+
+
 def create_topics(config: ConfigArgument, override: OverrideOption = None) -> None:
     """Create a run's topics, or check those that exist: what its user of the log needs to be
     allowed only once. `run` and `orchestrator` do it by themselves where they may."""

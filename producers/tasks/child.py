@@ -8,14 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
-import subprocess
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
 from dora_pipe.config import model
-from dora_pipe.core.console import own_name
 from dora_pipe.producers.tasks.calls import (
     UP,
     Abandon,
@@ -26,7 +23,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.interpreter import Interpreter
+from dora_pipe.producers.tasks.links import Link, SocketLink
 
 WINDOW: Final = 32
 """Calls sent to a process ahead of its answers: enough to keep it busy between two polls."""
@@ -56,8 +53,6 @@ READS_MAX: Final = 64
 
 _NS: Final = 1_000_000_000
 _NEVER_NS: Final = 1 << 63
-
-_MODULE: Final = "dora_pipe.producers.tasks.process"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,12 +85,15 @@ class Child:
     """A task process. `sent` are its unanswered calls in order: it works on the first. It works on
     all that are `deferred` at the same time."""
 
-    process: subprocess.Popen[bytes]
+    link: Link
     selector: selectors.BaseSelector
     heard_ns: int
     """When it was started, or said that it is still opening."""
-    inbox: int
-    outbox: int
+    heard: bool = False
+    """It has said something."""
+    answered: bool = False
+    bad: int = 0
+    """Calls in a row that its environments let time out or gave up."""
     ready: bool = False
     head_since_ns: int = 0
     sent: deque[OpenCall] = field(default_factory=deque)
@@ -119,28 +117,13 @@ class Child:
 
     @classmethod
     def start(
-        cls,
-        task: model.Task,
-        interpreter: Interpreter,
-        selector: selectors.BaseSelector,
-        now_ns: int,
+        cls, task: model.Task, link: Link, selector: selectors.BaseSelector, now_ns: int
     ) -> Child:
-        """Start a process of its own session, so that it can be killed with all it started."""
-        process = subprocess.Popen(
-            interpreter.command(_MODULE, f"task of {own_name()}".strip()),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=interpreter.environment(),
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        inbox, outbox = process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(inbox, False)
-        os.set_blocking(outbox, False)
-        child = cls(process=process, selector=selector, heard_ns=now_ns, inbox=inbox, outbox=outbox)
-        selector.register(outbox, selectors.EVENT_READ, child)
+        """Say what to serve, to what was just started or connected to."""
+        child = cls(link=link, selector=selector, heard_ns=now_ns)
+        selector.register(link.outbox, selectors.EVENT_READ, child)
+        if isinstance(link, SocketLink):
+            child._down += link.first
         child._down += pack(Setup(task, os.getpid()))
         return child
 
@@ -218,14 +201,14 @@ class Child:
     def flush(self) -> None:
         """Write what the pipe takes. A process that is gone is found out by `read`."""
         if self._down:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                del self._down[: os.write(self.inbox, self._down)]
+            with contextlib.suppress(BlockingIOError, ConnectionError, TimeoutError):
+                del self._down[: os.write(self.link.inbox, self._down)]
         if bool(self._down) != self._writing:
             self._writing = bool(self._down)
             if self._writing:
-                self.selector.register(self.inbox, selectors.EVENT_WRITE, self)
+                self.selector.register(self.link.inbox, selectors.EVENT_WRITE, self)
             else:
-                self.selector.unregister(self.inbox)
+                self.selector.unregister(self.link.inbox)
 
     def read(self, *, to_the_end: bool = False) -> tuple[list[Up], bool]:
         """Frames that have arrived, and whether the pipe has ended.
@@ -235,8 +218,11 @@ class Child:
         ended = False
         for _ in range(READS_MAX):
             try:
-                data = os.read(self.outbox, READ_BYTES)
+                data = os.read(self.link.outbox, READ_BYTES)
             except BlockingIOError:
+                break
+            except OSError:  # a connection that was lost
+                ended = True
                 break
             self._up += data
             ended = not data
@@ -244,33 +230,28 @@ class Child:
                 break
         return [UP.decode(body) for body in unpack(self._up)], ended
 
-    def kill(self) -> int:
-        """SIGKILL to the process and all it started; its exit status. What it wrote is readable."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+    def kill(self) -> str:
+        """End it with all it started; how it ended. What it wrote is readable."""
+        return self.link.kill()
 
     def release(self) -> None:
-        """Close the pipes."""
-        if self._writing:
-            self.selector.unregister(self.inbox)
-            self._writing = False
-        self.selector.unregister(self.outbox)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        """Close what it was reached by."""
+        self._stop_writing()
+        self.selector.unregister(self.link.outbox)
+        self.link.close()
 
     def hang_up(self) -> None:
-        """End the pipe to it, so that it closes its episodes and goes."""
+        """End what goes to it, so that it closes its episodes and goes."""
+        self._stop_writing()
+        self.link.hang_up()
+
+    def _stop_writing(self) -> None:
         if self._writing:
-            self.selector.unregister(self.inbox)
+            self.selector.unregister(self.link.inbox)
             self._writing = False
-        if self.process.stdin is not None:
-            self.process.stdin.close()
 
     def wait(self, seconds: float) -> None:
         """Give it so long to go by itself; it is not reaped here, so that `kill` stays safe."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.outbox, selectors.EVENT_READ)
+            selector.register(self.link.outbox, selectors.EVENT_READ)
             selector.select(seconds)

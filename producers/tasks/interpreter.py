@@ -17,6 +17,9 @@ from dora_pipe.producers.tasks.calls import one_line
 ROOT: Final = Path(__file__).resolve().parents[2]
 """The package; another environment need not have it."""
 
+TOKEN_VARIABLE: Final = "DORA_PIPE_TASK_TOKEN"
+"""What opens servers of tasks; goes before `task.url_token_file`. Users' code does not see it."""
+
 OLDEST: Final = (3, 11)
 
 _QUESTION: Final = "import sys; print('%d.%d' % sys.version_info[:2]); import msgspec"
@@ -49,6 +52,7 @@ class Interpreter:
     def environment(self) -> Mapping[str, str]:
         """The variables to run it with."""
         found = {**os.environ, **_FIXED}
+        found.pop(TOKEN_VARIABLE, None)
         if self._folder is not None:
             paths = [self._folder.name, found.get("PYTHONPATH", "")]
             found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

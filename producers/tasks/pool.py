@@ -13,9 +13,10 @@ processes in a row that die without answering anything.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import selectors
-from collections import deque
+from collections import Counter, deque
 from types import TracebackType
 from typing import Final
 
@@ -24,6 +25,7 @@ from msgspec.structs import replace
 from dora_pipe.config import model
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
+from dora_pipe.producers.tasks.breaker import BAD_MAX, Breaker
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     Answered,
@@ -53,6 +55,10 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 from dora_pipe.producers.tasks.interpreter import Interpreter
+from dora_pipe.producers.tasks.links import Link, ProcessLink, SocketLink, token_of
+from dora_pipe.schemas.control import INFRASTRUCTURE
+
+LOG = logging.getLogger(__name__)
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -63,6 +69,12 @@ ready."""
 
 DEATHS_MAX: Final = 32
 """Processes that die in a row without one answer before the pool gives up."""
+
+UNREACHED_MAX: Final = 8
+"""Connections to servers that end in a row before any of them has opened the task."""
+
+CONNECT_S: Final = 10.0
+"""For the first word of a server."""
 
 BACKOFF_FIRST_S: Final = 0.1
 BACKOFF_MAX_S: Final = 5.0
@@ -105,7 +117,9 @@ class TaskPool:
     def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
         self._task = task
         self._clock = clock or SystemClock()
-        self._interpreter = Interpreter(task.python)
+        self._interpreter = Interpreter("" if task.url else task.python)
+        self._token = token_of(task.url_token_file) if task.url else b""
+        self._servers = {url: Breaker() for url in task.urls}
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
@@ -322,6 +336,7 @@ class TaskPool:
     def _receive(self, child: Child, now_ns: int) -> None:
         try:
             frames, ended = child.read()
+            child.heard |= bool(frames)
             for frame in frames:
                 self._answered(child, frame, now_ns)
         except ValueError as error:
@@ -358,6 +373,7 @@ class TaskPool:
         if frame.event.request != call.request:
             raise ValueError(f"an answer to {frame.event.request} for {call.request}")
         self._deaths_in_a_row = 0
+        self._judge(child, frame.event, now_ns)
         self._settle(child, call, frame.event)
 
     def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
@@ -389,6 +405,26 @@ class TaskPool:
             self._suspected.pop(call.request, None)
         self._events.append(event)
 
+    def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
+        """Of a server: one that answers is proven, one that fails and fails is left alone."""
+        breaker = self._servers.get(child.link.url)
+        if breaker is None:
+            return
+        failed = isinstance(event, EpisodeLost)
+        if isinstance(event, TaskFailed):
+            failed = event.error in INFRASTRUCTURE
+        child.bad = child.bad + 1 if failed else 0
+        if not failed:
+            child.answered = True
+            breaker.worked()
+        elif child.bad >= BAD_MAX and not child.exhausted:
+            self._leave_alone(child, now_ns, f"{BAD_MAX} calls in a row failed there")
+            self._retire(child, Exhausted(f"{child.link.url} fails"), now_ns)
+
+    def _leave_alone(self, child: Child, now_ns: int, why: str) -> None:
+        pause_s = self._servers[child.link.url].failed(now_ns)
+        LOG.warning("task: %s is left alone for %g s: %s", child.link.url, pause_s, why)
+
     def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
             raise TaskError(
@@ -410,7 +446,11 @@ class TaskPool:
     # Time limits and deaths.
 
     def _limit(self, child: Child, now_ns: int) -> None:
-        if not child.ready:
+        if child.link.url and not child.ready:
+            limit_s = START_LIMIT_S if child.heard else CONNECT_S
+            if now_ns - child.heard_ns > limit_s * _NS:
+                self._end_process(child, now_ns, "", f"{child.link.url} does not answer")
+        elif not child.ready:
             if now_ns - child.heard_ns > START_LIMIT_S * _NS:
                 raise TaskError(
                     f"the task was not open after {START_LIMIT_S:.0f} s",
@@ -453,13 +493,16 @@ class TaskPool:
         Without an `error` no call is to blame.
         """
         self._children.remove(child)
-        status = child.kill()
+        ended = child.kill()
         last = len(child.sent)
         with contextlib.suppress(ValueError):
             for frame in child.read(to_the_end=True)[0]:
                 self._answered(child, frame, now_ns)
         child.release()
-        message = message or _how_it_ended(status)
+        message = message or ended
+        if child.link.url:
+            self._leave_alone(child, now_ns, message)
+            error = "" if error == "ProcessDied" else error  # it may be the network
         answered_after_all = error in LATE and len(child.sent) < last
         if error and child.sent and not answered_after_all:
             self._blame(child.sent.popleft(), error, message)
@@ -476,7 +519,7 @@ class TaskPool:
 
     def _inherit(self, child: Child, message: str) -> None:
         """Calls that any process can do go to the front of the queue, in order; episodes end."""
-        for call in child.deferred.values():
+        for call in (*child.deferred.values(), *(list(child.sent)[:1] if child.link.url else ())):
             call.tries, call.deaths = 0, call.deaths + 1
             if not call.forgotten:
                 self._suspected[call.request] = call.deaths
@@ -508,9 +551,10 @@ class TaskPool:
         self.deaths += 1
         self._deaths_in_a_row += 1
         self._last_death = message
-        if self._deaths_in_a_row >= DEATHS_MAX:
+        most = DEATHS_MAX if self._facts or not self._servers else UNREACHED_MAX
+        if self._deaths_in_a_row >= most:
             raise TaskError(
-                f"{DEATHS_MAX} task processes in a row died without answering anything; the last:"
+                f"{most} task processes in a row died without answering anything; the last:"
                 f" {message}",
                 hint="what they wrote to stderr may tell why",
             )
@@ -529,13 +573,30 @@ class TaskPool:
     def _start(self) -> None:
         now_ns = self._clock.now_ns()
         while self._missing > 0:
-            self._children.append(self._started(now_ns))
+            url = self._server(now_ns)
+            if url is None:
+                break
+            self._children.append(Child.start(self._task, self._link(url), self._selector, now_ns))
 
-    def _started(self, now_ns: int) -> Child:
+    def _server(self, now_ns: int) -> str | None:
+        """Where the next process is to be: of the servers that may be asked the one with the
+        fewest; empty: here."""
+        if not self._servers:
+            return ""
+        at = Counter(one.link.url for one in self._children if not one.exhausted)
+        may = [
+            url
+            for url, breaker in self._servers.items()
+            if breaker.allows(now_ns) and (breaker.proven or not at[url])
+        ]
+        return min(may, key=lambda url: at[url], default=None)
+
+    def _link(self, url: str) -> Link:
         try:
-            return Child.start(self._task, self._interpreter, self._selector, now_ns)
+            return SocketLink(url, self._token) if url else ProcessLink(self._interpreter)
         except OSError as error:
-            raise TaskError(f"no task process can be started: {error}") from error
+            what = f"{url} cannot be reached" if url else "no task process can be started"
+            raise TaskError(f"{what}: {error}") from error
 
     def _end_episode(self, request: str) -> None:
         self._ends_ns.pop(request, None)
@@ -550,13 +611,6 @@ class TaskPool:
 
     def _fail(self, request: str, error: str, message: str) -> None:
         self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
-
-
-def _how_it_ended(status: int) -> str:
-    """``_how_it_ended(-9) == "its process was killed by signal 9"``."""
-    if status < 0:
-        return f"its process was killed by signal {-status}"
-    return f"its process ended with status {status}"
 
 
 def survey(task: model.Task, *, clock: Clock | None = None) -> TaskFacts:

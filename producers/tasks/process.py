@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from pathlib import Path
 from typing import Final, TextIO
 
 import msgspec
@@ -38,6 +39,9 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer, traceback_of
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
+
+SERVED: Final = "DORA_PIPE_SERVED_TASK"
+"""Names the file that says which task a process serves, whatever the connection asks for."""
 
 READ_BYTES: Final = 1 << 18
 WATCH_S: Final = 0.25
@@ -72,6 +76,8 @@ def main() -> None:
     setup = next(frames, None)
     if not isinstance(setup, Setup):
         return
+    if served := os.environ.pop(SERVED, ""):
+        setup = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
     die_with(setup.parent_pid)
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
@@ -190,5 +196,5 @@ def _write(outbox: int, data: bytes) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (BrokenPipeError, msgspec.DecodeError):
+    except (ConnectionError, TimeoutError, msgspec.DecodeError):
         sys.exit(1)  # the pool is gone, or is not one

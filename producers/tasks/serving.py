@@ -1,0 +1,174 @@
+"""A server of tasks: every connection that says the token gets a task process of its own, which
+reads and writes the connection itself, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config import model
+from dora_pipe.producers.tasks.calls import LENGTH_BYTES, Setup, StillOpening, pack
+from dora_pipe.producers.tasks.interpreter import Interpreter
+from dora_pipe.producers.tasks.links import MODULE, watch
+from dora_pipe.producers.tasks.process import SERVED
+
+LOG = logging.getLogger(__name__)
+
+TOKEN_S: Final = 10.0
+"""For the token, from a connection's beginning."""
+STRANGERS_MAX: Final = 64
+"""Connections that have not said the token."""
+GOES_S: Final = 2.0
+"""For a process to close its episodes, when its connection has ended."""
+TURN_S: Final = 0.1
+_ENDS: Final = getattr(select, "POLLRDHUP", select.POLLHUP) | select.POLLHUP | select.POLLERR
+
+
+@dataclass(slots=True, kw_only=True)
+class _Guest:
+    """A connection, with its process once it has said the token."""
+
+    connection: socket.socket
+    since_s: float
+    said: bytes = b""
+    process: subprocess.Popen[bytes] | None = None
+    ended_s: float | None = None
+
+
+class TaskHost:
+    """Serves one task at one address.
+
+    Example::
+
+        with TaskHost(config.task, ("0.0.0.0", 7000), token=b"...", processes_max=8) as host:
+            host.serve(stop=lambda: False)
+    """
+
+    def __init__(
+        self, task: model.Task, address: tuple[str, int], *, token: bytes, processes_max: int
+    ) -> None:
+        """Raises OSError where it cannot listen there, ConfigError as `Interpreter`."""
+        self._token, self._processes_max = token, processes_max
+        self._interpreter = Interpreter(task.python)
+        self._listening = socket.create_server(address, backlog=STRANGERS_MAX)
+        self._listening.setblocking(False)
+        with tempfile.NamedTemporaryFile(prefix="dora-pipe-task-", delete=False) as file:
+            file.write(msgspec.json.encode(Setup(task, os.getpid())))
+        self._served = file.name
+        self._guests: list[_Guest] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        host, port, *_ = self._listening.getsockname()
+        return host, port
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        """Until `stop` says so; it is asked every tenth of a second."""
+        while not stop():
+            self._wait()
+            self._accept()
+            for guest in list(self._guests):
+                self._look_after(guest)
+
+    def __enter__(self) -> TaskHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for guest in list(self._guests):
+            self._dismiss(guest)
+        self._listening.close()
+        Path(self._served).unlink(missing_ok=True)
+        self._interpreter.close()
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._listening, select.POLLIN)
+        for guest in self._guests:
+            if guest.ended_s is None:
+                served = guest.process is not None
+                poll.register(guest.connection, _ENDS if served else _ENDS | select.POLLIN)
+        for descriptor, what in poll.poll(TURN_S * 1000):
+            for guest in self._guests:
+                if guest.connection.fileno() == descriptor and what & _ENDS:
+                    guest.ended_s = guest.ended_s or time.monotonic()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listening.accept()
+                strangers = sum(guest.process is None for guest in self._guests)
+                if strangers >= STRANGERS_MAX or len(self._guests) >= 2 * self._processes_max:
+                    connection.close()
+                    continue
+                connection.setblocking(False)
+                watch(connection)
+                self._guests.append(_Guest(connection=connection, since_s=time.monotonic()))
+
+    def _look_after(self, guest: _Guest) -> None:
+        now_s = time.monotonic()
+        if guest.process is not None:
+            gone = guest.process.poll() is not None
+            if gone or (guest.ended_s is not None and now_s > guest.ended_s + GOES_S):
+                self._dismiss(guest)
+        elif guest.ended_s is not None or now_s > guest.since_s + TOKEN_S:
+            self._dismiss(guest)
+        else:
+            self._listen_to(guest)
+
+    def _listen_to(self, guest: _Guest) -> None:
+        """Read the token, and not a byte more: what follows is its process's."""
+        wanted = len(self._token).to_bytes(LENGTH_BYTES, "big") + self._token
+        try:
+            guest.said += guest.connection.recv(len(wanted) - len(guest.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._dismiss(guest)
+            return
+        if not hmac.compare_digest(guest.said, wanted[: len(guest.said)]):
+            LOG.warning("task server: a connection with another token was closed")
+            self._dismiss(guest)
+        elif len(guest.said) == len(wanted):
+            self._welcome(guest)
+
+    def _welcome(self, guest: _Guest) -> None:
+        if sum(one.process is not None for one in self._guests) >= self._processes_max:
+            LOG.warning(
+                "task server: %d processes are the most; a connection was closed",
+                self._processes_max,
+            )
+            self._dismiss(guest)
+            return
+        guest.connection.setblocking(True)
+        with contextlib.suppress(OSError):
+            guest.connection.sendall(pack(StillOpening()))
+        guest.process = subprocess.Popen(
+            self._interpreter.command(MODULE, "task server"),
+            stdin=guest.connection.fileno(),
+            stdout=guest.connection.fileno(),
+            env={**self._interpreter.environment(), SERVED: self._served},
+            start_new_session=True,
+        )
+
+    def _dismiss(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        if guest.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(guest.process.pid, signal.SIGKILL)
+            guest.process.wait()
+        guest.connection.close()

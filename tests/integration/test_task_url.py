@@ -1,0 +1,224 @@
+"""Tasks on other machines: servers that die, are unreachable, or hang up cost episodes that start
+again, and nobody plays without the token."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.config.load import from_plain, load_config
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.tasks import pool as pool_module
+from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, EpisodeLost, PromptReady, Rewarded
+from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Turn
+from tests.integration.test_environments_page import block
+from tests.support.faults import CALL
+from tests.support.task_pool import DEADLINE_S, ask, is_gone, prompt, score, write_module
+
+TOKEN = "a token of thirty-two characters"
+CONFIG = """
+[run]
+name = "played"
+steps = 1
+[model]
+path = "model"
+[task]
+kind = "odd_task:Odd"
+options = {episodes = true}
+"""
+
+
+class Server:
+    """`dora-pipe task serve` in a process."""
+
+    def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
+        (folder / "played.toml").write_text(CONFIG)
+        command = (sys.executable, "-c", CALL, "task", "serve", "played.toml")
+        self.process = subprocess.Popen(
+            [*command, "--listen", f"127.0.0.1:{port}", *words],
+            cwd=folder,
+            env={**os.environ, TOKEN_VARIABLE: TOKEN},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        found = re.search(r"serving `odd_task:Odd` at (tcp://127\.0\.0\.1:(\d+))", line)
+        assert found, line
+        self.url, self.port = found[1], int(found[2])
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit status."""
+        self.process.send_signal(how)
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    return write_module(tmp_path)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    opened = Server(folder)
+    yield opened
+    if opened.process.returncode is None:
+        opened.end(signal.SIGKILL)
+
+
+def task(*urls: str, **keys: Any) -> model.Task:
+    return model.Task(kind="whatever", url=urls, environment_timeout_s=20.0, **keys)
+
+
+def pid_there(pool: TaskPool) -> int:
+    found = ask(pool, score("pid", "pid"))
+    assert isinstance(found, Rewarded)
+    return int(found.reward)
+
+
+def until_gone(pool: TaskPool, pid: int) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_gone(pid):
+        assert time.monotonic() < end
+        pool.poll(0.05)
+
+
+def play(pool: TaskPool, name: str) -> None:
+    assert isinstance(ask(pool, prompt(name)), PromptReady)
+    seen = ask(pool, EnvStep(request=name, turn=Turn(text="go")))
+    assert isinstance(seen, EnvObserved)
+    assert seen.text == "go 1"
+
+
+def test_episodes_are_played_at_a_server_and_its_processes_end_with_the_pool(
+    server: Server,
+) -> None:
+    with TaskPool(task(server.url, processes=2)) as pool:
+        assert pool.wait().train_rows == 8
+        for name in "abc":
+            play(pool, name)
+        pid = pid_there(pool)
+        assert not is_gone(pid)
+    end = time.monotonic() + DEADLINE_S
+    while not is_gone(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert is_gone(pid)
+    assert server.end() == 0
+
+
+def test_process_there_that_dies_loses_its_episodes_which_start_again(server: Server) -> None:
+    with TaskPool(task(server.url)) as pool:
+        play(pool, "a")
+        pid = pid_there(pool)
+        os.kill(pid, signal.SIGKILL)
+        lost = pool.poll(DEADLINE_S) or pool.poll(DEADLINE_S)
+        assert [type(one) for one in lost] == [EpisodeLost]
+        assert server.url in lost[0].message  # type: ignore[union-attr]
+        play(pool, "a")
+        assert pid_there(pool) != pid
+
+
+def test_server_that_is_killed_is_reached_again_when_it_is_back(folder: Path) -> None:
+    first = Server(folder)
+    with TaskPool(task(first.url)) as pool:
+        play(pool, "a")
+        pid = pid_there(pool)
+        first.end(signal.SIGKILL)
+        until_gone(pool, pid)
+        second = Server(folder, port=first.port)
+        play(pool, "a")
+        assert second.end() == 0
+
+
+def test_of_several_servers_the_one_that_is_there_is_played_at(
+    folder: Path, server: Server
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        closed = taken.getsockname()[1]
+    with TaskPool(task(f"tcp://127.0.0.1:{closed}", server.url, processes=2)) as pool:
+        for name in "abcd":
+            play(pool, name)
+        assert pool.deaths >= 1
+
+
+def test_server_that_nobody_reaches_ends_the_pool_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        closed = taken.getsockname()[1]
+    with (
+        TaskPool(task(f"tcp://127.0.0.1:{closed}")) as pool,
+        pytest.raises(TaskError, match=f"{closed} ended"),
+    ):
+        pool.wait()
+
+
+def test_nobody_plays_without_the_token(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.upper())
+    with TaskPool(task(server.url)) as pool, pytest.raises(TaskError, match="in a row died"):
+        pool.wait()
+    monkeypatch.setenv(TOKEN_VARIABLE, "short")
+    with pytest.raises(ConfigError, match="at least 16 characters"):
+        TaskPool(task(server.url))
+
+
+def test_strangers_that_say_nothing_hold_up_nobody(server: Server) -> None:
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
+    with TaskPool(task(server.url)) as pool:
+        play(pool, "a")
+    for one in silent:
+        one.close()
+
+
+def test_no_more_processes_than_the_server_allows(folder: Path) -> None:
+    server = Server(folder, "--processes", "1")
+    with TaskPool(task(server.url, processes=2)) as pool:
+        play(pool, "a")
+        play(pool, "b")
+        assert pid_there(pool) == pid_there(pool)
+    server.end()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"url": "http://host:1"}, "is not of the form tcp://HOST:PORT"),
+        ({"url": ["tcp://host:1", "tcp://host"]}, "`tcp://host` is not of the form"),
+        ({"url": "tcp://host:1", "python": "/bin/python"}, "task.python: the task runs where"),
+    ],
+)
+def test_what_is_no_address_is_refused(keys: dict[str, Any], message: str) -> None:
+    plain = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic", **keys},
+    }
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_plain(plain)
+
+
+def test_the_page_says_what_workers_need(folder: Path, server: Server) -> None:
+    head = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
+    toml = block("My environments are on other machines", "toml")
+    assert len(re.findall(r"tcp://games-\d:7000", toml)) == 2
+    (folder / "page.toml").write_text(
+        head + re.sub(r"tcp://games-\d:7000", server.url, toml).replace("= 16", "= 1")
+    )
+    (folder / "games.token").write_text(f"{TOKEN}\n")
+    with TaskPool(load_config(folder / "page.toml", ()).task) as pool:
+        play(pool, "a")

@@ -91,7 +91,6 @@ class Child:
     """When it was started, or said that it is still opening."""
     heard: bool = False
     """It has said something."""
-    answered: bool = False
     bad: int = 0
     """Calls in a row that its environments let time out or gave up."""
     ready: bool = False

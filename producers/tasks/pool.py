@@ -13,10 +13,9 @@ processes in a row that die without answering anything.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import selectors
-from collections import Counter, deque
+from collections import deque
 from types import TracebackType
 from typing import Final
 
@@ -25,7 +24,6 @@ from msgspec.structs import replace
 from dora_pipe.config import model
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
-from dora_pipe.producers.tasks.breaker import BAD_MAX, Breaker
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     Answered,
@@ -56,9 +54,7 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import Link, ProcessLink, SocketLink, token_of
-from dora_pipe.schemas.control import INFRASTRUCTURE
-
-LOG = logging.getLogger(__name__)
+from dora_pipe.producers.tasks.servers import BAD_MAX, Servers
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -119,7 +115,7 @@ class TaskPool:
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
         self._token = token_of(task.url_token_file) if task.url else b""
-        self._servers = {url: Breaker() for url in task.urls}
+        self._servers = Servers(task.urls)
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
@@ -406,24 +402,13 @@ class TaskPool:
         self._events.append(event)
 
     def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
-        """Of a server: one that answers is proven, one that fails and fails is left alone."""
-        breaker = self._servers.get(child.link.url)
-        if breaker is None:
-            return
-        failed = isinstance(event, EpisodeLost)
-        if isinstance(event, TaskFailed):
-            failed = event.error in INFRASTRUCTURE
-        child.bad = child.bad + 1 if failed else 0
-        if not failed:
-            child.answered = True
-            breaker.worked()
-        elif child.bad >= BAD_MAX and not child.exhausted:
-            self._leave_alone(child, now_ns, f"{BAD_MAX} calls in a row failed there")
-            self._retire(child, Exhausted(f"{child.link.url} fails"), now_ns)
-
-    def _leave_alone(self, child: Child, now_ns: int, why: str) -> None:
-        pause_s = self._servers[child.link.url].failed(now_ns)
-        LOG.warning("task: %s is left alone for %g s: %s", child.link.url, pause_s, why)
+        """Of a server: one where call after call fails is left alone, with its episodes to end."""
+        works = self._servers.answered(child.link.url, event)
+        child.bad = 0 if works else child.bad + 1
+        if child.link.url and child.bad >= BAD_MAX and not child.exhausted:
+            why = f"{BAD_MAX} calls in a row failed there"
+            self._servers.failed(child.link.url, now_ns, why)
+            self._retire(child, Exhausted(f"{child.link.url}: {why}"), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
@@ -501,7 +486,7 @@ class TaskPool:
         child.release()
         message = message or ended
         if child.link.url:
-            self._leave_alone(child, now_ns, message)
+            self._servers.failed(child.link.url, now_ns, message)
             error = "" if error == "ProcessDied" else error  # it may be the network
         answered_after_all = error in LATE and len(child.sent) < last
         if error and child.sent and not answered_after_all:
@@ -573,23 +558,11 @@ class TaskPool:
     def _start(self) -> None:
         now_ns = self._clock.now_ns()
         while self._missing > 0:
-            url = self._server(now_ns)
+            used = [one.link.url for one in self._children if not one.exhausted]
+            url = self._servers.choose(used, now_ns)
             if url is None:
                 break
             self._children.append(Child.start(self._task, self._link(url), self._selector, now_ns))
-
-    def _server(self, now_ns: int) -> str | None:
-        """Where the next process is to be: of the servers that may be asked the one with the
-        fewest; empty: here."""
-        if not self._servers:
-            return ""
-        at = Counter(one.link.url for one in self._children if not one.exhausted)
-        may = [
-            url
-            for url, breaker in self._servers.items()
-            if breaker.allows(now_ns) and (breaker.proven or not at[url])
-        ]
-        return min(may, key=lambda url: at[url], default=None)
 
     def _link(self, url: str) -> Link:
         try:

@@ -96,7 +96,7 @@ def until_gone(pool: TaskPool, pid: int) -> None:
         pool.poll(0.05)
 
 
-def play(pool: TaskPool, name: str) -> None:
+def check_played(pool: TaskPool, name: str) -> None:
     assert isinstance(ask(pool, prompt(name)), PromptReady)
     seen = ask(pool, EnvStep(request=name, turn=Turn(text="go")))
     assert isinstance(seen, EnvObserved)
@@ -109,7 +109,7 @@ def test_episodes_are_played_at_a_server_and_its_processes_end_with_the_pool(
     with TaskPool(task(server.url, processes=2)) as pool:
         assert pool.wait().train_rows == 8
         for name in "abc":
-            play(pool, name)
+            check_played(pool, name)
         pid = pid_there(pool)
         assert not is_gone(pid)
     end = time.monotonic() + DEADLINE_S
@@ -121,25 +121,25 @@ def test_episodes_are_played_at_a_server_and_its_processes_end_with_the_pool(
 
 def test_process_there_that_dies_loses_its_episodes_which_start_again(server: Server) -> None:
     with TaskPool(task(server.url)) as pool:
-        play(pool, "a")
+        check_played(pool, "a")
         pid = pid_there(pool)
         os.kill(pid, signal.SIGKILL)
         lost = pool.poll(DEADLINE_S) or pool.poll(DEADLINE_S)
         assert [type(one) for one in lost] == [EpisodeLost]
         assert server.url in lost[0].message  # type: ignore[union-attr]
-        play(pool, "a")
+        check_played(pool, "a")
         assert pid_there(pool) != pid
 
 
 def test_server_that_is_killed_is_reached_again_when_it_is_back(folder: Path) -> None:
     first = Server(folder)
     with TaskPool(task(first.url)) as pool:
-        play(pool, "a")
+        check_played(pool, "a")
         pid = pid_there(pool)
         first.end(signal.SIGKILL)
         until_gone(pool, pid)
         second = Server(folder, port=first.port)
-        play(pool, "a")
+        check_played(pool, "a")
         assert second.end() == 0
 
 
@@ -150,7 +150,7 @@ def test_of_several_servers_the_one_that_is_there_is_played_at(
         closed = taken.getsockname()[1]
     with TaskPool(task(f"tcp://127.0.0.1:{closed}", server.url, processes=2)) as pool:
         for name in "abcd":
-            play(pool, name)
+            check_played(pool, name)
         assert pool.deaths >= 1
 
 
@@ -180,7 +180,7 @@ def test_nobody_plays_without_the_token(monkeypatch: pytest.MonkeyPatch, server:
 def test_strangers_that_say_nothing_hold_up_nobody(server: Server) -> None:
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
     with TaskPool(task(server.url)) as pool:
-        play(pool, "a")
+        check_played(pool, "a")
     for one in silent:
         one.close()
 
@@ -188,8 +188,8 @@ def test_strangers_that_say_nothing_hold_up_nobody(server: Server) -> None:
 def test_no_more_processes_than_the_server_allows(folder: Path) -> None:
     server = Server(folder, "--processes", "1")
     with TaskPool(task(server.url, processes=2)) as pool:
-        play(pool, "a")
-        play(pool, "b")
+        check_played(pool, "a")
+        check_played(pool, "b")
         assert pid_there(pool) == pid_there(pool)
     server.end()
 
@@ -221,4 +221,4 @@ def test_the_page_says_what_workers_need(folder: Path, server: Server) -> None:
     )
     (folder / "games.token").write_text(f"{TOKEN}\n")
     with TaskPool(load_config(folder / "page.toml", ()).task) as pool:
-        play(pool, "a")
+        check_played(pool, "a")

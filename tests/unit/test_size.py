@@ -15,9 +15,9 @@ from tests.support.tidy import ROOT
 INSTALLED_LINES_MAX = 91_000
 WITH_BENCHES_LINES_MAX = 103_400
 TESTS_LINES_MAX = 91_000
-SMALL_MODULES_MAX = 11
+SMALL_MODULES_MAX = 13
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_600
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_900
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

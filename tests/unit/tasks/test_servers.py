@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.tasks.breaker import PAUSE_MAX_S, Breaker
+from dora_pipe.producers.tasks.calls import Rewarded, TaskFailed
+from dora_pipe.producers.tasks.servers import PAUSE_MAX_S, Breaker, Servers
 
 _NS = 1_000_000_000
 
@@ -37,3 +38,25 @@ def test_nobody_is_left_alone_for_longer_than_the_bound(events: list[str | int])
         else:
             breaker.worked()
     assert breaker.allows(now_ns + int(PAUSE_MAX_S * _NS))
+
+
+def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() -> None:
+    servers = Servers(["a", "b"])
+    used: list[str] = []
+    for _ in range(4):
+        used.append(servers.choose(used, 0) or "nowhere")
+    assert sorted(used) == ["a", "a", "b", "b"]
+    servers.failed("a", 0, "it died")
+    assert servers.choose(["b", "b", "b"], 0) == "b"
+    assert servers.choose(["b", "b", "b"], _NS) == "a"
+    assert servers.choose(["a", "b"], _NS) == "b"  # one of `a` is there, and not proven
+    servers.failed("b", _NS, "it died")
+    assert servers.choose(["a"], _NS) is None
+    assert servers.answered("a", Rewarded(request="r", reward=1.0, raw=None, parts={}))
+    assert servers.choose(["a"], _NS) == "a"
+    assert not servers.answered("b", TaskFailed(request="r", error="Retry", message=""))
+    assert servers.answered("b", TaskFailed(request="r", error="ValueError", message=""))
+
+
+def test_without_servers_processes_are_here() -> None:
+    assert Servers([]).choose([], 0) == ""

@@ -55,6 +55,14 @@ DOWN: list[PipeFrame] = [
             ),
         ),
     ),
+    Call(
+        5,
+        None,
+        calls.AgentCall(
+            request="d", split="train", index=0, base_url="http://127.0.0.1/v1", api_key="key"
+        ),
+        2.5,
+    ),
     EndEpisode(1),
     Abandon(3),
     Setup(model.Task(kind="arithmetic", options={"count": 3}), 42),
@@ -68,8 +76,11 @@ UP: list[PipeFrame] = [
     CallAnswer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
     CallAnswer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
     CallAnswer(6, GroupRewarded(request="c", rewards=(1.0, 0.5), parts=({}, {"a": 0.5}))),
+    CallAnswer(7, calls.AgentEnded(request="d", text="done")),
+    CallAnswer(8, calls.EpisodeLost(request="a", message="Retry: no room")),
     Deferred(5, 0.5),
-    Exhausted("its threads hang"),
+    Deferred(5, waiting=True),
+    Exhausted("its threads hang", at_once=True),
     CallAnswer(4, TaskFailed(request="a", error="ValueError", message="why")),
 ]
 
@@ -80,7 +91,7 @@ def test_every_kind_of_frame_comes_back_equal() -> None:
     asked = {type(frame.call) for frame in DOWN if isinstance(frame, Call)}
     answered = {type(frame.event) for frame in UP if isinstance(frame, CallAnswer)}
     assert asked == set(get_args(calls.TaskCall))
-    assert answered == set(get_args(calls.Answered))
+    assert answered == {*get_args(calls.Answered), calls.EpisodeLost}
     for frames, decoder in ((DOWN, calls.DOWN), (UP, calls.UP)):
         buffer = bytearray(b"".join(pack(frame) for frame in frames))
         assert [decoder.decode(body) for body in unpack(buffer)] == frames

@@ -317,6 +317,20 @@ def tasks(
     _emit_figures(bench_tasks(seconds=seconds), as_json=as_json)
 
 
+def endpoint(
+    sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 10_000,
+    seconds: Annotated[float, typer.Option(min=1, help="Of agents that think.")] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """What the endpoint of agents costs: calls, tokens, open sessions; and how busy slots are while
+    agents think."""
+    from dora_pipe.bench.endpoint import bench_busy, bench_calls, bench_memory
+
+    _emit_figures(list(bench_calls()), as_json=as_json)
+    _emit_figures([bench_memory(sessions)], as_json=as_json)
+    _emit_figures([bench_busy(seconds=seconds)], as_json=as_json)
+
+
 def _turn_figures(engine: str, rows: Sequence[int], turns: int) -> list[Any]:
     """The own engine with prefixes kept, beside itself."""
     from dora_pipe.bench.engine_turns import bench_turns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import importlib.util
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -158,9 +159,22 @@ def need_parts(config: Config) -> None:
     need_engines(["torch", *engines], config.task.directory)
     check_engines(config, engines)
     need_learner(config)
+    need_endpoint(config)
     Samplers.load(config)
     need_gpus(config)
     need_transfers(config.transfers)
+
+
+def need_endpoint(config: Config) -> None:
+    """Raise ConfigError where agents call the model and what serves them is not installed."""
+    if not any(task.has_agent for task in config.tasks):
+        return
+    for package in ("starlette", "uvicorn", "httptools"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"a task with an agent needs {package}, which is not installed",
+                hint="install dora-pipe[agents]",
+            )
 
 
 def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:

@@ -65,8 +65,9 @@ def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
         call = said.output[-1]
         assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a":1,"b":2}')
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-        items = [item.model_dump(exclude_none=True) for item in said.output]
-        last = client.responses.create(input=[*asked, *items, result], **given)
+        asked += [item.model_dump(exclude_none=True) for item in said.output]
+        asked.append(result)
+        last = client.responses.create(input=asked, **given)
     assert last.output_text == "three"
     assert last.usage is not None
     assert last.usage.input_tokens == len(one.calls[-1].token_ids)
@@ -97,11 +98,9 @@ def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
         assert (text.text, use.name, use.input) == ("so:", "add", {"a": 1, "b": 2})
         assert said.stop_reason == "tool_use"
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
-        turns = [
-            {"role": "assistant", "content": said.content},
-            {"role": "user", "content": [result]},
-        ]
-        last = client.messages.create(messages=[*asked, *turns], **given)
+        asked.append({"role": "assistant", "content": said.content})
+        asked.append({"role": "user", "content": [result]})
+        last = client.messages.create(messages=asked, **given)
     assert last.content[0].text == "three"  # type: ignore[union-attr]
     assert (last.stop_reason, one.calls[-1].max_tokens) == ("end_turn", 50)
     assert one.calls[-1].api == "messages"
@@ -123,7 +122,7 @@ def test_anthropics_errors_have_their_form(one: Stage) -> None:
 def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
     url, key = one.open("g-4/0")
     where = url + path if ".." not in path else url.removesuffix("/v1") + path[3:]
-    params = {"max_tokens": 5, "logprobs": 1, "temperature": 1.0, "stop_token_ids": [7]}
+    params: Any = {"max_tokens": 5, "logprobs": 1, "temperature": 1.0, "stop_token_ids": [7]}
     answer = requests.post(
         where,
         json={"token_ids": [5, 6, 7], "sampling_params": params},

@@ -1,0 +1,322 @@
+"""Measures what the endpoint of agents costs: per call and per token, in its process and in the
+worker's; its memory with many open sessions; how busy slots are while agents think. It decides
+nothing.
+
+The endpoint, its process and HTTP are real, and so is the time; the engine is a model of one: a
+call holds a slot for a while and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.config import model
+from dora_pipe.launch.examples import write_word_tokenizer
+from dora_pipe.producers.sessions.addresses import SessionAddress
+from dora_pipe.producers.sessions.frames import SourceSetup
+from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort
+from dora_pipe.producers.tasks import calculator
+from dora_pipe.producers.worker.effects import AnswerCall, CallAsked, OpenSession
+
+CONTEXT_TOKENS: Final = 32_768
+SIZES: Final = ((64, 16), (64, 1024), (4096, 16))
+"""Tokens of the prompt and of the answer."""
+CALLS: Final = 200
+WARM_CALLS: Final = 20
+SESSIONS: Final = 10_000
+CALLED: Final = 500
+"""Sessions of these that have had one call."""
+
+SLOTS: Final = 64
+THINKERS: Final = 256
+THINK_S: Final = 1.0
+SAMPLING_S: Final = 0.5
+WARM_S: Final = 3.0
+IDLE_S: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFigure:
+    """One call after the other of one agent.
+
+    Example: ``CallFigure(prompt_tokens=64, sampled_tokens=16, ms_per_call=3.1,
+    endpoint_us_per_call=2100.0, worker_us_per_call=90.0, endpoint_us_per_token=26.0)``
+    """
+
+    prompt_tokens: int
+    sampled_tokens: int
+    ms_per_call: float
+    """From the agent's side, with an engine that takes no time."""
+    endpoint_us_per_call: float
+    """CPU of its process."""
+    worker_us_per_call: float
+    """CPU of the port, in the engine's process."""
+    endpoint_us_per_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigure:
+    """Example: ``MemoryFigure(sessions=10000, process_mb=120.0, kb_per_session=1.1,
+    kb_per_call=2.0)``"""
+
+    sessions: int
+    process_mb: float
+    """Of the endpoint with all of them open."""
+    kb_per_session: float
+    kb_per_call: float
+    """More, of a session that has had a call of 64 tokens and 16 sampled ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyFigure:
+    """Example: ``BusyFigure(sessions=256, think_s=1.0, sampling_s=0.5, slots=64, busy=0.97,
+    calls_per_s=124.0)``"""
+
+    sessions: int
+    think_s: float
+    sampling_s: float
+    slots: int
+    busy: float
+    """Share of the slots' time."""
+    calls_per_s: float
+
+
+def bench_calls(
+    sizes: Sequence[tuple[int, int]] = SIZES, *, calls: int = CALLS
+) -> Iterator[CallFigure]:
+    """A figure for each size of prompt and answer."""
+    for prompt, sampled in sizes:
+        with _endpoint() as port:
+            loop = _Answering(port, sampled)
+            address = _open(port, "g-0/0")
+            loop.drive(partial(_ask_often, address, prompt, WARM_CALLS))
+            before_s, loop.port_s, start_s = _cpu_s(port.pid), 0.0, time.perf_counter()
+            loop.drive(partial(_ask_often, address, prompt, calls))
+            took_s = time.perf_counter() - start_s
+            endpoint_us = (_cpu_s(port.pid) - before_s) / calls * 1e6
+            yield CallFigure(
+                prompt_tokens=loop.prompt_tokens,
+                sampled_tokens=sampled,
+                ms_per_call=took_s / calls * 1e3,
+                endpoint_us_per_call=endpoint_us,
+                worker_us_per_call=loop.port_s / calls * 1e6,
+                endpoint_us_per_token=endpoint_us / (loop.prompt_tokens + sampled),
+            )
+
+
+def bench_memory(sessions: int = SESSIONS, *, called: int = CALLED) -> MemoryFigure:
+    """What open sessions hold."""
+    with _endpoint() as port:
+        loop = _Answering(port, 16)
+        first = _open(port, "g-0/0")
+        loop.drive(lambda: _ask_often(first, 64, WARM_CALLS))
+        empty = _rss(port.pid)
+        addresses = [_open(port, f"g-{at}/1") for at in range(sessions)]
+        loop.drive(lambda: _ask_often(first, 64, 1))  # behind all of them in the pipe
+        opened = _rss(port.pid)
+
+        def one_call_each() -> None:
+            for address in addresses[:called]:
+                _ask_often(address, 64, 1)
+
+        loop.drive(one_call_each)
+        return MemoryFigure(
+            sessions=sessions,
+            process_mb=opened / 1e6,
+            kb_per_session=(opened - empty) / sessions / 1e3,
+            kb_per_call=(_rss(port.pid) - opened) / called / 1e3,
+        )
+
+
+def bench_busy(
+    sessions: int = THINKERS, *, seconds: float = 10.0, warm_s: float = WARM_S
+) -> BusyFigure:
+    """Agents that think between their calls."""
+    with _endpoint() as port:
+        engine = _Slots(port)
+        addresses = [_open(port, f"g-{at}/0") for at in range(sessions)]
+        over = threading.Event()
+        agents = threading.Thread(target=lambda: asyncio.run(_think(addresses, over)), daemon=True)
+        agents.start()
+        while not engine.run(SAMPLING_S)[1]:
+            pass  # its process is starting
+        engine.run(warm_s)
+        busy, taken = engine.run(seconds)
+        over.set()
+        while agents.is_alive():  # each has its answer, and no call more
+            engine.run(SAMPLING_S / 2)
+        return BusyFigure(
+            sessions=sessions,
+            think_s=THINK_S,
+            sampling_s=SAMPLING_S,
+            slots=SLOTS,
+            busy=busy,
+            calls_per_s=taken / seconds,
+        )
+
+
+@contextmanager
+def _endpoint() -> Iterator[SessionPort]:
+    with tempfile.TemporaryDirectory(prefix="bench-endpoint-") as folder:
+        assets = Path(folder)
+        write_word_tokenizer(assets, calculator.WORDS, calculator.ROLES)
+        (assets / "chat_template.jinja").write_text(calculator.CHAT_TEMPLATE)
+        task = model.Task(kind="calculator", agent="agent:run")
+        source = SourceSetup(sources=("train",), task=task, sampling=model.Sampling(), chat=True)
+        setup = EndpointSetup(
+            listen="127.0.0.1:0",
+            assets=folder,
+            started_ns=0,
+            model="bench",
+            context_tokens=CONTEXT_TOKENS,
+            sources=(source,),
+        )
+        port = SessionPort(setup)
+        try:
+            yield port
+        finally:
+            port.close()
+
+
+def _open(port: SessionPort, request: str) -> SessionAddress:
+    port.start(OpenSession(request=request, source="train"))
+    return port.addresses.of(request)
+
+
+class _Answering:
+    """An engine that takes no time."""
+
+    def __init__(self, port: SessionPort, sampled: int) -> None:
+        self._port, self._ids = port, [10] * sampled
+        self.port_s = 0.0
+        self.prompt_tokens = 0
+
+    def drive(self, agent: Any) -> None:
+        """Answer calls until the agent has come to its end, in a thread."""
+        thread = threading.Thread(target=agent, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            start_s = time.thread_time()
+            asked = self._port.poll()
+            for one in asked:
+                self.prompt_tokens = len(one.token_ids)
+                self._port.start(_answer(one, self._ids))
+            if asked:
+                self.port_s += time.thread_time() - start_s
+            else:
+                time.sleep(IDLE_S / 4)
+
+
+class _Slots:
+    """An engine whose calls hold a slot for a while."""
+
+    def __init__(self, port: SessionPort) -> None:
+        self._port = port
+        self._waiting: deque[CallAsked] = deque()
+        self._running: list[tuple[float, int, CallAsked]] = []
+
+    def run(self, seconds: float) -> tuple[float, int]:
+        """For so long: the share of the slots that was busy, and how many calls were answered."""
+        start = last = time.monotonic()
+        held, answered = 0.0, 0
+        while last < start + seconds:
+            self._waiting.extend(self._port.poll())
+            now = time.monotonic()
+            held += len(self._running) * (now - last)
+            last = now
+            while self._running and self._running[0][0] <= now:
+                self._port.start(_answer(heapq.heappop(self._running)[2], [10] * 16))
+                answered += 1
+            while self._waiting and len(self._running) < SLOTS:
+                one = self._waiting.popleft()
+                heapq.heappush(self._running, (now + SAMPLING_S, one.call, one))
+            time.sleep(IDLE_S)
+        return held / SLOTS / seconds, answered
+
+
+def _answer(asked: CallAsked, ids: list[int]) -> AnswerCall:
+    return AnswerCall(
+        request=asked.request,
+        call=asked.call,
+        token_ids=ids,
+        logprobs=[-1.0] * len(ids),
+        finish="stop",
+        prompt_tokens=len(asked.token_ids),
+    )
+
+
+def _ask_often(address: SessionAddress, words: int, calls: int) -> None:
+    async def ask() -> None:
+        async with asyncio.timeout(600):
+            connection = await _connected(address)
+            for _ in range(calls):
+                await _ask(connection, address, words)
+            await _hang_up(connection)
+
+    asyncio.run(ask())
+
+
+async def _think(addresses: Sequence[SessionAddress], over: threading.Event) -> None:
+    async def agent(address: SessionAddress, at: int) -> None:
+        await asyncio.sleep(at / len(addresses) * THINK_S)
+        connection = await _connected(address)
+        while not over.is_set():
+            await _ask(connection, address, 32)
+            await asyncio.sleep(THINK_S)
+        await _hang_up(connection)
+
+    agents = [asyncio.create_task(agent(one, at)) for at, one in enumerate(addresses)]
+    await asyncio.wait(agents)
+
+
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _connected(address: SessionAddress) -> _Connection:
+    host, _, port = address.base_url.removeprefix("http://").partition("/")[0].partition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def _hang_up(connection: _Connection) -> None:
+    connection[1].close()
+    await connection[1].wait_closed()
+
+
+async def _ask(connection: _Connection, address: SessionAddress, words: int) -> None:
+    """A client with nothing around it: what a library costs is not the endpoint's."""
+    reader, writer = connection
+    body = json.dumps({"messages": [{"role": "user", "content": "7 " * words}]}).encode()
+    path = "/" + address.base_url.removeprefix("http://").partition("/")[2]
+    head = (
+        f"POST {path}/chat/completions HTTP/1.1\r\nHost: bench\r\n"
+        f"Authorization: Bearer {address.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    answer = await reader.readuntil(b"\r\n\r\n")
+    assert b" 200 " in answer.partition(b"\r\n")[0], answer
+    length = answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+    await reader.readexactly(int(length))
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _rss(pid: int) -> int:
+    """Bytes of memory of a process (Linux)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

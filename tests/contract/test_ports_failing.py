@@ -30,8 +30,10 @@ from dora_pipe.core.runtime import Meter
 from dora_pipe.orchestrator.snapshots import Body, SnapshotPort, WriteSnapshot
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimPort
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks.calls import EnvObserved, Forget, PromptCall, PromptReady, TaskFailed
 from dora_pipe.producers.worker.effects import (
+    AgentCall,
     DropKv,
     DropWeights,
     EncodeFailed,
@@ -119,7 +121,8 @@ def _engine_port(error: BaseException, folder: Path) -> EnginePort:
 
 def _task_port(error: BaseException, folder: Path) -> TaskPort:
     broken: Any = Failing(error)
-    return TaskPort(broken, broken)
+    addresses = Addresses(host="localhost", port=1, secret=bytes(32))
+    return TaskPort(broken, broken, addresses=addresses)
 
 
 def _codec_port(error: BaseException, folder: Path) -> CodecPort:
@@ -200,6 +203,7 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
                 (TaskFailed,),
             ),
             Case(GroupCall(request="a", split="train", index=0, completions=[SAID]), (TaskFailed,)),
+            Case(AgentCall(request="a", split="train", index=0), (TaskFailed,)),
             Case(Forget(request="a"), ()),
         ],
     ),
@@ -248,9 +252,11 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
     ),
 }
 
-IN_THE_LOOP = {"InlinePort", "TaskPool", "TaskPorts"}
-"""They raise in the loop, where everything is heard: the simulator's trainer; the pool of
-processes, which stands behind `TaskPort`; and who hands calls to the `TaskPort` that is meant."""
+IN_THE_LOOP = {"InlinePort", "SessionPort", "TaskPool", "TaskPorts"}
+"""They raise in the loop, where everything is heard: the simulator's trainer; the port to the
+endpoint, which writes to a socket and tells of a process that died (`test_endpoint_hostile`); the
+pool of processes, which stands behind `TaskPort`; and who hands calls to the `TaskPort` that is
+meant."""
 
 
 def _cases() -> list[Any]:

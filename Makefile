@@ -176,6 +176,20 @@ test-objectives: setup ## The objectives against trl's and verl's, and trl's cha
 	@PYTHONPATH=$(OBJECTIVES) $(BIN)/pytest -q -W default tests/objectives_reference $(ARGS)
 	@$(BIN)/pytest -q -m slow tests/unit/chat/test_families.py -k trl
 
+# Environments of others, likewise.
+ADAPTERS := .venv-adapters
+ADAPTERS_WANTED = $$(sha256sum < requirements/adapters.txt | cut -c1-16)
+.PHONY: test-adapters
+
+test-adapters: setup ## Environments of other packages as tasks, and their examples (130 MB beside .venv)
+	@if [ "$$(cat $(ADAPTERS)/.stamp 2>/dev/null)" != "$(ADAPTERS_WANTED)" ]; then \
+	  echo "adapters: $(ADAPTERS), packages of requirements/adapters.txt checked by their hashes" >&2; \
+	  rm -rf $(ADAPTERS); \
+	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(ADAPTERS) -r requirements/adapters.txt; \
+	  echo "$(ADAPTERS_WANTED)" > $(ADAPTERS)/.stamp; fi
+	@PYTHONPATH=$(CURDIR)/$(ADAPTERS) $(BIN)/pytest -q -W default tests/unit/adapters tests/unit/tasks/test_tasks_page.py \
+	  tests/slow/test_examples_of_others.py $(ARGS)
+
 # Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
@@ -209,6 +223,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/vllm.txt --no-build-isolation \
 	  -o requirements/vllm-deepspeed.txt
 	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt
+	$(LOCK) --no-deps requirements/adapters.in -c requirements/dev.txt -o requirements/adapters.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt

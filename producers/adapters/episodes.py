@@ -4,6 +4,7 @@ text, or messages of a user. Decides nothing of a game.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,6 +17,26 @@ EVAL_SEED: Final = 999
 
 SEED_BITS: Final = 31
 """Most packages take seeds as long as this."""
+
+
+class Chance:
+    """A state of `random`, the generator that a whole process shares, for one episode alone.
+
+    Example: ``with chance: game.step(action)``; what is drawn inside follows from the seed and from
+    what was drawn inside before.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate()
+        self._outside = self._state
+
+    def __enter__(self) -> None:
+        self._outside = random.getstate()
+        random.setstate(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = random.getstate()
+        random.setstate(self._outside)
 
 
 class Voice:

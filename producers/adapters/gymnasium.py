@@ -12,16 +12,14 @@ cost `options.mistake`, and end the episode when there are more than `options.mi
 
 from __future__ import annotations
 
-import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.adapters.episodes import SeededTask, Voice
+from dora_pipe.producers.adapters.episodes import Chance, SeededTask, Voice
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
 from dora_pipe.schemas.identity import derive_seed
@@ -229,8 +227,8 @@ class Game(Environment):
     def reset(self, row: Row) -> Prompt:
         """See Environment."""
         self._made = self._task.open()
-        self._chance = random.Random(row["seed"]).getstate()
-        with self._own_chance():
+        self._chance = Chance(row["seed"])
+        with self._chance:
             observation, info = self._made.reset(seed=row["seed"])
         said = self._task.said(self._made, observation, info)
         return self._task.voice.first(self._task.form(self._made, self._task.first, said))
@@ -246,7 +244,7 @@ class Game(Environment):
             if self._mistakes > task.mistakes_max:
                 return Observation(done=True, ok=False)
             return task.voice.then(task.form(made, task.then, f"error: {error}"), ok=False)
-        with self._own_chance():
+        with self._chance:
             observation, reward, ended, cut, info = made.step(action)
         self._steps += 1
         self._total += float(reward)
@@ -264,17 +262,6 @@ class Game(Environment):
         """See Environment."""
         if self._made is not None:
             self._made.close()
-
-    @contextmanager
-    def _own_chance(self) -> Iterator[None]:
-        """Some environments draw from `random`, which all episodes of a process share."""
-        before = random.getstate()
-        random.setstate(self._chance)
-        try:
-            yield
-        finally:
-            self._chance = random.getstate()
-            random.setstate(before)
 
 
 def marked(drawn: Any) -> str:

@@ -102,7 +102,7 @@ def _there(module: str) -> bool:
 
 
 def test_the_page_has_a_configuration_for_each_thing_that_a_user_brings() -> None:
-    assert len(BLOCKS) == PAGE.count("\n## I have ") == 8
+    assert len(BLOCKS) == PAGE.count("\n## I have ") == 10
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

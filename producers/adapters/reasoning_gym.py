@@ -1,0 +1,146 @@
+"""Generators of reasoning-gym as tasks: `reasoning-gym:basic_arithmetic`. It decides which part of
+what the model said is the answer; the score is the generator's own.
+
+A row is a question with its answer, where it has one, and its number; the rest of what the
+generator knows of it (`metadata`) is made again from the number when an answer is scored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.adapters.episodes import EVAL_SEED, Chance, Voice
+from dora_pipe.producers.adapters.packages import packages_of, required
+from dora_pipe.producers.tasks.port import Prompt, Reward, Row, Split, Task
+from dora_pipe.schemas.identity import derive_seed
+
+
+class ReasoningGymTask(Task):
+    """The task `reasoning-gym:NAME`.
+
+    Example: ``ReasoningGymTask("basic_arithmetic", arguments={"max_terms": 3})``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        tag: str = "answer",
+        seed: int = 1,
+        count: int = 1024,
+        eval_count: int = 64,
+        chat: bool = False,
+        system_prompt: str = "",
+    ) -> None:
+        """Options of the task; docs/environments.md has them all.
+
+        `tag`: of what stands between ``<answer>`` and ``</answer>`` the last is the answer; where
+        there is none, or `tag` is empty, all that was said is. Raises ConfigError where the package
+        is not installed or has no such generator, and for arguments that it does not take.
+        """
+        kind = f"reasoning-gym:{name}"
+        package = required(
+            "reasoning_gym", package="reasoning-gym", extra="reasoning-gym", kind=kind
+        )
+        self._utils = required(
+            "reasoning_gym.utils", package="reasoning-gym", extra="reasoning-gym", kind=kind
+        )
+        known = package.factory.DATASETS
+        if name not in known:
+            raise ConfigError(
+                f"task.kind: `{kind}`: reasoning-gym has no `{name}`", hint=nearest(name, known)
+            )
+        self._kind, self._tag = kind, tag
+        self._voice = Voice(chat=chat, system_prompt=system_prompt)
+        given = dict(arguments or {})
+        _check_arguments(kind, given, known[name][1])
+        self._sets: dict[Split, Any] = {
+            "train": _opened(package, kind, name, {**given, "seed": seed, "size": count}),
+            "eval": _opened(
+                package, kind, name, {**given, "seed": EVAL_SEED, "size": max(1, eval_count)}
+            ),
+        }
+        self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """See Task."""
+        return [self._row(split, at) for at in range(self._counts[split])]
+
+    def prompt(self, row: Row) -> Prompt:
+        """See Task."""
+        return self._voice.first(str(row["question"]))
+
+    def reward(self, row: Row, text: str, turns: Sequence[str]) -> Reward:
+        """What the generator's `score_answer` gives for the answer."""
+        answer = self._utils.extract_answer(text, tag_name=self._tag) if self._tag else None
+        answer = text.strip() if answer is None else answer
+        score = self._sets[row["split"]].score_answer(
+            answer=answer, entry=self._entry(row["split"], row["index"])
+        )
+        return Reward(value=float(score), answer=answer)
+
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """Questions with their answers alone, from the first row after `seed` on; those that have
+        none are left out. Raises ConfigError where nothing has an answer."""
+        found: list[Any] = []
+        for step in range(self._counts["train"]):
+            row = self._row("train", (seed + step) % self._counts["train"])
+            if row["answer"] is None:
+                continue
+            said = f"<{self._tag}>{row['answer']}</{self._tag}>" if self._tag else row["answer"]
+            prompt = self.prompt(row)
+            if isinstance(prompt, str):
+                found.append((prompt, said))
+            else:
+                found.append({"messages": [*prompt, {"role": "assistant", "content": said}]})
+            if len(found) == count:
+                return found
+        if not found:
+            raise ConfigError(f"{self._kind}: its questions come without answers")
+        return [found[at % len(found)] for at in range(count)]
+
+    def packages(self) -> Mapping[str, str]:
+        """See Task."""
+        return packages_of("reasoning_gym")
+
+    def reward_sources(self) -> Sequence[Any]:
+        """This module, and which reasoning-gym."""
+        return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
+
+    def _entry(self, split: Split, at: int) -> Any:
+        """As the generator makes it; some draw from `random`, whatever seed they are given."""
+        with Chance(derive_seed(self._kind, split, at)):
+            return self._sets[split][at]
+
+    def _row(self, split: Split, at: int) -> Row:
+        entry = self._entry(split, at)
+        answer = entry.get("answer")
+        return {
+            "question": str(entry["question"]),
+            "answer": None if answer is None else str(answer),
+            "split": split,
+            "index": at,
+        }
+
+
+def _check_arguments(kind: str, given: Mapping[str, Any], form: type) -> None:
+    names = {one.name for one in dataclasses.fields(form)} - {"seed", "size"}
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                f"task.options.arguments.{name}: `{kind}` does not take it",
+                hint=nearest(name, names) or f"it takes {', '.join(sorted(names))}",
+            )
+
+
+def _opened(package: Any, kind: str, name: str, arguments: Mapping[str, Any]) -> Any:
+    """The package refuses values with asserts."""
+    try:
+        return package.create_dataset(name, **arguments)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"task.options.arguments: `{kind}`: {error}") from error

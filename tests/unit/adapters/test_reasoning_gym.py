@@ -1,0 +1,90 @@
+"""Generators of reasoning-gym as tasks; `make test-adapters` runs them where it is not in .venv."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.tasks.port import Reward, Row, Task
+from dora_pipe.producers.tasks.registry import dataset_digest, reward_digest
+from tests.support.adapters_of_others import task_of
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not here: make test-adapters")
+
+SUMS = "reasoning-gym:chain_sum"
+
+
+def score(task: Task, row: Row, text: str) -> Reward:
+    found = task.reward(row, text, [text])
+    assert isinstance(found, Reward)
+    return found
+
+
+def test_the_right_answer_is_worth_one_with_or_without_tags() -> None:
+    task = task_of(SUMS, count=8, eval_count=3)
+    for row in (*task.rows("train"), *task.rows("eval")):
+        assert score(task, row, f"well <answer>{row['answer']}</answer>").value == 1.0
+        assert score(task, row, f" {row['answer']} ") == Reward(value=1.0, answer=row["answer"])
+        assert score(task, row, "<answer>x</answer>").value < 1.0
+    plain = task_of(SUMS, count=1, tag="")
+    row = plain.rows("train")[0]
+    assert score(plain, row, f"<answer>{row['answer']}</answer>").value < 1.0
+
+
+def test_a_puzzle_with_many_answers_is_scored_by_its_generator() -> None:
+    task = task_of("reasoning-gym:countdown", count=2, arguments={"min_numbers": 3})
+    row = task.rows("train")[1]
+    assert score(task, row, row["answer"]).value == 1.0
+    assert score(task, row, f"({row['answer']})").value == 1.0
+    assert score(task, row, "1 + 1").value < 1.0
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "list_functions", "maze"])
+def test_rows_follow_from_the_seed_alone(name: str) -> None:
+    kind, before = f"reasoning-gym:{name}", random.getstate()
+    one, again = (task_of(kind, count=6, eval_count=2) for _ in range(2))
+    other = task_of(kind, count=6, eval_count=2, seed=5)
+    assert dataset_digest(one, "train") == dataset_digest(again, "train")
+    assert dataset_digest(one, "eval") == dataset_digest(other, "eval")
+    assert dataset_digest(one, "train") != dataset_digest(other, "train")
+    assert (len(one.rows("train")), len(one.rows("eval"))) == (6, 2)
+    assert random.getstate() == before
+    assert one.single_turn()
+
+
+def test_demonstrations_are_questions_with_right_answers() -> None:
+    task: Any = task_of(SUMS, count=4)
+    found = task.demonstrations(3, 9)
+    assert len(found) == 9 and found[0] == found[4] != found[1]
+    rows = {row["question"]: row for row in task.rows("train")}
+    assert all(score(task, rows[asked], said).value == 1.0 for asked, said in found)
+    chat: Any = task_of(SUMS, chat=True, count=4)
+    assert [one["role"] for one in chat.demonstrations(3, 1)[0]["messages"]] == [
+        "user",
+        "assistant",
+    ]
+
+
+def test_the_package_is_part_of_what_the_reward_is() -> None:
+    task = task_of(SUMS, count=1)
+    assert set(task.packages()) == {"reasoning-gym"}
+    assert reward_digest(task)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("reasoning-gym:chain_summ", {}, "reasoning-gym has no `chain_summ`"),
+        (SUMS, {"arguments": {"size": 3}}, "task.options.arguments.size"),
+        (SUMS, {"arguments": {"min_terms": 9, "max_terms": 2}}, "max_terms"),
+    ],
+)
+def test_what_is_no_generator_is_refused_by_name(
+    kind: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        task_of(kind, **options)
+    assert said in caught.value.message

@@ -30,7 +30,7 @@ _FROZEN = """
 run.name run.seed model.path model.dtype model.chat_template task.name task.ratio
 task.kind task.data task.eval_data task.reward task.rewards
 task.split task.eval_split task.eval_share task.filter task.columns task.prompt_column
-task.answer_column task.chat task.system_prompt task.tools
+task.answer_column task.chat task.system_prompt task.tools task.mcp
 task.options task.turns_max task.agent task.command task.calls_max task.calls_open_max
 task.sampling_asked task.special_tokens task.chat_template_kwargs task.renderer
 task.chat_date task.tool_parser task.rewritten_history sampling groups.size groups.per_step

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
-from dora_pipe.config.outside import Teacher, Telemetry, Transfers
+from dora_pipe.config.outside import McpServer, Teacher, Telemetry, Transfers
 from dora_pipe.config.schedule import Schedule
 from dora_pipe.config.section import (
     NonNegative,
@@ -117,6 +117,9 @@ class Task(Section, frozen=True, kw_only=True):
     """The system's message in front of every conversation that has none; makes text a message."""
     tools: tuple[str, ...] = ()
     """`module:function` of Python functions that the model may call, for `dataset`."""
+    mcp: tuple[McpServer, ...] = ()
+    """MCP servers whose tools the model may call: `{command = ["python", "notes.py"]}`,
+    `{url = "http://host/mcp"}`. See docs/tools.md."""
     reward: str = ""
     """`module:function`, or `math`, `exact`; for `dataset`."""
     rewards: tuple[RewardUse, ...] = ()

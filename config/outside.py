@@ -3,11 +3,13 @@ what is asked of them. See `model`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from dora_pipe.config.section import NonNegative, Port, Positive, PositiveFloat, Section, Share
+from dora_pipe.schemas.topics import PATTERN
 
 
 class Transfers(Section, frozen=True, kw_only=True):
@@ -82,3 +84,20 @@ class Teacher(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             local, dtype=self.dtype, model=self.model, digest=self.digest
         )
+
+
+class McpServer(Section, frozen=True, kw_only=True):
+    """One of `task.mcp`: a server whose tools the model may call."""
+
+    command: tuple[str, ...] = ()
+    """It is started by this command, in `task.directory`; or it has a `url`."""
+    url: str = ""
+    """It is spoken to there, by streamable HTTP."""
+    key_env: str = ""
+    """Name of the environment variable that has the key for `url`."""
+    name: Annotated[str, Meta(pattern=f"^$|{PATTERN}")] = ""
+    """Its tools are called NAME_TOOL; empty: as the server calls them."""
+    tools: tuple[str, ...] = ()
+    """Of its tools these alone, by the server's names; empty: all."""
+    sessions: Literal["shared", "episode"] = "shared"
+    """One session for all episodes of a task process, or one for each, with a state of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -25,8 +25,20 @@ from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec, said_of
 from dora_pipe.producers.rewards.registry import Rewards, single
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
-from dora_pipe.producers.tasks.port import Completion, Prompt, Reward, Row, Split, Task, Tool
+from dora_pipe.producers.tasks.port import (
+    Completion,
+    DescribedTool,
+    Prompt,
+    Reward,
+    Row,
+    Split,
+    Task,
+    Tool,
+)
 from dora_pipe.schemas.identity import derive_seed
+
+if TYPE_CHECKING:
+    from dora_pipe.producers.adapters.mcp import McpTools
 
 _EXAMPLE: Final = 'for instance "rewards:score"'
 
@@ -53,6 +65,7 @@ class DatasetTask(Task):
         chat: bool = False,
         system_prompt: str = "",
         tools: Sequence[str] = (),
+        mcp: McpTools | None = None,
         reward: str | Rewards = "",
     ) -> None:
         """Each is the key of [task]; without `eval_data`, `eval_split` and `eval_share` there are
@@ -83,6 +96,7 @@ class DatasetTask(Task):
         self._prompt, self._answer = prompt_column, answer_column
         self._chat, self._system = chat or bool(system_prompt), system_prompt
         self._tool_names, self._tools = tuple(tools), tuple[Tool, ...]()
+        self._mcp = mcp
         self._rewards = reward if isinstance(reward, Rewards) else single(reward)
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -99,10 +113,12 @@ class DatasetTask(Task):
         try:
             if not isinstance(prompt := self.prompt(first), str):
                 normal(prompt, "messages")
-            for tool in self.tools(first):
-                tool_schema(tool)
+            names = [tool_schema(tool)["function"]["name"] for tool in self.tools(first)]
         except NoAnswer as error:
             raise TaskError(f"{self._where}: the first row's prompt: {error}") from None
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            hint = "a server's tools with its `name` in front: task.mcp = [{name = ...}]"
+            raise TaskError(f"{self._where}: two tools are called `{twice}`", hint=hint)
         if self._rewards.wants_answer and self._answer not in self._answered(first):
             columns = ", ".join(f"`{name}`" for name in first)
             raise TaskError(
@@ -119,11 +135,11 @@ class DatasetTask(Task):
         """See Task."""
         if len(self._tools) < len(self._tool_names):
             self._tools = tuple(_function("task.tools", name) for name in self._tool_names)
-        return self._tools
+        return (*self._tools, *(self._mcp.tools() if self._mcp else ()))
 
     def single_turn(self) -> bool:
         """See Task."""
-        return not self._tool_names
+        return not self._tool_names and self._mcp is None
 
     def reward(
         self, row: Row, text: str, turns: Sequence[str]
@@ -162,8 +178,14 @@ class DatasetTask(Task):
         return [self._conversation(place, rows[place]) for place in places]
 
     def reward_sources(self) -> Sequence[Any]:
-        """Of the rewards, this class, and the tools."""
-        return (*self._rewards.sources(), type(self), *self.tools({}))
+        """Of the rewards, this class, the tools, and which servers have some."""
+        servers = (f"{name} {version}" for name, version in self.packages().items())
+        own = (tool for tool in self.tools({}) if not isinstance(tool, DescribedTool))
+        return (*self._rewards.sources(), type(self), *own, *servers)
+
+    def packages(self) -> Mapping[str, str]:
+        """See Task."""
+        return self._mcp.packages() if self._mcp else {}
 
     @property
     def _where(self) -> str:
@@ -203,7 +225,7 @@ class DatasetTask(Task):
             raise self._no_demonstration(place, self._answer)
         if isinstance(asked, str):
             raise self._no_demonstration(place, self._prompt, "messages")
-        tools = {"tools": self.tools(row)} if self._tool_names else {}
+        tools = {} if self.single_turn() else {"tools": self.tools(row)}
         return {"messages": [*asked, said], **tools}
 
     def _no_demonstration(self, place: int, column: str, what: str = "text") -> TaskError:

@@ -15,7 +15,7 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from dora_pipe.core.own_code import nearest
-from dora_pipe.producers.tasks.port import Tool
+from dora_pipe.producers.tasks.port import DescribedTool, Tool
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
@@ -102,6 +102,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def tool_name(function: Tool) -> str:
     """What the model calls it. Raises NoAnswer for what has no name of its own (a partial)."""
+    if isinstance(function, DescribedTool):
+        return function.name
     name = getattr(function, "__name__", None)
     if not callable(function) or not isinstance(name, str) or not name.isidentifier():
         raise NoAnswer(f"a tool is a function with a name, not {type(function).__name__}")
@@ -114,6 +116,9 @@ def tool_schema(function: Tool) -> dict[str, Any]:
 
     Raises NoAnswer for a parameter that has no annotation, or one that JSON has no values for.
     """
+    if isinstance(function, DescribedTool):
+        said = {"name": function.name, "description": function.about}
+        return {"type": "function", "function": {**said, "parameters": dict(function.parameters)}}
     about, of_parameters = described(inspect.getdoc(function) or "")
     form = arguments_of(function)
     schemas, components = msgspec.json.schema_components([form])

@@ -66,6 +66,37 @@ class Retry(Exception):
     that is full. The call is made again, later; see `task.retries_max`."""
 
 
+class ToolFailed(Exception):
+    """Raised by a tool whose failure the model is told of in these words alone."""
+
+
+class DescribedTool:
+    """A tool that says itself what it takes, as JSON Schema: no Python signature is behind it, and
+    whoever it calls checks its arguments."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        about: str,
+        parameters: Mapping[str, Any],
+        call: Callable[[Mapping[str, Any]], Any],
+        close: Callable[[], None] | None = None,
+    ) -> None:
+        """`call` gets the arguments of a call; `close` is called when the episode ends."""
+        self.name, self.about, self.parameters = name, about, parameters
+        self._call, self._close = call, close
+
+    def __call__(self, /, **arguments: Any) -> Any:
+        """What the model is told, as of any tool."""
+        return self._call(arguments)
+
+    def close(self) -> None:
+        """The episode is over."""
+        if self._close is not None:
+            self._close()
+
+
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A call that the model wrote.
 

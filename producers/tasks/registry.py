@@ -63,6 +63,7 @@ def open_task(config: model.Task) -> Task:
     given = {key: getattr(config, key) for key in HANDED}
     scored = config.rewards or (config.reward and config.kind in BUILT_IN)
     given["reward"] = open_rewards(config) if scored else config.reward
+    given["mcp"] = _mcp(config) if config.mcp else None
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
         if arguments:
@@ -97,6 +98,12 @@ def _factory(kind: str) -> Task | Callable[..., Any]:
     if isinstance(found, Task) or callable(found):
         return found  # type: ignore[no-any-return]
     raise TaskError(f"task.kind: `{kind}` is neither a Task nor a class or function that makes one")
+
+
+def _mcp(config: model.Task) -> Any:
+    from dora_pipe.producers.adapters.mcp import McpTools
+
+    return McpTools(config.mcp, directory=config.directory)
 
 
 def _adapter(package: str, name: str) -> Callable[..., Any]:

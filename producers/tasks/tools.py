@@ -18,6 +18,7 @@ from dora_pipe.producers.tasks.background import call_user_code
 from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
 from dora_pipe.producers.tasks.port import (
+    DescribedTool,
     Environment,
     Observation,
     Prompt,
@@ -26,6 +27,7 @@ from dora_pipe.producers.tasks.port import (
     Task,
     Tool,
     ToolCall,
+    ToolFailed,
     Turn,
 )
 
@@ -63,6 +65,12 @@ class ToolEnvironment(Environment):
     def respond(self, turn: Turn) -> Observation | Awaitable[Observation]:
         """See Environment."""
         return self._call(turn) if turn.tool_calls else Observation(done=True)
+
+    def close(self) -> None:
+        """See Environment."""
+        for function in self._functions:
+            if isinstance(function, DescribedTool):
+                function.close()
 
     async def _call(self, turn: Turn) -> Observation:
         seen = await call_tools(self._functions, turn, self._known)
@@ -119,17 +127,24 @@ async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
     if function is None:
         known = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
         return Told(text=f"error: there is no tool `{call.name}`: {known}", ok=False)
+    if isinstance(function, DescribedTool):
+        return _told(await call_user_code(partial(function, **call.arguments)))
     try:
         given: Any = msgspec.convert(call.arguments, arguments_of(function))
     except msgspec.ValidationError as error:
         return Told(text=f"error: arguments of `{call.name}`: {error}", ok=False)
     arguments = {name: getattr(given, name) for name in call.arguments}
-    found = await call_user_code(partial(function, **arguments))
+    return _told(await call_user_code(partial(function, **arguments)))
+
+
+def _told(found: Any) -> Told:
     text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
     return Told(text=text, ok=True)
 
 
 def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:
+    if isinstance(error, ToolFailed):
+        return Told(text=f"error: {error}", ok=False)
     if error is not None:
         return Told(text=f"error: {type(error).__name__}: {one_line(str(error))}", ok=False)
     if not task.done():

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,25 +25,58 @@ SHORT = (
     *("run.steps=2", "groups.size=4", "groups.per_step=4", "groups.filter_zero_advantage=false"),
     *("evaluation.prompts=2", "evaluation.siblings=2", "timing.heartbeat_s=0.2"),
 )
-EXAMPLES = {"frozen-lake": "gymnasium"}
+EXAMPLES = {
+    "frozen-lake": "gymnasium",
+    "guess-the-number": "textarena",
+    "mcp": "mcp:sums",
+    "openenv": "openenv:guess",
+    "reasoning-gym": "reasoning-gym",
+}
+
+
+SERVED = ("mcp", "openenv")
+"""Of these a server is part of the example, and no package is needed."""
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[str, Path], None]]:
+    """Start a server on a port that is free, and say its address in a configuration."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(command: str, config: Path) -> None:
+        words = [sys.executable, str(ROOT / command.split()[0]), "0"]
+        running.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout is not None
+        address = running[-1].stdout.readline().strip()
+        config.write_text(re.sub(r"http://[\w.:]+", address, config.read_text()))
+
+    yield start
+    for process in running:
+        with process:
+            process.kill()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_runs_as_its_readme_has_it(name: str, tmp_path: Path) -> None:
+def test_the_example_runs_as_its_readme_has_it(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     package = EXAMPLES[name]
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
+    module = package.partition(":")[0].replace("-", "_")
+    if module not in SERVED and importlib.util.find_spec(module) is None:
         pytest.skip(f"{package} is not here: make test-adapters")
     example, said = ROOT / "examples" / name, tmp_path / "said"
     page = (example / "README.md").read_text().replace("\\\n", " ")
-    (make,) = re.findall(r"^\$ python (.*)$", page, re.M)
-    sft, run, audit = map(str.split, re.findall(r"^\$ dora-pipe (.*)$", page, re.M))
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / name).symlink_to(example)
+    *served, make = re.findall(r"^\$ python (.*?)(?: &)?$", page, re.M)
+    *warm_up, run, audit = map(str.split, re.findall(r"^\$ dora-pipe (.*)$", page, re.M))
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for command in served:
+        request.getfixturevalue("started")(command, tmp_path / "examples" / name / "config.toml")
     subprocess.run([sys.executable, *make.split()], check=True, cwd=tmp_path)
-    sft[sft.index("--steps") + 1] = "4"
-    assert call(tmp_path, *sft) == 0, said.read_text()
-    warm = f"model.path={tmp_path / 'build' / name / 'warm'}"
-    overrides = [word for one in (*SHORT, warm) for word in ("-o", one)]
+    for command in warm_up:
+        if "--steps" in command:
+            command[command.index("--steps") + 1] = "4"
+        assert call(tmp_path, *command) == 0, said.read_text()
+    overrides = [word for one in SHORT for word in ("-o", one)]
     assert call(tmp_path, *run, *overrides) == 0, said.read_text()
     assert steps(tmp_path, name) == [0, 1]
     assert call(tmp_path, *audit) == 0, said.read_text()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import inspect
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import pytest
 from dora_pipe.config.load import load_config
 from dora_pipe.config.several import sections_of
 from dora_pipe.orchestrator.curriculum import Samplers
+from dora_pipe.producers.tasks.port import Environment, Row
 from dora_pipe.producers.tasks.registry import ADAPTERS, dataset_digest, open_task
 from tests.support.data_files import TEXT, write_jsonl
 from tests.support.tidy import ROOT
@@ -91,10 +98,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     TEXT["rows.parquet"](tmp_path / "data" / "train-0.parquet", tables)
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "model.py").write_text(MODEL)
+    shutil.copy(ROOT / "tests" / "support" / "mcp_server.py", tmp_path / "server.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("mine", "model"):
         monkeypatch.delitem(__import__("sys").modules, name, raising=False)
     return tmp_path
+
+
+async def _begun(world: Environment, row: Row) -> Any:
+    """The prompt of an episode that ends at once."""
+    prompt: Any = world.reset(row)
+    prompt = await prompt if inspect.isawaitable(prompt) else prompt
+    close: Any = world.close
+    closing = close()
+    if inspect.isawaitable(closing):
+        await closing
+    return prompt
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Where the server of examples/openenv is."""
+    command = [sys.executable, str(ROOT / "examples" / "openenv" / "server.py"), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        server.kill()
 
 
 def _there(module: str) -> bool:
@@ -102,14 +131,18 @@ def _there(module: str) -> bool:
 
 
 def test_the_page_has_a_configuration_for_each_thing_that_a_user_brings() -> None:
-    assert len(BLOCKS) == PAGE.count("\n## I have ") == 10
+    assert len(BLOCKS) == PAGE.count("\n## I have ") == 12
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_every_configuration_of_the_page_opens(folder: Path, block: str) -> None:
+def test_every_configuration_of_the_page_opens(
+    folder: Path, block: str, request: pytest.FixtureRequest
+) -> None:
     missing = [one for one, module in OTHERS.items() if one in block and not _there(module)]
     if missing:
         pytest.skip(f"{missing[0]} is not here: make test-adapters")
+    if "openenv:" in block:
+        block = block.replace("http://127.0.0.1:8765", request.getfixturevalue("address"))
     path = folder / "run.toml"
     text = block.replace("data/train-*.parquet", "data/train-0.parquet")
     path.write_text(HEAD + text)
@@ -123,8 +156,8 @@ def test_every_configuration_of_the_page_opens(folder: Path, block: str) -> None
         row = task.rows("train")[0]
         task.check()
         world = task.environment(row)
-        prompt = task.prompt(row) if world is None else world.reset(row)
+        prompt = task.prompt(row) if world is None else asyncio.run(_begun(world, row))
         assert isinstance(prompt, str) == (not section.chat and not section.system_prompt)
-        assert bool(task.tools(row)) == bool(section.tools)
+        assert bool(task.tools(row)) == bool(section.tools or section.mcp)
         kind = msgspec.to_builtins(section)["kind"]
         assert kind == "dataset" or kind.partition(":")[0] in ADAPTERS

@@ -1,0 +1,242 @@
+"""Tools of MCP servers as tools of a task: `task.mcp`. It decides which of them the model is told
+of, how a result is text, and which failures are the model's to hear.
+
+A server is connected to when its tools are first asked for, once in each task process, or
+(`sessions = "episode"`) once for each episode, whose state is then its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.config.outside import McpServer
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.json_endpoint import variable
+from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.adapters.mcp_wire import (
+    PROTOCOL,
+    HttpWire,
+    ProcessWire,
+    ServerAway,
+    ServerLate,
+    ServerRefused,
+    Wire,
+)
+from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
+from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
+from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
+from dora_pipe.schemas.wire import canonical
+
+CONNECT_S: Final = 30.0
+"""For a server to start and say what it has."""
+
+PAGES_MAX: Final = 32
+"""Of a list of tools."""
+
+LATE_S: Final = 1.0
+"""A call is waited for so much longer than the model waits, which has been told by then."""
+
+SESSIONS_MAX: Final = 256
+"""Of one server that are open at once in a task process; a further episode is tried again."""
+
+
+class Session:
+    """One conversation with a server, begun when it is first needed."""
+
+    def __init__(self, server: Server, *, lasting: bool) -> None:
+        """`lasting`: begun anew where the server was lost; else what was lost stays so."""
+        self._server, self._lasting = server, lasting
+        self._wire: Wire | None = None
+        self._opening, self._lost = threading.Lock(), False
+        self.about: dict[str, Any] = {}
+
+    def ask(self, method: str, params: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """The result of a request. Raises ServerAway, ServerRefused."""
+        wire = self._opened()
+        try:
+            return wire.ask(method, params, limit_s)
+        except ServerLate:
+            raise
+        except ServerAway:
+            self.close()
+            self._lost = not self._lasting
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._opening:
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            self._server.left()
+            wire.close()
+
+    def _opened(self) -> Wire:
+        with self._opening:
+            if self._lost:
+                raise ServerAway(f"{self._server.where} lost the episode")
+            if self._wire is None:
+                wire = self._server.connect()
+                try:
+                    self.about = _greeted(wire)
+                except (ServerAway, ServerRefused):
+                    self._server.left()
+                    wire.close()
+                    raise
+                self._wire = wire
+            return self._wire
+
+
+def _greeted(wire: Wire) -> dict[str, Any]:
+    """Shake hands; what the server says of itself."""
+    me = {"name": "dora-pipe", "version": __version__}
+    params = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": me}
+    about = wire.ask("initialize", params, CONNECT_S)
+    wire.tell("notifications/initialized", CONNECT_S)
+    return about
+
+
+class Server:
+    """A server of the configuration, with what it said that it has."""
+
+    def __init__(self, use: McpServer, *, key: str, directory: str) -> None:
+        """`key`: where it stands in the configuration. Raises ConfigError."""
+        if bool(use.command) == bool(use.url):
+            raise ConfigError(f"{key}: a server has a command or a url")
+        self._use, self._key, self._directory = use, key, directory
+        self._secret = variable(key, ".key_env", use.key_env) if use.key_env else ""
+        called = use.name or (use.url or " ".join(use.command))
+        self.where = f"the MCP server {called}"
+        self.name = use.name
+        self._open, self._counting = 0, threading.Lock()
+        self._shared = Session(self, lasting=True)
+        self._listed: list[dict[str, Any]] | None = None
+
+    def connect(self) -> Wire:
+        """A new connection, counted until `left`. Raises ServerAway."""
+        with self._counting:
+            if self._open >= SESSIONS_MAX:
+                raise ServerAway(f"{self.where} has {SESSIONS_MAX} sessions open")
+            self._open += 1
+        try:
+            if self._use.url:
+                return HttpWire(self.where, self._use.url, self._secret)
+            return ProcessWire(self.where, self._use.command, self._directory)
+        except ServerAway:
+            self.left()
+            raise
+
+    def left(self) -> None:
+        """A connection is closed."""
+        with self._counting:
+            self._open -= 1
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Its tools as it describes them, or those of `tools`. Raises TaskError, ConfigError."""
+        if self._listed is None:
+            found = {str(one.get("name")): one for one in self._pages()}
+            for name in self._use.tools:
+                if name not in found:
+                    hint = nearest(name, found) or f"it has {', '.join(found)}"
+                    raise ConfigError(f"{self._key}.tools: {self.where} has no `{name}`", hint=hint)
+            self._listed = [found[name] for name in self._use.tools or found]
+        return self._listed
+
+    def tools(self) -> list[DescribedTool]:
+        """For one episode."""
+        if self._use.sessions == "shared":
+            return [self._tool(self._shared, one) for one in self.listed()]
+        session = Session(self, lasting=False)
+        return [self._tool(session, one) for one in self.listed()]
+
+    def stamp(self) -> str:
+        """Its version, and a digest of its tools as it describes them."""
+        listed = self.listed()
+        said = self._shared.about.get("serverInfo", {})
+        digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
+        return f"{said.get('version', '-')} {digest}"
+
+    def called(self) -> str:
+        """Its name in `worker joined`."""
+        self.listed()
+        return f"mcp:{self.name or self._shared.about.get('serverInfo', {}).get('name', '')}"
+
+    def _pages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        params: dict[str, Any] = {}
+        for _ in range(PAGES_MAX):
+            try:
+                page = self._shared.ask("tools/list", params, CONNECT_S)
+            except ServerAway as error:
+                raise TaskError(f"{self._key}: {error.message}") from None
+            found += page.get("tools", [])
+            if not (cursor := page.get("nextCursor")):
+                return found
+            params = {"cursor": cursor}
+        raise TaskError(f"{self._key}: {self.where} lists its tools on more than {PAGES_MAX} pages")
+
+    def _tool(self, session: Session, described: Mapping[str, Any]) -> DescribedTool:
+        theirs = str(described["name"])
+
+        def call(arguments: Mapping[str, Any]) -> str:
+            params = {"name": theirs, "arguments": dict(arguments)}
+            try:
+                result = session.ask("tools/call", params, TOOL_LIMIT_S.get() + LATE_S)
+            except ServerAway as error:
+                raise Retry(error.message) from None
+            text = _text(result)
+            if result.get("isError"):
+                raise ToolFailed(text)
+            return text
+
+        return DescribedTool(
+            name=f"{self.name}_{theirs}" if self.name else theirs,
+            about=str(described.get("description") or ""),
+            parameters=described.get("inputSchema") or {"type": "object", "properties": {}},
+            call=call,
+            close=None if self._use.sessions == "shared" else session.close,
+        )
+
+
+class McpTools:
+    """The servers of a task, for its `tools`: a task of one's own is given it as `mcp`.
+
+    Example: ``McpTools([McpServer(command=("python", "notes.py"))]).tools()``
+    """
+
+    def __init__(self, uses: Sequence[McpServer], *, directory: str = "") -> None:
+        """`directory`: where commands are started. Nothing is connected to yet. Raises
+        ConfigError."""
+        self._servers = [
+            Server(use, key=f"task.mcp[{at}]", directory=directory) for at, use in enumerate(uses)
+        ]
+
+    def tools(self) -> list[DescribedTool]:
+        """The tools of all servers, for one episode. Raises TaskError where a server cannot be
+        reached, ConfigError where it has no such tool."""
+        return [tool for server in self._servers for tool in server.tools()]
+
+    def packages(self) -> dict[str, str]:
+        """For `Task.packages`."""
+        return {server.called(): server.stamp() for server in self._servers}
+
+
+def _text(result: Mapping[str, Any]) -> str:
+    """What a result says: its texts, else its structured content; other contents by their kind."""
+    parts = []
+    for part in result.get("content") or ():
+        kind = part.get("type")
+        if kind == "text":
+            parts.append(str(part.get("text", "")))
+        elif kind == "resource" and "text" in part.get("resource", {}):
+            parts.append(str(part["resource"]["text"]))
+        else:
+            parts.append(f"[{kind}]")
+    if not parts and result.get("structuredContent") is not None:
+        return msgspec.json.encode(result["structuredContent"]).decode()
+    return "\n".join(parts)

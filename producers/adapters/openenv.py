@@ -1,0 +1,317 @@
+"""Environments behind an address of OpenEnv's protocol as tasks: `openenv:http://host:8000`. It
+decides which field of an action a turn is, how an observation is said, and what a failure of the
+server means.
+
+    GET /schema, /metadata   what an action is; which environment, and its version
+    websocket /ws            one connection per episode: {"type": "reset", "data": {"seed": 7}} and
+                             {"type": "step", "data": {"message": "..."}}, each answered by
+                             {"type": "observation", "data": {"observation": {...}, "reward": 1,
+                             "done": false}} or {"type": "error", ...}
+
+An episode lives in its connection: one that is lost cannot go on, and is the fault of nobody's
+turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.producers.adapters.episodes import SeededTask, Voice
+from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
+from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Row
+from dora_pipe.schemas.wire import canonical
+
+MESSAGE_BYTES_MAX: Final = 4 << 20
+"""Of one message of a server."""
+
+ASK_S: Final = 30.0
+"""For a server to say what it is, and to take a connection."""
+
+_MISTAKES: Final = ("VALIDATION_ERROR",)
+"""Codes of errors that say that a turn was no action."""
+
+_AWAY: Final = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")
+"""Codes of errors that another time may not be there."""
+
+
+class OpenEnvTask(SeededTask):
+    """The task `openenv:URL`.
+
+    Example: ``OpenEnvTask("http://127.0.0.1:8000", field="message")``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        field: str = "",
+        observation: str = "",
+        observe: str = "",
+        act: str = "",
+        reset: Mapping[str, Any] | None = None,
+        total: Literal["sum", "last"] = "sum",
+        sessions: int = 64,
+        mistakes_max: int = 2,
+        seed: int = 1,
+        count: int = 1024,
+        eval_count: int = 64,
+        chat: bool = False,
+        system_prompt: str = "",
+    ) -> None:
+        """Options of the task; docs/environments.md has them all.
+
+        Raises ConfigError where websockets is not installed, TaskError where the server does not
+        say what an action is.
+        """
+        kind = f"openenv:{url}"
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"task.kind: `{kind}`: an address begins with http:// or https://")
+        super().__init__(
+            name="openenv",
+            seed=seed,
+            count=count,
+            eval_count=eval_count,
+            voice=Voice(chat=chat, system_prompt=system_prompt),
+        )
+        required("websockets", package="websockets", extra="openenv", kind=kind)
+        self.client = required(
+            "websockets.asyncio.client", package="websockets", extra="openenv", kind=kind
+        )
+        self.url, self.where = url.rstrip("/"), f"the environment at {url}"
+        self._schema = _got(self.where, f"{self.url}/schema")
+        self._about = _got(self.where, f"{self.url}/metadata")
+        self._observe, self._act = (
+            _function(f"task.options.{key}", one)
+            for key, one in (("observe", observe), ("act", act))
+        )
+        self._shown = observation
+        self._field, self._type = ("", "") if act else self._fit(field)
+        self.begin = dict(reset or {})
+        if total not in ("sum", "last"):
+            raise ConfigError(f"task.options.total: {total!r} is neither 'sum' nor 'last'")
+        self.total, self.mistakes_max = total, mistakes_max
+        self.room = _Room(sessions)
+
+    def environment(self, row: Row) -> Environment:
+        """See Task."""
+        return RemoteEpisode(self)
+
+    def packages(self) -> Mapping[str, str]:
+        """What the server says of itself: its version, and a digest of its schemas."""
+        digest = hashlib.sha256(canonical(self._schema)).hexdigest()[:DIGEST_CHARACTERS]
+        version = self._about.get("version") or "-"
+        return {f"openenv:{self._about.get('name', '')}": f"{version} {digest}"}
+
+    def reward_sources(self) -> Sequence[Any]:
+        """See Task."""
+        own = [one for one in (self._observe, self._act) if one is not None]
+        return (*super().reward_sources(), *own)
+
+    def said(self, observation: Any) -> str:
+        """An observation as text."""
+        if self._observe is not None:
+            return str(self._observe(observation))
+        fields = {
+            name: value
+            for name, value in dict(observation).items()
+            if name != "metadata" and value is not None
+        }
+        if self._shown:
+            return _plain(fields.get(self._shown, ""))
+        if len(fields) == 1:
+            return _plain(*fields.values())
+        return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items())
+
+    def read(self, text: str) -> dict[str, Any]:
+        """The action that a turn is. Raises ValueError, for the model, where it is none."""
+        if self._act is not None:
+            return dict(self._act(text))
+        value: Any = text
+        if self._type in ("integer", "number"):
+            try:
+                value = int(text) if self._type == "integer" else float(text)
+            except ValueError:
+                raise ValueError(f"{self._field} is {self._type}, not {text.strip()!r}") from None
+        return {self._field: value}
+
+    def _fit(self, field: str) -> tuple[str, str]:
+        """The field of an action that a turn is, and its type."""
+        action = self._schema.get("action", {})
+        fields = {
+            name: one for name, one in action.get("properties", {}).items() if name != "metadata"
+        }
+        wanted = [name for name in action.get("required", ()) if name in fields] or list(fields)
+        if field and field not in fields:
+            hint = nearest(field, fields) or f"it has {', '.join(fields)}"
+            raise ConfigError(f"task.options.field: an action has no `{field}`", hint=hint)
+        if not field and len(wanted) != 1:
+            raise ConfigError(
+                f"task.options.field: which one of {', '.join(wanted) or 'none'} is a turn?",
+                hint="or task.options.act, a function that makes an action of a turn",
+            )
+        name = field or wanted[0]
+        return name, str(fields[name].get("type", "string"))
+
+
+class _Room:
+    """How many episodes are open at once in a task process; the others wait for one to end."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ConfigError(f"task.options.sessions: {size} is none")
+        self._size = size
+        self._free: asyncio.Semaphore | None = None
+
+    async def enter(self) -> None:
+        """Wait for room, as long as the call's time limit lets."""
+        if self._free is None:
+            self._free = asyncio.Semaphore(self._size)
+        await self._free.acquire()
+
+    def leave(self) -> None:
+        """An episode has ended."""
+        assert self._free is not None
+        self._free.release()
+
+
+class RemoteEpisode(Environment):
+    """One episode, in one connection."""
+
+    def __init__(self, task: OpenEnvTask) -> None:
+        self._task = task
+        self._socket: Any = None
+        self._rewards: list[float] = []
+        self._mistakes, self._ended = 0, False
+        self._entered = False
+
+    def reset(self, row: Row) -> Any:
+        """See Environment; awaited."""
+        return self._begin(row)
+
+    async def _begin(self, row: Row) -> Any:
+        if not self._entered:
+            await self._task.room.enter()
+            self._entered = True
+        await self._connect()
+        answer = await self._ask("reset", {"seed": row["seed"], **self._task.begin})
+        return self._task.voice.first(f"{self._task.said(answer['observation'])}\n")
+
+    async def respond(self, turn: Any) -> Observation:
+        """See Environment."""
+        try:
+            answer = await self._ask("step", self._task.read(turn.text))
+        except ValueError as error:
+            self._mistakes += 1
+            if self._mistakes > self._task.mistakes_max:
+                return Observation(done=True, ok=False)
+            return self._task.voice.then(f"\nerror: {error}\n", ok=False)
+        self._rewards.append(float(answer.get("reward") or 0.0))
+        self._ended = bool(answer.get("done"))
+        if self._ended:
+            return Observation(done=True)
+        return self._task.voice.then(f"\n{self._task.said(answer['observation'])}\n")
+
+    def reward(self, text: str, turns: Sequence[str]) -> Reward:
+        """Of the steps, as `options.total` says; parts count."""
+        parts = {
+            "steps": float(len(self._rewards)),
+            "mistakes": float(self._mistakes),
+            "ended": float(self._ended),
+        }
+        last = self._rewards[-1] if self._rewards else 0.0
+        value = sum(self._rewards) if self._task.total == "sum" else last
+        return Reward(value=value, parts=parts)
+
+    async def close(self) -> None:  # type: ignore[override]
+        """See Environment."""
+        socket, self._socket = self._socket, None
+        try:
+            if socket is not None:
+                await socket.close()
+        finally:
+            if self._entered:
+                self._entered = False
+                self._task.room.leave()
+
+    async def _connect(self) -> None:
+        """A connection of its own; of an earlier try nothing is left."""
+        if self._socket is not None:
+            await self._socket.close()
+        address = f"ws{self._task.url.removeprefix('http')}/ws"
+        try:
+            self._socket = await self._task.client.connect(
+                address, open_timeout=ASK_S, max_size=MESSAGE_BYTES_MAX, proxy=None
+            )
+        except (OSError, TimeoutError, _failure()) as error:
+            raise Retry(f"{self._task.where} takes no connection: {error}") from None
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """What the server observes. Raises ValueError for an action that is none, Retry where the
+        server is away, RuntimeError where the environment fails."""
+        if self._socket is None:
+            raise Retry(f"{self._task.where} lost the episode")
+        message = msgspec.json.encode({"type": kind, "data": data}).decode()
+        try:
+            await self._socket.send(message)
+            answer = msgspec.json.decode(await self._socket.recv())
+        except (OSError, _failure()) as error:
+            self._socket = None
+            raise Retry(f"{self._task.where} ended the episode: {error}") from None
+        said = answer.get("data", {})
+        if answer.get("type") != "error":
+            return dict(said)
+        code, words = said.get("code"), said.get("message", "it failed")
+        if code in _MISTAKES:
+            problems = [
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in _problems(said)
+            ]
+            raise ValueError("; ".join(problems) or words)
+        if code in _AWAY:
+            raise Retry(f"{self._task.where}: {words}")
+        raise RuntimeError(f"{self._task.where}: {words}")
+
+
+def _problems(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = said.get("errors") or ()
+    return [one for one in found if isinstance(one, dict) and {"loc", "msg"} <= set(one)]
+
+
+def _failure() -> type[Exception]:
+    from websockets.exceptions import WebSocketException
+
+    return WebSocketException
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _got(where: str, url: str) -> dict[str, Any]:
+    """What the server says there. Raises TaskError."""
+    import requests
+
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            answer = session.get(url, timeout=ASK_S, allow_redirects=False)
+            answer.raise_for_status()
+            found = answer.json()
+    except requests.RequestException as error:
+        raise TaskError(f"{where} does not say what it is: {error}") from None
+    if not isinstance(found, dict):
+        raise TaskError(f"{where} does not say what it is: {url} gives no object")
+    return found
+
+
+def _function(key: str, reference: str) -> Callable[..., Any] | None:
+    found = load_attribute(key, reference, TaskError) if reference else None
+    if found is not None and not callable(found):
+        raise TaskError(f"{key}: `{reference}` is not a function")
+    return found

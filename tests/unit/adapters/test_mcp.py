@@ -1,0 +1,225 @@
+"""Tools of MCP servers as tools of a task; servers are processes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.config.outside import McpServer
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.adapters import mcp
+from dora_pipe.producers.adapters.mcp import McpTools
+from dora_pipe.producers.adapters.mcp_wire import HttpWire, ServerAway
+from dora_pipe.producers.tasks.messages import tool_schema
+from dora_pipe.producers.tasks.port import DescribedTool, Observation, Retry, Task, ToolCall, Turn
+from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S, ToolEnvironment, call_tools
+from tests.support.data_files import write_jsonl
+from tests.support.tidy import ROOT
+
+COMMAND = (sys.executable, str(ROOT / "tests" / "support" / "mcp_server.py"))
+
+
+def http(*words: str) -> Iterator[str]:
+    with subprocess.Popen([*COMMAND, "--http", *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().strip()
+        process.kill()
+
+
+@pytest.fixture(params=["pipe", "json", "events"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServer]:
+    """A server's place, by every wire."""
+    if request.param == "pipe":
+        yield McpServer(command=COMMAND)
+        return
+    monkeypatch.setenv("NOTES_KEY", "secret")
+    for url in http(*(["--sse"] if request.param == "events" else [])):
+        yield McpServer(url=url, key_env="NOTES_KEY")
+
+
+@pytest.fixture
+def closing() -> Iterator[list[McpTools]]:
+    """Whose shared sessions end with the test."""
+    opened: list[McpTools] = []
+    yield opened
+    for one in opened:
+        for each in one._servers:
+            each._shared.close()
+
+
+def called(tools: list[DescribedTool], name: str, **arguments: Any) -> Observation:
+    call = ToolCall(name=name, arguments=arguments, id="call-0")
+    return asyncio.run(call_tools(tools, Turn(text="", tool_calls=(call,))))
+
+
+def told(tools: list[DescribedTool], name: str, **arguments: Any) -> str:
+    return str(called(tools, name, **arguments).messages[0]["content"])
+
+
+def test_a_servers_tools_are_told_with_its_words_and_called(
+    server: McpServer, closing: list[McpTools]
+) -> None:
+    closing.append(here := McpTools([server]))
+    tools = here.tools()
+    assert [tool.name for tool in tools][:2] == ["add-numbers", "note"]
+    schema = tool_schema(tools[0])
+    assert schema["function"]["description"] == "Add two numbers."
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert told(tools, "add-numbers", a=2, b=40) == "42"
+    assert told(tools, "note", word="one") == '{"notes":["one"]}'
+    assert told(tools, "picture") == "see\n[image]"
+    failed = called(tools, "fail")
+    assert (failed.messages[0]["content"], failed.ok) == ("error: it is\nbroken", False)
+    assert told(tools, "add-numbers", a=2) == "error: a and b are needed"
+    assert (
+        told(tools, "add-number")
+        == "error: there is no tool `add-number`: did you mean `add-numbers`?"
+    )
+
+
+def test_a_session_is_shared_by_all_episodes_or_belongs_to_one(
+    server: McpServer, closing: list[McpTools]
+) -> None:
+    for sessions, second in (("shared", ["a", "b"]), ("episode", ["b"])):
+        config = McpServer(
+            command=server.command,
+            url=server.url,
+            key_env=server.key_env,
+            sessions=sessions,  # type: ignore[arg-type]
+        )
+        closing.append(here := McpTools([config]))
+        for word, seen in (("a", ["a"]), ("b", second)):
+            tools = here.tools()
+            world = ToolEnvironment(Task(), tools)
+            assert told(tools, "note", word=word).count('"') == 2 * (1 + len(seen))
+            world.close()
+        assert here._servers[0]._open == 1, "sessions of episodes end with them"
+
+
+def test_what_is_played_with_is_known_by_version_and_by_what_the_server_says_of_its_tools(
+    closing: list[McpTools],
+) -> None:
+    all_of_it = McpTools([McpServer(command=COMMAND)])
+    some = McpTools([McpServer(command=COMMAND, tools=("note",), name="pad")])
+    closing += [all_of_it, some]
+    assert [tool.name for tool in some.tools()] == ["pad_note"]
+    (name, stamp), (other, another) = *all_of_it.packages().items(), *some.packages().items()
+    assert (name, other) == ("mcp:notes", "mcp:pad")
+    assert stamp.startswith("0.3 ") and another.startswith("0.3 ") and stamp != another
+
+
+def test_a_server_that_dies_is_started_again_where_it_is_shared(closing: list[McpTools]) -> None:
+    closing.append(here := McpTools([McpServer(command=COMMAND)]))
+    tools = here.tools()
+    with pytest.raises(Retry, match="is gone"):
+        told(tools, "die")
+    assert told(tools, "add-numbers", a=1, b=1) == "2"
+
+
+def test_an_episode_whose_server_died_is_not_begun_anew() -> None:
+    here = McpTools([McpServer(command=COMMAND, sessions="episode")])
+    tools = here.tools()
+    assert told(tools, "note", word="a")
+    with pytest.raises(Retry, match="is gone"):
+        told(tools, "die")
+    with pytest.raises(Retry, match="lost the episode"):
+        told(tools, "note", word="b")
+    here._servers[0]._shared.close()
+
+
+def test_a_call_that_hangs_ends_at_the_tools_time_limit(
+    server: McpServer, closing: list[McpTools], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing.append(here := McpTools([server]))
+    tools = here.tools()
+    monkeypatch.setattr(mcp, "LATE_S", 0.2)
+    token = TOOL_LIMIT_S.set(0.4)
+    try:
+        assert told(tools, "hang") == "error: timed out after 0.4 s"
+    finally:
+        TOOL_LIMIT_S.reset(token)
+    if not server.command:  # it answers several at once
+        assert told(tools, "add-numbers", a=1, b=2) == "3"
+
+
+def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch, closing: list[McpTools]) -> None:
+    monkeypatch.setattr(mcp, "SESSIONS_MAX", 2)
+    closing.append(here := McpTools([McpServer(command=COMMAND, sessions="episode")]))
+    first, second = here.tools(), here.tools()
+    assert told(first, "note", word="a")
+    with pytest.raises(Retry, match="2 sessions open"):
+        told(second, "note", word="a")
+    first[0].close()
+    assert told(here.tools(), "note", word="a")
+    for one in (first, second):
+        one[0].close()
+
+
+def test_a_wrong_key_and_a_forgotten_session_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NOTES_KEY", "wrong")
+    for url in http():
+        with pytest.raises(TaskError, match="says 401: who are you"):
+            McpTools([McpServer(url=url, key_env="NOTES_KEY")]).tools()
+        wire = HttpWire("it", url, "secret")
+        with pytest.raises(ServerAway, match="404"):
+            wire.ask("tools/list", {}, 5.0)
+        wire.close()
+
+
+@pytest.mark.parametrize(
+    ("uses", "error", "said"),
+    [
+        ([McpServer()], ConfigError, "task.mcp[0]: a server has a command or a url"),
+        ([McpServer(command=("not-there-at-all",))], TaskError, "cannot be started"),
+        ([McpServer(url="http://127.0.0.1:9/mcp")], TaskError, "does not answer"),
+        ([McpServer(command=COMMAND, tools=("nota",))], ConfigError, "has no `nota`"),
+        ([McpServer(url="http://x", key_env="NO_SUCH")], ConfigError, "NO_SUCH is not set"),
+    ],
+)
+def test_what_cannot_be_reached_is_named(
+    uses: list[McpServer], error: type[TaskError], said: str
+) -> None:
+    with pytest.raises(error) as caught:
+        McpTools(uses).tools()
+    assert said in caught.value.message
+
+
+def test_a_data_set_may_have_tools_of_servers_and_of_its_own(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2 + 3?", "answer": "5"}])
+
+    def task(**changes: Any) -> Task:
+        return open_task(
+            model.Task(
+                kind="dataset",
+                data=str(tmp_path / "rows.jsonl"),
+                chat=True,
+                reward="exact",
+                mcp=(McpServer(command=COMMAND, **changes),),
+            )
+        )
+
+    one, other = task(), task(tools=("note",))
+    one.check()
+    assert not one.single_turn()
+    assert len(one.tools(one.rows("train")[0])) == 6
+    assert set(one.packages()) == {"mcp:notes"}
+    assert reward_digest(one) != reward_digest(other) != ""
+    for task_of in (one, other):
+        for each in task_of._mcp._servers:  # type: ignore[attr-defined]
+            each._shared.close()
+
+
+def test_a_task_that_takes_no_servers_says_so() -> None:
+    config = model.Task(kind="arithmetic", mcp=(McpServer(command=COMMAND),))
+    with pytest.raises(ConfigError, match=r"task\.mcp: `arithmetic` does not take it"):
+        open_task(config)

@@ -5,6 +5,7 @@ text, or messages of a user. Decides nothing of a game.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -23,20 +24,25 @@ class Chance:
     """A state of `random`, the generator that a whole process shares, for one episode alone.
 
     Example: ``with chance: game.step(action)``; what is drawn inside follows from the seed and from
-    what was drawn inside before.
+    what was drawn inside before. Of all threads one is inside at a time: nothing that waits for
+    others belongs there.
     """
+
+    _one = threading.Lock()
 
     def __init__(self, seed: int) -> None:
         self._state = random.Random(seed).getstate()
         self._outside = self._state
 
     def __enter__(self) -> None:
+        self._one.acquire()
         self._outside = random.getstate()
         random.setstate(self._state)
 
     def __exit__(self, *_: object) -> None:
         self._state = random.getstate()
         random.setstate(self._outside)
+        self._one.release()
 
 
 class Voice:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.adapters.episodes import Chance, SeededTask, Voice
+from dora_pipe.producers.adapters.episodes import SeededTask, Voice
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
 from dora_pipe.schemas.identity import derive_seed
@@ -227,9 +227,7 @@ class Game(Environment):
     def reset(self, row: Row) -> Prompt:
         """See Environment."""
         self._made = self._task.open()
-        self._chance = Chance(row["seed"])
-        with self._chance:
-            observation, info = self._made.reset(seed=row["seed"])
+        observation, info = self._made.reset(seed=row["seed"])
         said = self._task.said(self._made, observation, info)
         return self._task.voice.first(self._task.form(self._made, self._task.first, said))
 
@@ -244,8 +242,7 @@ class Game(Environment):
             if self._mistakes > task.mistakes_max:
                 return Observation(done=True, ok=False)
             return task.voice.then(task.form(made, task.then, f"error: {error}"), ok=False)
-        with self._chance:
-            observation, reward, ended, cut, info = made.step(action)
+        observation, reward, ended, cut, info = made.step(action)
         self._steps += 1
         self._total += float(reward)
         self._ended = bool(ended)

@@ -196,17 +196,20 @@ class RemoteEpisode(Environment):
         return self._begin(row)
 
     async def _begin(self, row: Row) -> Any:
-        if not self._entered:
-            await self._task.room.enter()
-            self._entered = True
-        await self._connect()
-        answer = await self._ask("reset", {"seed": row["seed"], **self._task.begin})
+        await self._task.room.enter()
+        self._entered, answer = True, None
+        try:
+            await self._connect()
+            answer = await self._ask("reset", {"seed": row["seed"], **self._task.begin})
+        finally:
+            if answer is None:  # an episode that has not begun is not closed by anybody else
+                await self.close()
         return self._task.voice.first(f"{self._task.said(answer['observation'])}\n")
 
-    async def respond(self, turn: Any) -> Observation:
+    async def step(self, text: str) -> Observation:  # type: ignore[override]
         """See Environment."""
         try:
-            answer = await self._ask("step", self._task.read(turn.text))
+            answer = await self._ask("step", self._task.read(text))
         except ValueError as error:
             self._mistakes += 1
             if self._mistakes > self._task.mistakes_max:
@@ -241,9 +244,7 @@ class RemoteEpisode(Environment):
                 self._task.room.leave()
 
     async def _connect(self) -> None:
-        """A connection of its own; of an earlier try nothing is left."""
-        if self._socket is not None:
-            await self._socket.close()
+        """A connection of its own."""
         address = f"ws{self._task.url.removeprefix('http')}/ws"
         try:
             self._socket = await self._task.client.connect(

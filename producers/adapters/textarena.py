@@ -130,15 +130,14 @@ class Game(Environment):
         with self._chance:
             self._game = self._task.open()
             self._game.reset(num_players=self._task.players, seed=row["seed"])
-            self._play_others()
+        self._play_others()
         return self._task.voice.first(self._news())
 
     def step(self, text: str) -> Observation:
         """See Environment."""
         self._turns += 1
-        with self._chance:
-            self._done, _ = self._game.step(action=text)
-            self._play_others()
+        self._say(text)
+        self._play_others()
         return Observation(done=True) if self._done else self._task.voice.then(self._news())
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
@@ -162,6 +161,10 @@ class Game(Environment):
             turn = self._task.opponent("\n".join(self._heard[player]))
             if not isinstance(turn, str):
                 raise TypeError(f"the opponent said {type(turn).__name__}, not text")
+            self._say(turn)
+
+    def _say(self, turn: str) -> None:
+        with self._chance:
             self._done, _ = self._game.step(action=turn)
 
     def _listen(self) -> tuple[int, list[str]]:

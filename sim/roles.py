@@ -232,7 +232,7 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
         engine_version=engine.version,
         dtype=engine.dtype,
         device=engine.device,
-        declares=capabilities(engine, single_turn=made.single_turn),
+        declares=capabilities(engine, moves=made.single_turn),
         assets_digest=site.run_started.assets_digest,
         reward_digest="",
         package="0",

@@ -117,11 +117,11 @@ def check_model(config: Config, names: Iterable[str], directory: Path) -> None:
             check(directory, config)
 
 
-def capabilities(engine: Engine, *, single_turn: bool) -> tuple[str, ...]:
-    """What a worker says it can. Requests stay where they are unless they go on elsewhere with
-    their cache, or after a prefill with the same random stream."""
+def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
+    """What a worker says it can. Requests stay where they are unless they (`moves`) and the engine
+    go on elsewhere: with their cache, or after a prefill with the same random stream."""
     goes_on = {KV_EXPORT, PREFILL_EXACT, COUNTER_SAMPLING} & engine.declares
-    return tuple(sorted(engine.declares | ({MOVES} if goes_on and single_turn else set())))
+    return tuple(sorted(engine.declares | ({MOVES} if goes_on and moves else set())))
 
 
 def check_capabilities(engine: Engine, config: Config) -> None:

@@ -88,7 +88,7 @@ class Listening(Frame, frozen=True):
     """The endpoint serves."""
 
 
-class Opened(Frame, frozen=True):
+class Begun(Frame, frozen=True):
     """A session has begun: what was asked of an earlier one under this name came before."""
 
     request: str
@@ -107,7 +107,7 @@ class Asked(Frame, frozen=True):
 
 
 Down = Setup | Open | Close | Answer | Refuse
-Up = Listening | Opened | Asked
+Up = Listening | Begun | Asked
 
 _ENCODER = msgspec.msgpack.Encoder()
 DOWN: Final = msgspec.msgpack.Decoder(Down)

@@ -20,11 +20,11 @@ from dora_pipe.producers.sessions.frames import (
     UP,
     Answer,
     Asked,
+    Begun,
     Close,
     Frame,
     Listening,
     Open,
-    Opened,
     Refuse,
     Setup,
     SourceSetup,
@@ -225,10 +225,10 @@ class SessionPort:
             for body in unpack(self._in):
                 self._heard(UP.decode(body))
 
-    def _heard(self, frame: Listening | Opened | Asked) -> None:
+    def _heard(self, frame: Listening | Begun | Asked) -> None:
         if isinstance(frame, Listening):
             return
-        if isinstance(frame, Opened):
+        if isinstance(frame, Begun):
             self._opening -= Counter((frame.request,))  # none stays at 0
             return
         self._deaths_in_a_row = 0

@@ -19,10 +19,10 @@ from dora_pipe.producers.sessions.conversations import Conversations, Prompt
 from dora_pipe.producers.sessions.frames import (
     Answer,
     Asked,
+    Begun,
     Close,
     Frame,
     Open,
-    Opened,
     Refuse,
     packed_ids,
     unpacked_ids,
@@ -183,7 +183,7 @@ class Sessions:
         self._open[name] = Session(
             request=frame.request, source=source, conversations=conversations
         )
-        self._send(Opened(frame.request))
+        self._send(Begun(frame.request))
         opening = self._opening.pop(name, None)
         if opening is not None:
             opening.set()

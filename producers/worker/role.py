@@ -201,6 +201,19 @@ def turns_by_source(config: model.Config) -> dict[str, int]:
     return {source: one.task.turns_max for one in pool_specs(config) for source in one.sources}
 
 
+def agents_by_source(config: model.Config) -> dict[str, model.Task]:
+    """The task of each source that is an agent."""
+    agents = [one for one in pool_specs(config) if one.task.has_agent]
+    return {source: one.task for one in agents for source in one.sources}
+
+
+def requests_move(config: model.Config, facts: Mapping[str, TaskFacts]) -> bool:
+    """Whether every request can go on elsewhere: one of a single turn with its tokens, a session by
+    starting its agent again. An environment stays where it is."""
+    agents = agents_by_source(config)
+    return all(one.single_turn or source in agents for source, one in facts.items())
+
+
 def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
     """The run's configuration with this machine's free keys."""
     config = logged_config(run.config)
@@ -348,12 +361,7 @@ def _setup(
     decisions_from: int,
 ) -> WorkerSetup:
     config = here.config
-    agents = {
-        source: one.task
-        for one in pool_specs(config)
-        if one.task.has_agent
-        for source in one.sources
-    }
+    agents = agents_by_source(config)
     # Task calls that are killed by their own time limit are no alarm.
     calls_s = TASK_CALLS * max(_longest_call_s(one) for one in config.tasks)
     return WorkerSetup(
@@ -437,7 +445,7 @@ def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
 def _joined(
     here: _Worker, engine: Engine, facts: Mapping[str, TaskFacts], template_digest: str
 ) -> WorkerJoined:
-    single_turn = all(one.single_turn for one in facts.values())
+    moves = requests_move(here.config, facts)
     return WorkerJoined(
         at_ns=here.clock.wall_ns(),
         worker=here.name,
@@ -451,7 +459,7 @@ def _joined(
         engine_version=engine.version,
         dtype=engine.dtype,
         device=engine.device,
-        declares=capabilities(engine, single_turn=single_turn),
+        declares=capabilities(engine, moves=moves),
         assets_digest=here.run.assets_digest,
         reward_digest=reward_digest_of(facts.values()),
         package=__version__,

@@ -12,6 +12,8 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT, LORA
 from dora_pipe.producers.engines.registry import MOVES, capabilities, check_capabilities
 from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.tasks.calls import TaskFacts
+from dora_pipe.producers.worker.role import requests_move
 
 
 class Plain(SimulatedEngine):
@@ -37,9 +39,9 @@ def config(**sections: dict[str, Any]) -> Config:
 
 def test_requests_move_only_where_they_go_on_as_they_were() -> None:
     engine = SimulatedEngine(slots=1, context_tokens=8)
-    assert {MOVES, KV_EXPORT} <= set(capabilities(engine, single_turn=True))
-    assert MOVES not in capabilities(engine, single_turn=False)
-    assert capabilities(Plain(slots=1, context_tokens=8), single_turn=True) == ()
+    assert {MOVES, KV_EXPORT} <= set(capabilities(engine, moves=True))
+    assert MOVES not in capabilities(engine, moves=False)
+    assert capabilities(Plain(slots=1, context_tokens=8), moves=True) == ()
 
 
 def test_engine_that_cannot_change_weights_under_requests_is_refused_where_that_is_asked() -> None:
@@ -55,3 +57,25 @@ def test_engine_without_adapters_is_refused_in_a_lora_run() -> None:
     check_capabilities(WithAdapters(slots=1, context_tokens=8), asked)
     with pytest.raises(ConfigError, match="engine simulated cannot host one"):
         check_capabilities(SimulatedEngine(slots=1, context_tokens=8), asked)
+
+
+@pytest.mark.parametrize(
+    ("task", "single_turn", "moves"),
+    [
+        ({"kind": "arithmetic"}, True, True),
+        ({"kind": "calculator"}, False, False),
+        ({"kind": "calculator", "agent": "agent:run"}, False, True),
+    ],
+)
+def test_sessions_of_agents_move_and_episodes_of_environments_do_not(
+    task: dict[str, Any], single_turn: bool, moves: bool
+) -> None:
+    facts = TaskFacts(
+        train_digest="",
+        train_rows=1,
+        eval_digest="",
+        eval_rows=1,
+        reward_digest="",
+        single_turn=single_turn,
+    )
+    assert requests_move(config(task=task), {"train": facts}) is moves

@@ -80,6 +80,8 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "evaluation.success": 1.0,
     "evaluation.best": False,
     "evaluation.patience": 0,
+    "groups.spare": 0,
+    "groups.seconds_max": None,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no
 cell has a weight decay)."""

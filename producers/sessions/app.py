@@ -225,8 +225,8 @@ class _Guarded:
             response = await self._endpoint.respond(Request(scope, receive), self._handle)
             async with asyncio.timeout(SEND_S):
                 await response(scope, receive, send)
-        except (ClientDisconnect, TimeoutError):
-            return  # nobody is there
+        except (ClientDisconnect, TimeoutError, asyncio.CancelledError):
+            return  # nobody is there, or this process ends
 
 
 def _key(request: Request) -> str:

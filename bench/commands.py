@@ -241,12 +241,22 @@ def plan(
         bool,
         typer.Option("--slots", help="Only: how busy slots are while judges and tools take long."),
     ] = False,
+    hangs: Annotated[
+        bool,
+        typer.Option("--hangs", help="Only: which groups are held by environments that hang."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Cost of one round of the planner by the number of workers, how it grows, and the longest turn
     of the orchestrator in a busy run of 102 400 open requests, part by part.
 
-    With --slots, in virtual time: the share of a worker's slots that is busy."""
+    With --slots, in virtual time: the share of a worker's slots that is busy. With --hangs, too:
+    groups that one environment in a hundred hangs for, by groups.spare and groups.seconds_max."""
+    if hangs:
+        from dora_pipe.bench.hangs import bench_hangs
+
+        _emit_figures(bench_hangs(), as_json=as_json)
+        return
     if slots:
         from dora_pipe.bench.slots import bench_slots
 

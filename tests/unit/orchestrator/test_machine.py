@@ -22,6 +22,7 @@ from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     Assign,
     Fence,
+    GroupExpired,
     LeaseExpired,
     PlanPeriod,
     Progressed,
@@ -397,3 +398,50 @@ def test_rejected_records_are_logged_with_their_reason(
     bench = Bench()
     bench.react(bench.fact(msgspec.structs.replace(records.joined("w0"), slots=0)))
     assert "worker-joined at offset" in caplog.text
+
+
+def expired_in(bench: Bench) -> list[str]:
+    """Groups whose time a round says is over."""
+    seen = [one for round_ in bench.rounds for one in round_.observations]
+    return [one.group for one in seen if isinstance(one, GroupExpired)]
+
+
+def test_the_time_of_a_group_is_over_once_and_not_before() -> None:
+    bench = Bench(groups__seconds_max=20.0, timing__lease_s=1000.0)
+    bench.serving("w0", slots=4)
+    first = sorted(bench.machine.state.groups)
+    assert first
+    bench.wait(19.0)
+    assert expired_in(bench) == []
+    bench.wait(3.0)
+    assert sorted(expired_in(bench)) == first
+
+
+def test_time_in_which_nobody_reacts_does_not_count_for_groups() -> None:
+    bench = Bench(groups__seconds_max=20.0, timing__lease_s=1000.0)
+    bench.serving("w0", slots=4)
+    bench.wait(10.0)
+    bench.now_s += 3600.0
+    bench.react()
+    bench.wait(8.0)
+    assert expired_in(bench) == []
+    bench.wait(4.0)
+    assert expired_in(bench)
+
+
+def test_a_restarted_orchestrator_gives_groups_their_time_anew() -> None:
+    bench = Bench(groups__seconds_max=20.0, timing__lease_s=1000.0)
+    bench.serving("w0", slots=4)
+    bench.wait(15.0)
+    again = Bench(
+        state=bench.machine.state,
+        started=False,
+        groups__seconds_max=20.0,
+        timing__lease_s=1000.0,
+    )
+    again.now_s = bench.now_s
+    again.react(CaughtUp())
+    again.wait(18.0)
+    assert expired_in(again) == []
+    again.wait(4.0)
+    assert expired_in(again)

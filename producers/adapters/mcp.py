@@ -46,7 +46,7 @@ SESSIONS_MAX: Final = 256
 """Of one server that are open at once in a task process; a further episode is tried again."""
 
 
-class Session:
+class McpSession:
     """One conversation with a server, begun when it is first needed."""
 
     def __init__(self, server: Server, *, lasting: bool) -> None:
@@ -114,7 +114,7 @@ class Server:
         self.where = f"the MCP server {called}"
         self.name = use.name
         self._open, self._counting = 0, threading.Lock()
-        self._shared = Session(self, lasting=True)
+        self._shared = McpSession(self, lasting=True)
         self._listed: list[dict[str, Any]] | None = None
 
     def connect(self) -> Wire:
@@ -151,7 +151,7 @@ class Server:
         """For one episode."""
         if self._use.sessions == "shared":
             return [self._tool(self._shared, one) for one in self.listed()]
-        session = Session(self, lasting=False)
+        session = McpSession(self, lasting=False)
         return [self._tool(session, one) for one in self.listed()]
 
     def stamp(self) -> str:
@@ -180,7 +180,7 @@ class Server:
             params = {"cursor": cursor}
         raise TaskError(f"{self._key}: {self.where} lists its tools on more than {PAGES_MAX} pages")
 
-    def _tool(self, session: Session, described: Mapping[str, Any]) -> DescribedTool:
+    def _tool(self, session: McpSession, described: Mapping[str, Any]) -> DescribedTool:
         theirs = str(described["name"])
 
         def call(arguments: Mapping[str, Any]) -> str:

@@ -244,7 +244,7 @@ class _Slots:
                 one = self._waiting.popleft()
                 heapq.heappush(self._running, (now + SAMPLING_S, one.call, one))
             time.sleep(IDLE_S)
-        return held / SLOTS / seconds, answered
+        return held / SLOTS / (last - start), answered
 
 
 def _answer(asked: CallAsked, ids: list[int]) -> AnswerCall:

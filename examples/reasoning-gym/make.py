@@ -6,6 +6,8 @@ byte-level BPE tokenizer, learnt from the task's prompts, with a ChatML template
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,17 +32,20 @@ TEMPLATE = """\
 """
 
 
-def texts(config: Path) -> list[str]:
+async def texts(config: Path) -> list[str]:
     """What the task says first, row by row."""
     task = open_task(load_config(config, ()).task)
     found = []
     for row in task.rows("train")[:READ_ROWS]:
         world = task.environment(row)
-        prompt = task.prompt(row) if world is None else world.reset(row)
+        prompt: Any = task.prompt(row) if world is None else world.reset(row)
+        prompt = await prompt if inspect.isawaitable(prompt) else prompt
         said = [{"content": prompt}] if isinstance(prompt, str) else prompt
         found += [str(one["content"]) for one in said]
-        if world is not None:
-            world.close()
+        close: Any = None if world is None else world.close
+        closing = close() if close else None
+        if inspect.isawaitable(closing):
+            await closing
     return found
 
 
@@ -98,7 +103,7 @@ def main() -> None:
         sys.exit("usage: make.py CONFIG DIRECTORY")
     config, directory = map(Path, sys.argv[1:])
     directory.mkdir(parents=True, exist_ok=True)
-    vocabulary = make_tokenizer(directory, texts(config))
+    vocabulary = make_tokenizer(directory, asyncio.run(texts(config)))
     parameters = make_model(directory, vocabulary)
     sys.stdout.write(f"{directory}: {parameters} parameters, {vocabulary} tokens\n")
 

@@ -101,7 +101,7 @@ def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
         asked.append({"role": "assistant", "content": said.content})
         asked.append({"role": "user", "content": [result]})
         last = client.messages.create(messages=asked, **given)
-    assert last.content[0].text == "three"  # type: ignore[union-attr]
+    assert last.content[0].text == "three"
     assert (last.stop_reason, one.calls[-1].max_tokens) == ("end_turn", 50)
     assert one.calls[-1].api == "messages"
     goes_on(one, assets)

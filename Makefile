@@ -190,6 +190,22 @@ test-adapters: setup ## Environments of other packages as tasks, and their examp
 	@PYTHONPATH=$(CURDIR)/$(ADAPTERS) $(BIN)/pytest -q -W default tests/unit/adapters tests/unit/tasks/test_tasks_page.py \
 	  tests/slow/test_examples_of_others.py $(ARGS)
 
+# Agents of frameworks: an environment of their own, which tasks run in (`task.python`).
+AGENTS := .venv-agents
+AGENTS_WANTED = $$(sha256sum < requirements/agents.txt | cut -c1-16)
+.PHONY: agents test-agents
+
+agents: setup ## Make .venv-agents: LangGraph and OpenAI's Agents SDK (see examples/agents)
+	@if [ "$$(cat $(AGENTS)/.stamp 2>/dev/null)" != "$(AGENTS_WANTED)" ]; then \
+	  echo "agents: $(AGENTS), packages of requirements/agents.txt checked by their hashes" >&2; \
+	  rm -rf $(AGENTS); \
+	  $(UV) venv -q -p $(BIN)/python $(AGENTS); \
+	  $(UV) pip install -q -p $(AGENTS)/bin/python --require-hashes -r requirements/agents.txt; \
+	  echo "$(AGENTS_WANTED)" > $(AGENTS)/.stamp; fi
+
+test-agents: agents ## Agents of frameworks, from their model to their replay (110 MB beside .venv)
+	@$(BIN)/pytest -q tests/slow/test_agents_of_frameworks.py $(ARGS)
+
 # Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
@@ -224,6 +240,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	  -o requirements/vllm-deepspeed.txt
 	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt
 	$(LOCK) --no-deps requirements/adapters.in -c requirements/dev.txt -o requirements/adapters.txt
+	$(LOCK) requirements/agents.in -o requirements/agents.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt

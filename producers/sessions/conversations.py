@@ -8,9 +8,11 @@ answered is kept as a tree, no token twice, and found by a digest of its message
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ import msgspec
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.chat import Chat
-from dora_pipe.producers.tasks.port import Message, Turn
+from dora_pipe.producers.tasks.port import Message, ToolCall, Turn
 
 Tools = Sequence[dict[str, Any]]
 
@@ -59,8 +61,6 @@ class Prompt:
     given: array[int]
     digest: bytes
     """Of tools and messages."""
-    calls: int
-    """Calls of tools that the messages have."""
     tools: Tools
 
 
@@ -74,13 +74,13 @@ class Conversations:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._answered: dict[bytes, Answered] = {}
+        self._turns: Counter[bytes] = Counter()
 
     def prompt(self, messages: Sequence[Message], tools: Tools, chat: Chat | None = None) -> Prompt:
         """Messages in normal form (`messages.normal`). Raises TaskError where the chat template
         refuses them."""
         chat = chat or self._chat
         digests = list(_digests(messages, tools))
-        calls = sum(len(one.get("tool_calls", ())) for one in messages)
         for at in range(len(messages) - 1, 0, -1):
             found = self._answered.get(digests[at])
             bridge = (
@@ -94,7 +94,6 @@ class Conversations:
                     before=found,
                     given=given,
                     digest=digests[-1],
-                    calls=calls,
                     tools=tools,
                 )
         ids = chat.start(messages, tools).prompt_ids
@@ -103,22 +102,16 @@ class Conversations:
             before=None,
             given=array("i", ids),
             digest=digests[-1],
-            calls=calls,
             tools=tools,
         )
 
     def answer(self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()) -> Turn:
-        """What was sampled says this; its calls have ids of their own. `stop` are strings at which
-        the caller wants the text to end: what was sampled behind stays sampled."""
+        """What was sampled says this; its calls have ids that no other call of the session has.
+        `stop` are strings at which the caller wants the text to end: what was sampled behind stays
+        sampled."""
         said = self._chat.parse(sampled, prompt.ids, prompt.tools)
-        said = msgspec.structs.replace(
-            said,
-            text=_cut(said.text, stop),
-            tool_calls=tuple(
-                one if one.id else msgspec.structs.replace(one, id=f"call{prompt.calls + at:05}")
-                for at, one in enumerate(said.tool_calls)
-            ),
-        )
+        calls = self._named(said.tool_calls, prompt, sampled)
+        said = msgspec.structs.replace(said, text=_cut(said.text, stop), tool_calls=calls)
         message = said.message()
         self._answered.setdefault(
             _behind(prompt.digest, message),
@@ -130,6 +123,24 @@ class Conversations:
             ),
         )
         return said
+
+    def _named(
+        self, calls: Sequence[ToolCall], prompt: Prompt, sampled: Sequence[int]
+    ) -> tuple[ToolCall, ...]:
+        """With ids, where the model gives none.
+
+        They are made of what was said before, and how often, and not counted over the session:
+        agents compare the ids of several conversations, and one that is started again has to get
+        the same ones, whichever of its sub-agents is first.
+        """
+        if all(one.id for one in calls):
+            return tuple(calls)
+        turn = hashlib.sha256(prompt.digest + array("i", sampled).tobytes()).digest()
+        again, self._turns[turn] = self._turns[turn], self._turns[turn] + 1
+        return tuple(
+            one if one.id else msgspec.structs.replace(one, id=_call_id(turn, again, at))
+            for at, one in enumerate(calls)
+        )
 
 
 def _bridge(
@@ -174,6 +185,12 @@ def _behind(digest: bytes, message: Message) -> bytes:
     said = [message["role"], message["content"], message.get("tool_call_id", ""), calls]
     text = json.dumps(said, sort_keys=True)
     return hashlib.sha256(digest + text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _call_id(turn: bytes, again: int, at: int) -> str:
+    """Nine letters and digits: Mistral's templates refuse other lengths."""
+    digest = hashlib.sha256(turn + array("q", [again, at]).tobytes()).digest()
+    return base64.b32encode(digest)[:9].decode().lower()
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -3,6 +3,7 @@ and what was sampled is never made again from text."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -147,6 +148,25 @@ def test_a_history_that_was_written_anew_is_rendered_whole(assets: Path) -> None
     text = Tokenizer(assets).full_text(second.token_ids)
     assert "something else<|im_end|>" in text
     assert second.token_ids[: len(first.token_ids)] == first.token_ids  # as the template has it
+
+
+def test_calls_of_tools_have_ids_of_their_own_in_all_conversations_of_a_session(
+    assets: Path,
+) -> None:
+    def ids(session: str) -> list[str]:
+        with client_of(one.open(session)) as client:
+            other = [{"role": "user", "content": "anew"}]
+            asked = [create(client, turn, tools=[ADD]) for turn in (HELLO, other, HELLO)]
+            asked.append(create(client, tools=[ADD], n=2))
+        said = [choice.message for answer in asked for choice in answer.choices]
+        return [call.id for message in said for call in message.tool_calls]
+
+    twice = CALL.replace("<|im_end|>", "\n" + CALL)
+    with stage(assets, says(assets, twice)) as one:
+        found, again = ids("g-11/0"), ids("g-11/1")
+    assert len(found) == len(set(found)) == 10
+    assert all(re.fullmatch("[a-z0-9]{9}", name) for name in found)  # Mistral wants nine
+    assert found == again  # an agent that is started again asks with the same ids
 
 
 def test_a_text_ends_at_the_callers_stop_and_what_was_sampled_stays(assets: Path) -> None:

@@ -1,0 +1,50 @@
+"""Two agents of OpenAI's Agents SDK that add numbers: one takes the question and hands over to one
+that has a calculator. They know nothing of what trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool, handoff
+from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
+from agents.extensions.handoff_filters import remove_all_tools
+
+TURNS_MAX = 12
+
+
+@function_tool
+def calculator(a: int, b: int) -> int:
+    """Add two numbers, modulo 100."""
+    return (a + b) % 100
+
+
+ADDER = Agent(name="adder", instructions="Add the numbers.", tools=[calculator])
+DESK = Agent(
+    name="desk",
+    instructions="Add the numbers.",
+    handoffs=[handoff(ADDER, input_filter=remove_all_tools)],
+)
+
+
+async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
+    """What they say in the end is scored by the task."""
+    return await answer(OpenAIProvider(base_url=base_url, api_key=api_key), row)
+
+
+async def run_by_chat(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
+    """The same by chat completions."""
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key, use_responses=False)
+    return await answer(provider, row)
+
+
+async def answer(provider: OpenAIProvider, row: Mapping[str, Any]) -> str:
+    """What the model does wrong (a tool that is not there, no end) is an answer that is wrong."""
+    numbers = row["numbers"]
+    question = " ".join(f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+    config = RunConfig(model="policy", model_provider=provider, tracing_disabled=True)
+    try:
+        result = await Runner.run(DESK, question, max_turns=TURNS_MAX, run_config=config)
+    except (MaxTurnsExceeded, ModelBehaviorError):
+        return "no answer"
+    return str(result.final_output)

@@ -1,0 +1,85 @@
+"""examples/agents from its model to its replay, shortened: agents of LangGraph and of OpenAI's
+Agents SDK, in an environment that has them and nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tidy import ROOT
+from tests.support.user_run import assert_clean, call
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+PYTHON = ROOT / ".venv-agents" / "bin" / "python"
+CONFIG = "examples/agents/config.toml"
+SHORT = ("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompts=4")
+CALLS = "select api, context, trajectory_id from calls order by all"
+
+
+def overrides(*keys: str) -> list[str]:
+    return [word for one in (f"task.python={PYTHON}", *keys) for word in ("-o", one)]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's model, warmed up until it calls tools and hands over."""
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON.parent.parent.name} is not here: make test-agents")
+    place = tmp_path_factory.mktemp("agents")
+    (place / "examples").symlink_to(ROOT / "examples")
+    words = [sys.executable, "examples/agents/make.py", "made"]
+    subprocess.run(words, check=True, cwd=place)
+    words = ["sft", CONFIG, "warm", "--data", "made/sft.jsonl", "--steps", "24"]
+    words += ["--learning-rate", "0.004", *overrides(f"model.path={place / 'made' / 'model'}")]
+    assert call(place, *words) == 0, (place / "said").read_text()
+    return place / "warm"
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """Where whatever goes to other machines would go first."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://{}:{}".format(*listening.getsockname()))
+    return listening
+
+
+@pytest.mark.parametrize(
+    ("agent", "api", "contexts"),
+    [
+        ("langgraph_agent:run", "chat", 1),
+        ("openai_agent:run", "responses", 2),
+        ("openai_agent:run_by_chat", "chat", 2),
+    ],
+)
+def test_an_agent_of_a_framework_is_what_is_trained(
+    agent: str, api: str, contexts: int, warm: Path, tmp_path: Path, proxy: socket.socket
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    named = ("run.name=it", f"task.agent={agent}", f"model.path={warm}")
+    for words in (
+        ["run", CONFIG, *overrides(*SHORT, *named)],
+        ["audit", "it"],
+        ["replay", "it", "--random", "4"],
+    ):
+        assert call(tmp_path, *words) == 0, (tmp_path / "said").read_text()
+    assert_clean(tmp_path, "it")
+    assert "4 of 4 trajectories bit-equal" in (tmp_path / "said").read_text()
+    (tmp_path / "said").unlink()
+    assert call(tmp_path, "sql", "it", CALLS, "--json") == 0
+    calls = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
+    assert {one["api"] for one in calls} == {api}
+    assert {one["context"] for one in calls} == set(range(contexts))
+    last = [one["trajectory_id"] for one in calls if one["context"] == contexts - 1]
+    assert len(last) > len(set(last))  # what its tools said was answered in the same context
+    with proxy, pytest.raises(BlockingIOError):
+        proxy.accept()  # nobody wanted to be anywhere else

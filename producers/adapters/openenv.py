@@ -15,6 +15,7 @@ turn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -260,10 +261,12 @@ class RemoteEpisode(Environment):
             raise Retry(f"{self._task.where} lost the episode")
         message = msgspec.json.encode({"type": kind, "data": data}).decode()
         try:
-            await self._socket.send(message)
+            with contextlib.suppress(_failure()):  # what it said before it went is there to be read
+                await self._socket.send(message)
             answer = msgspec.json.decode(await self._socket.recv())
         except (OSError, _failure()) as error:
-            self._socket = None
+            socket, self._socket = self._socket, None
+            await socket.close()
             raise Retry(f"{self._task.where} ended the episode: {error}") from None
         said = answer.get("data", {})
         if answer.get("type") != "error":

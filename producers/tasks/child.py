@@ -69,6 +69,8 @@ class OpenCall:
     """The episode it is bound to; None for a call that any process can do."""
     agent: bool = False
     """An agent runs: nobody makes the call again but its worker."""
+    threaded: bool = False
+    """It may run in a thread, and end the process whatever its main thread does."""
     forgotten: bool = False
     tries: int = 0
     """How often it was begun beside the others."""

@@ -1,8 +1,8 @@
 """The processes that run a task, driven without threads from one loop.
 
-It decides which process gets a call, when one has hung, and who is to blame when one dies: the
-call that it was working on in its main thread. What that process had not begun, and what it had
-deferred, goes to another; episodes that it held are lost, and their requests are told so. A
+It decides which process gets a call, when one has hung, and who is to blame when one dies: the call
+that it was working on or, of several, the one under which others die too. What it had not begun or
+had deferred goes to another; episodes that it held are lost, and their requests are told so. A
 deferred call that is late is abandoned and fails alone. `poll` never waits unless asked to.
 
 Bounds: `QUEUE_MAX` calls at a time, `WINDOW` of them in one process's pipe, `DEFERRED_MAX` that it
@@ -101,14 +101,7 @@ class TaskPool:
             events = pool.poll(wait_s=1.0)
     """
 
-    effects: tuple[type, ...] = (
-        PromptCall,
-        EnvStep,
-        RewardCall,
-        GroupCall,
-        AgentCall,
-        Forget,
-    )
+    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
     def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
         self._task = task
@@ -270,6 +263,7 @@ class TaskPool:
             deaths=self._suspected.get(call.request, 0),
             avoid=avoid,
             agent=isinstance(call, AgentCall),
+            threaded=isinstance(call, EnvStep | PromptCall),
         )
         self._open[call.request] = opened
         if held is None:
@@ -489,8 +483,11 @@ class TaskPool:
             self._servers.failed(child.link.url, now_ns, message)
             error = "" if error == "ProcessDied" else error  # it may be the network
         answered_after_all = error in LATE and len(child.sent) < last
-        if error and child.sent and not answered_after_all:
+        alone = not child.link.url and not any(one.threaded for one in child.deferred.values())
+        if error and child.sent and not answered_after_all and (alone or error in LATE):
             self._blame(child.sent.popleft(), error, message)
+        elif child.sent and (error or child.link.url):
+            self._suspect(child.sent[0], message)
         self._inherit(child, message)
         self._count_death(now_ns, message)
 
@@ -502,15 +499,19 @@ class TaskPool:
         self._end_episode(call.request)
         self._fail(call.request, error, message)
 
+    def _suspect(self, call: OpenCall, message: str) -> None:
+        """It was not alone in a process that died: to blame when others have died under it, too."""
+        call.tries, call.deaths = 0, call.deaths + 1
+        if call.deaths >= DEFERRED_DEATHS_MAX:
+            self._blame(call, "ProcessDied", message)
+            call.forgotten = True
+        elif not call.forgotten:
+            self._suspected[call.request] = call.deaths
+
     def _inherit(self, child: Child, message: str) -> None:
         """Calls that any process can do go to the front of the queue, in order; episodes end."""
-        for call in (*child.deferred.values(), *(list(child.sent)[:1] if child.link.url else ())):
-            call.tries, call.deaths = 0, call.deaths + 1
-            if not call.forgotten:
-                self._suspected[call.request] = call.deaths
-            if call.deaths >= DEFERRED_DEATHS_MAX:
-                self._blame(call, "ProcessDied", message)
-                call.forgotten = True
+        for call in child.deferred.values():
+            self._suspect(call, message)
         calls = (*child.deferred.values(), *child.sent, *child.pinned)
         for call in calls:
             if call.agent and not call.forgotten:

@@ -44,8 +44,10 @@ from dora_pipe.schemas.trajectory import Described, Trajectory
 from dora_pipe.schemas.trajectory_codec import (
     decode_progress,
     decode_trajectory,
+    decode_turn_progress,
     encode_progress,
     encode_trajectory,
+    encode_turn_progress,
     view_trajectory,
 )
 from dora_pipe.schemas.wire import Unknown, decode, encode
@@ -357,7 +359,13 @@ _ALL: Final = (
         name="progress",
         read=_again(decode_progress, encode_progress),
         shape="frame",
-        seeds=lambda: _golden("progress/"),
+        seeds=lambda: _golden("progress/progress"),
+    ),
+    Target(
+        name="turn-progress",
+        read=_again(decode_turn_progress, encode_turn_progress),
+        shape="frame",
+        seeds=lambda: _golden("progress/turn"),
     ),
     Target(
         name="headers",

@@ -1,5 +1,6 @@
 """The examples in the repository are what the documents say they are."""
 
+import asyncio
 import re
 import sys
 import tomllib
@@ -118,7 +119,7 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
     """Every block of docs/tasks.md is run; the classes in them are used as the text says."""
     guide = (ROOT / "docs" / "tasks.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {}
     scores = []
     for block in blocks:
@@ -142,6 +143,9 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
         "",
     ]
     assert world.step("4").done
+    shell = names["Shell"]()
+    assert asyncio.run(shell.reset({"question": "where?", "answer": "here"})) == "where?"
+    assert [asyncio.run(shell.step(text)).done for text in ("there", " here ")] == [False, True]
 
 
 def test_control_tokens_of_the_calculators_older_demonstrations_are_parsed(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ Rules:
    the very tokens that are recorded as long as its calls are the same. One whose tokens are still
    sampled is waited for. What it does not ask again is no part of its trajectory.
 3. What cannot be taken is refused, in a sentence, and leaves no trace but that the trajectory ends
-   by length. Too many calls at once are refused until one is answered, and leave none.
+   by length, also where its agent raises for it. Too many calls at once are refused until one is
+   answered, and leave none.
 4. A session that moves is put down at once, with the calls that are not answered, and its agent is
    started again elsewhere. So it is when its worker leaves.
 """
@@ -54,7 +55,7 @@ from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
 from dora_pipe.schemas.contexts import prompt_digest
-from dora_pipe.schemas.control import FinishReason, Resume
+from dora_pipe.schemas.control import FinishReason, fault_of, Resume
 from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.rounds import PlacedRequest
 
@@ -174,7 +175,14 @@ class Sessions:
             self._ask_agent(request)
 
     def _agent_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
-        self._broken(request, event.error, event.message, now)
+        """It raised. Behind a limit of the run that is how most agents end: a call was refused, or
+        its answer cut, and their frameworks raise for it."""
+        session = _session(request)
+        if session.limited and session.used and fault_of(event.error) == "code":
+            self._requests.counts["agents that raised behind a limit"] += 1
+            self._agent_ended(request, AgentEnded(request=request.key), now)
+        else:
+            self._broken(request, event.error, event.message, now)
 
     # A call: asked
 

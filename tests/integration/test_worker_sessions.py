@@ -359,6 +359,35 @@ def test_agent_that_fails_leaves_an_invalid_trajectory_of_what_it_was_answered()
     assert KEY in worker.tasks.forgotten
 
 
+@pytest.mark.parametrize(
+    ("error", "finish"),
+    [
+        ("RateLimitError", "length"),  # what OpenAI's client makes of the 429
+        ("TimedOut", "error"),
+        ("Retry", "error"),
+        ("NoAnswer", "error"),
+    ],
+)
+def test_agent_that_raises_behind_a_limit_ends_by_length_and_is_rewarded(
+    error: str, finish: str
+) -> None:
+    def play(call: AgentCall) -> Agent:
+        yield [Ask([1, 2])]
+        yield [Ask([7] * 512)]
+        yield [Ask([7] * 512)]
+
+    stage = Stage(play, think=1000)
+    worker = stage.worker()
+    stage.place(worker)
+    stage.world.until(worker, lambda: len(codes(worker)) == 1)
+    worker.tasks.events.append(TaskFailed(request=KEY, error=error, message="no"))
+    stage.world.until_idle(worker)
+    trajectory = stage.trajectory()
+    check_record(stage, worker, trajectory)
+    assert trajectory.meta.finish == finish
+    assert (trajectory.reward is None) == (finish == "error")
+
+
 # What a worker does with them
 
 

@@ -55,7 +55,7 @@ from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
 from dora_pipe.schemas.contexts import prompt_digest
-from dora_pipe.schemas.control import FinishReason, fault_of, Resume
+from dora_pipe.schemas.control import FinishReason, Resume, fault_of
 from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.rounds import PlacedRequest
 

@@ -375,6 +375,7 @@ def test_agent_that_raises_behind_a_limit_ends_by_length_and_is_rewarded(
         yield [Ask([1, 2])]
         yield [Ask([7] * 512)]
         yield [Ask([7] * 512)]
+        return None
 
     stage = Stage(play, think=1000)
     worker = stage.worker()

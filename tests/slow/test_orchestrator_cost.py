@@ -21,11 +21,12 @@ from tests.support.orchestrator_world import World
 
 pytestmark = pytest.mark.slow
 
-RECORD_US_MAX = 150.0
-"""CPU time per control record."""
+RECORD_US_MAX = 450.0
+"""CPU time per control record: some 130 us on a quiet machine, 200 on one whose cores are shared.
+What grows with the run or with the number of requests comes to more."""
 
 
-def test_a_control_record_costs_less_than_150_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_record_costs_no_multiple_of_130_us(monkeypatch: pytest.MonkeyPatch) -> None:
     spent_s, records = 0.0, 0
     react = OrchestratorMachine.react
 

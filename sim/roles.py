@@ -213,6 +213,7 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
         _worker_setup(site, epoch, plan, made, decisions_from),
         cost=site.meter.cost,
         kv_used=lambda: made.engine.kv_used_tokens,
+        prompt_tokens=lambda: made.engine.prompt_tokens,
     )
     return Started(machine=machine, writer=writer, exclusive=False, ports=made.ports, epoch=epoch)
 

@@ -14,11 +14,17 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.slots import GROUP_SIZE, PREFETCH, SLOTS, TASK_NS, TOKENS
+from dora_pipe.bench.slots import (
+    GROUP_SIZE,
+    TASK_NS,
+    TOKENS,
+    turn_tokens,
+    worker_plan,
+)
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.model import Config
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, TaskCall, TaskEvent
-from dora_pipe.sim.parts import PlainParts, SimTasks, Site, WorkerPlan, answer_of, prompt_of
+from dora_pipe.sim.parts import PlainParts, SimTasks, Site, answer_of, prompt_of
 from dora_pipe.sim.world import SECOND_NS, World
 
 HANGING: Final = 0.01
@@ -83,14 +89,8 @@ _COUNTS: Final = """
 
 
 def _measure(case: HangCase, seconds: float) -> HangFigure:
-    plan = WorkerPlan(
-        name="w0",
-        slots=SLOTS,
-        prefetch=PREFETCH,
-        context_tokens=4096,
-        token_ns=int(SAMPLING_S * SECOND_NS / TOKENS),
-    )
-    parts = _Parts(lengths=_lengths, steps_max=1)
+    plan = worker_plan(SAMPLING_S)
+    parts = _Parts(lengths=turn_tokens, steps_max=1)
     with World(_config(case), workers=[plan], parts=parts) as world:
         begun_ns = world.clock.wall_ns()
         world.run(until_ns=int(seconds * SECOND_NS))
@@ -110,10 +110,6 @@ def _measure(case: HangCase, seconds: float) -> HangFigure:
         surplus=fates.get("surplus", 0),
         expired=fates.get("expired", 0),
     )
-
-
-def _lengths(seed: int, turn: int) -> int:
-    return Random(f"{seed}/{turn}").randint(TOKENS // 2, TOKENS * 3 // 2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,15 +94,20 @@ def bench_slots(cases: Sequence[WaitCase] = CASES, *, end_s: float = END_S) -> l
     return [_measure(case, end_s) for case in cases]
 
 
-def _measure(case: WaitCase, end_s: float) -> SlotFigure:
-    plan = WorkerPlan(
+def worker_plan(sampling_s: float) -> WorkerPlan:
+    """The worker, whose turns take so long on average."""
+    return WorkerPlan(
         name="w0",
         slots=SLOTS,
         prefetch=PREFETCH,
         context_tokens=4096,
-        token_ns=int(case.sampling_s * SECOND_NS / TOKENS),
+        token_ns=int(sampling_s * SECOND_NS / TOKENS),
     )
-    parts = _Parts(case=case, lengths=_lengths, steps_max=1)
+
+
+def _measure(case: WaitCase, end_s: float) -> SlotFigure:
+    plan = worker_plan(case.sampling_s)
+    parts = _Parts(case=case, lengths=turn_tokens, steps_max=1)
     with World(_config(case), workers=[plan], parts=parts) as world:
         begun_ns = world.clock.wall_ns()
         world.run(until_ns=int((end_s + case.life_s) * SECOND_NS))
@@ -125,7 +130,8 @@ def _measure(case: WaitCase, end_s: float) -> SlotFigure:
     )
 
 
-def _lengths(seed: int, turn: int) -> int:
+def turn_tokens(seed: int, turn: int) -> int:
+    """Tokens of a turn, from half to one and a half times `TOKENS`."""
     return Random(f"{seed}/{turn}").randint(TOKENS // 2, TOKENS * 3 // 2)
 
 

@@ -267,13 +267,20 @@ def _summary(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _chunk(progress: Progress) -> dict[str, Any]:
+def _progress(progress: Progress | TurnProgress) -> dict[str, Any]:
+    """What both kinds of progress records begin with."""
     return {
-        "kind": "progress",
         "trajectory": progress.trajectory,
         "attempt": progress.attempt,
         "version": progress.version,
         "worker": progress.worker,
+    }
+
+
+def _chunk(progress: Progress) -> dict[str, Any]:
+    return {
+        "kind": "progress",
+        **_progress(progress),
         "start": progress.start,
         "tokens": len(progress.token_ids),
         "previous": progress.previous,
@@ -283,10 +290,7 @@ def _chunk(progress: Progress) -> dict[str, Any]:
 def _call(progress: TurnProgress) -> dict[str, Any]:
     return {
         "kind": "turn-progress",
-        "trajectory": progress.trajectory,
-        "attempt": progress.attempt,
-        "version": progress.version,
-        "worker": progress.worker,
+        **_progress(progress),
         "turn": progress.turn,
         "context": progress.context,
         "given": len(progress.given_ids),

@@ -72,6 +72,14 @@ def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigErro
     return found
 
 
+def load_function(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
+    """As `load_attribute`; raises `error` for what cannot be called."""
+    found = load_attribute(key, reference, error)
+    if not callable(found):
+        raise error(f"{key}: `{reference}` is not a function")
+    return found
+
+
 def source_sha256(reference: str) -> str:
     """sha256 of the file of a module that `load_attribute` has imported."""
     file = sys.modules[reference.partition(":")[0]].__file__

@@ -5,7 +5,8 @@ task.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,8 +44,6 @@ def make_model(
 
     hidden 192, 2 layers, 6 heads, intermediate 768: it learns the built-in tasks on one core.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     from dora_pipe.producers.tasks import arithmetic, calculator
@@ -55,28 +54,120 @@ def make_model(
     }[task]
     quiet: Any = logging.disable_progress_bar
     quiet()
+    return write_word_model(
+        directory,
+        words,
+        roles,
+        template,
+        shape=Shape(hidden=HIDDEN, heads=HEADS, context_tokens=context_tokens),
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a small Llama of two layers."""
+
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    """0: as many as heads."""
+    context_tokens: int
+
+
+def write_word_model(
+    directory: Path,
+    words: Sequence[str],
+    roles: Sequence[str] = (),
+    template: str = "",
+    *,
+    shape: Shape,
+    seed: int = 0,
+) -> int:
+    """Write a random Llama with a tokenizer of words and a chat template; returns the number of its
+    parameters. Raises ValueError as `write_word_tokenizer`."""
+    special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    parameters = write_llama(
+        directory,
+        shape,
+        vocabulary=vocabulary_size(words, roles),
+        special={key: SPECIAL.index(word) for key, word in special.items()},
+        seed=seed,
+    )
+    write_word_tokenizer(directory, words, roles, context_tokens=shape.context_tokens)
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
+    return parameters
+
+
+def write_llama(
+    directory: Path,
+    shape: Shape,
+    *,
+    vocabulary: int,
+    special: Mapping[str, int | None],
+    seed: int = 0,
+) -> int:
+    """Write config.json and float32 weights; returns the number of parameters. `special` are the
+    ids that LlamaConfig takes, by its names."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     build: Any = LlamaForCausalLM
+    config: Any = LlamaConfig
     model = build(
-        LlamaConfig(
-            vocab_size=vocabulary_size(words, roles),
-            hidden_size=HIDDEN,
-            intermediate_size=4 * HIDDEN,
+        config(
+            vocab_size=vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=4 * shape.hidden,
             num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            max_position_embeddings=context_tokens,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads or shape.heads,
+            max_position_embeddings=shape.context_tokens,
             tie_word_embeddings=False,
-            pad_token_id=SPECIAL.index(PAD),
-            bos_token_id=SPECIAL.index(BOS),
-            eos_token_id=SPECIAL.index(EOS),
+            **special,
         )
     ).float()
     model.save_pretrained(directory)
-    write_word_tokenizer(directory, words, roles, context_tokens=context_tokens)
-    if template:
-        (directory / "chat_template.jinja").write_text(template)
     return sum(weights.numel() for weights in model.parameters())
+
+
+CHATML: Final = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def write_chat_model(
+    directory: Path, texts: Sequence[str], *, shape: Shape, vocabulary: int
+) -> tuple[int, int]:
+    """Write a random Llama with a byte-level BPE tokenizer, learnt from texts, and a ChatML
+    template; returns the numbers of its parameters and of its tokens (at most `vocabulary`)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, stop = "<pad>", "<|im_end|>"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[pad, "<|endoftext|>", "<|im_start|>", stop],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, pad_token=pad, eos_token=stop).save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(CHATML)
+    size: int = tokenizer.get_vocab_size()
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3}
+    return write_llama(directory, shape, vocabulary=size, special=ids), size
 
 
 def vocabulary_size(words: Sequence[str], roles: Sequence[str] = ()) -> int:

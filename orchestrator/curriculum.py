@@ -18,7 +18,7 @@ from typing import Final
 
 from dora_pipe.config.model import Config, Task
 from dora_pipe.core.errors import ConfigError, reason
-from dora_pipe.core.own_code import importable, load_attribute, source_sha256
+from dora_pipe.core.own_code import importable, load_function, source_sha256
 from dora_pipe.orchestrator.rows import UNSEEN, Curriculum, PendingOutcome, RowStats, Weights
 from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.identity import derive_seed, prompt_index, source_of
@@ -88,9 +88,7 @@ class Samplers:
         for task in config.tasks:
             if task.sampler:
                 with importable(task.directory):
-                    functions[task.sampler] = load_attribute("task.sampler", task.sampler)
-                if not callable(functions[task.sampler]):
-                    raise ConfigError(f"task.sampler: `{task.sampler}` is not a function")
+                    functions[task.sampler] = load_function("task.sampler", task.sampler)
         return cls(functions=functions, sources={one: source_sha256(one) for one in functions})
 
 

@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", Trajectory, Progress, TurnProgress)
+ArraysOf = Callable[[Mapping[str, pa.Array]], Arrays]
 
 META: Final = msgspec.json.Decoder(Meta)
 CALL: Final = msgspec.json.Decoder(Call)
@@ -257,32 +258,35 @@ def _checked(columns: Mapping[str, pa.Array], values: dict[str, Any], arrays: Ar
 
 def encode_progress(progress: Progress) -> bytes:
     """The value bytes of a progress record. Raises SchemaError."""
-    columns = PROGRESS.write(progress)
-    arrays = _progress_arrays(columns)
-    check_arrays(arrays)
-    return PROGRESS.finish(columns, arrays)
+    return _encoded(PROGRESS, progress, _progress_arrays)
 
 
 def decode_progress(value: bytes) -> Progress:
     """A progress record from its value bytes, checked. Raises SchemaError, nothing else."""
-    columns, values = PROGRESS.unseal(value)
-    check_arrays(_progress_arrays(columns))
-    return PROGRESS.read(values)
+    return _decoded(PROGRESS, value, _progress_arrays)
 
 
 def encode_turn_progress(progress: TurnProgress) -> bytes:
     """The value bytes of a call's progress record. Raises SchemaError."""
-    columns = TURN_PROGRESS.write(progress)
-    arrays = _turn_arrays(columns)
-    check_arrays(arrays)
-    return TURN_PROGRESS.finish(columns, arrays)
+    return _encoded(TURN_PROGRESS, progress, _turn_arrays)
 
 
 def decode_turn_progress(value: bytes) -> TurnProgress:
     """A call's progress record from its value bytes, checked. Raises SchemaError, nothing else."""
-    columns, values = TURN_PROGRESS.unseal(value)
-    check_arrays(_turn_arrays(columns))
-    return TURN_PROGRESS.read(values)
+    return _decoded(TURN_PROGRESS, value, _turn_arrays)
+
+
+def _encoded(layout: RecordLayout[T], record: T, arrays_of: ArraysOf) -> bytes:
+    columns = layout.write(record)
+    arrays = arrays_of(columns)
+    check_arrays(arrays)
+    return layout.finish(columns, arrays)
+
+
+def _decoded(layout: RecordLayout[T], value: bytes, arrays_of: ArraysOf) -> T:
+    columns, values = layout.unseal(value)
+    check_arrays(arrays_of(columns))
+    return layout.read(values)
 
 
 def decode_any_progress(value: bytes) -> Progress | TurnProgress:

@@ -13,15 +13,14 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from dora_pipe.launch.examples import BOS, EOS, PAD, SPECIAL, vocabulary_size, write_word_tokenizer
+from dora_pipe.launch.examples import Shape, write_word_model
 from dora_pipe.producers.tasks.calculator import CHAT_TEMPLATE, ROLES, WORDS, CalculatorTask
 from dora_pipe.producers.tasks.port import Row
 
 HANDOFF = "transfer_to_adder"
 ROWS = 4096
-CONTEXT_TOKENS = 256
+SHAPE = Shape(hidden=192, heads=6, context_tokens=256)
 SYSTEM = {"role": "system", "content": "Add the numbers."}
 """None of its words is known: three times `<unk>`, from whichever agent it comes."""
 
@@ -38,41 +37,14 @@ def conversations(chance: random.Random) -> Iterator[Row]:
         yield {"messages": [SYSTEM, *task.prompt(row), asked], "tools": tools}
 
 
-def write_model(directory: Path) -> None:
-    """Write weights, tokenizer and chat template."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    words = (*WORDS, HANDOFF)
-    torch.manual_seed(0)
-    build: Any = LlamaForCausalLM
-    model = build(
-        LlamaConfig(
-            vocab_size=vocabulary_size(words, ROLES),
-            hidden_size=192,
-            intermediate_size=768,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=6,
-            max_position_embeddings=CONTEXT_TOKENS,
-            tie_word_embeddings=False,
-            pad_token_id=SPECIAL.index(PAD),
-            bos_token_id=SPECIAL.index(BOS),
-            eos_token_id=SPECIAL.index(EOS),
-        )
-    )
-    model.save_pretrained(directory)
-    write_word_tokenizer(directory, words, ROLES, context_tokens=CONTEXT_TOKENS)
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-
-
 def main() -> None:
     """Write all."""
     if len(sys.argv) != 2:
         sys.exit("usage: make.py DIRECTORY")
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
-    write_model(directory / "model")
+    words = (*WORDS, HANDOFF)
+    write_word_model(directory / "model", words, ROLES, CHAT_TEMPLATE, shape=SHAPE)
     with (directory / "sft.jsonl").open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in conversations(random.Random(23)))
 

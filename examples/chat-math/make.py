@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dora_pipe.launch.examples import Shape, write_chat_model
+
 SYSTEM = "You add numbers. Put the result into \\boxed{}."
 LARGEST = 6
 WRONG_SHARE = 0.25
@@ -31,17 +33,7 @@ SIZES = {"sft": (3, 5), "train": (3, 5), "short": (3, 3), "long": (4, 5)}
 """How many numbers a question has, at least and at most."""
 
 VOCABULARY = 420
-CONTEXT_TOKENS = 128
-PAD, END, START, STOP = "<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+SHAPE = Shape(hidden=192, heads=6, kv_heads=2, context_tokens=128)
 
 
 def numbers_of(name: str, chance: random.Random, taken: set[tuple[int, ...]]) -> tuple[int, ...]:
@@ -89,54 +81,6 @@ def rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def make_tokenizer(directory: Path, texts: Sequence[str]) -> int:
-    """A byte-level BPE tokenizer with a ChatML template; returns its size."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[PAD, END, START, STOP],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=STOP).save_pretrained(directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    size: int = tokenizer.get_vocab_size()
-    return size
-
-
-def make_model(directory: Path, vocabulary: int) -> int:
-    """The model with random weights; returns the number of its parameters."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    build: Any = LlamaForCausalLM
-    model = build(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=192,
-            intermediate_size=768,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT_TOKENS,
-            tie_word_embeddings=False,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=3,
-        )
-    )
-    model.save_pretrained(directory)
-    return sum(weights.numel() for weights in model.parameters())
-
-
 def main() -> None:
     """Write the directory and say what is in it."""
     import pyarrow as pa
@@ -151,8 +95,7 @@ def main() -> None:
     for name, found in tables.items():
         pq.write_table(pa.Table.from_pylist(found), directory / f"{name}.parquet")
     texts = [str(one["content"]) for row in tables["sft"] for one in row["messages"]]
-    vocabulary = make_tokenizer(model, texts)
-    parameters = make_model(model, vocabulary)
+    parameters, vocabulary = write_chat_model(model, texts, shape=SHAPE, vocabulary=VOCABULARY)
     sys.stdout.write(
         f"{directory}: a model of {parameters} parameters and {vocabulary} tokens, "
         f"{', '.join(f'{len(found)} rows of {name}' for name, found in tables.items())}\n"

@@ -20,10 +20,10 @@ SEED_BITS: Final = 31
 """Most packages take seeds as long as this."""
 
 
-class Chance:
+class SeededRandom:
     """A state of `random`, the generator that a whole process shares, for one episode alone.
 
-    Example: ``with chance: game.step(action)``; what is drawn inside follows from the seed and from
+    Example: ``with drawn: game.step(action)``; what is drawn inside follows from the seed and from
     what was drawn inside before. Of all threads one is inside at a time: nothing that waits for
     others belongs there.
     """
@@ -45,10 +45,10 @@ class Chance:
         self._one.release()
 
 
-class Voice:
+class PromptFormat:
     """How an environment's texts reach the model: as they are, or as messages.
 
-    Example: ``Voice(chat=True).first("a") == [{"role": "user", "content": "a"}]``.
+    Example: ``PromptFormat(chat=True).first("a") == [{"role": "user", "content": "a"}]``.
     """
 
     def __init__(self, *, chat: bool = False, system_prompt: str = "") -> None:
@@ -73,7 +73,9 @@ class Voice:
 class SeededTask(Task):
     """A task whose rows are seeds of episodes: ``{"seed": 1297450433}``."""
 
-    def __init__(self, *, name: str, seed: int, count: int, eval_count: int, voice: Voice) -> None:
+    def __init__(
+        self, *, name: str, seed: int, count: int, eval_count: int, prompt_format: PromptFormat
+    ) -> None:
         """`name`: what the seeds are drawn for. Raises ConfigError for counts that cannot be."""
         if count < 1 or eval_count < 0:
             counts = f"count {count} and eval_count {eval_count}"
@@ -81,7 +83,7 @@ class SeededTask(Task):
         self._name = name
         self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
-        self.voice = voice
+        self.prompt_format = prompt_format
 
     def rows(self, split: Split) -> Sequence[Row]:
         """See Task."""

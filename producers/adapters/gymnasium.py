@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.adapters.episodes import SeededTask, Voice
+from dora_pipe.core.own_code import load_function, nearest
+from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
 from dora_pipe.schemas.identity import derive_seed
@@ -83,7 +83,7 @@ class GymnasiumTask(SeededTask):
             seed=seed,
             count=count,
             eval_count=eval_count,
-            voice=Voice(chat=chat, system_prompt=system_prompt),
+            prompt_format=PromptFormat(chat=chat, system_prompt=system_prompt),
         )
         self._gymnasium = required("gymnasium", package="gymnasium", extra="gymnasium", kind=kind)
         self._spaces = required(
@@ -94,7 +94,7 @@ class GymnasiumTask(SeededTask):
         self._actions = tuple(actions) or ACTIONS.get(_name(environment), ())
         self.digits, self.render = digits, render
         self._own = tuple(
-            _function(f"task.options.{key}", reference)
+            load_function(f"task.options.{key}", reference, TaskError) if reference else None
             for key, reference in (("observe", observe), ("act", act))
         )
         for key, form in (("first", first), ("then", then)):
@@ -151,7 +151,7 @@ class GymnasiumTask(SeededTask):
         """Conversations of episodes whose actions are drawn by chance: they show the form of an
         action, and nothing of which one is good. Raises TaskError where prompts are text, and where
         actions are read by a function of the user's."""
-        if not self.voice.chat or self._own[1]:
+        if not self.prompt_format.chat or self._own[1]:
             raise TaskError(
                 f"{self._kind} makes demonstrations only of messages, and of actions that it reads",
                 hint="task.chat = true, and no task.options.act",
@@ -229,7 +229,7 @@ class Game(Environment):
         self._made = self._task.open()
         observation, info = self._made.reset(seed=row["seed"])
         said = self._task.said(self._made, observation, info)
-        return self._task.voice.first(self._task.form(self._made, self._task.first, said))
+        return self._task.prompt_format.first(self._task.form(self._made, self._task.first, said))
 
     def step(self, text: str) -> Observation:
         """See Environment."""
@@ -241,14 +241,16 @@ class Game(Environment):
             self._total += task.mistake
             if self._mistakes > task.mistakes_max:
                 return Observation(done=True, ok=False)
-            return task.voice.then(task.form(made, task.then, f"error: {error}"), ok=False)
+            return task.prompt_format.then(task.form(made, task.then, f"error: {error}"), ok=False)
         observation, reward, ended, cut, info = made.step(action)
         self._steps += 1
         self._total += float(reward)
         self._ended = bool(ended)
         if ended or cut:
             return Observation(done=True)
-        return task.voice.then(task.form(made, task.then, task.said(made, observation, info)))
+        return task.prompt_format.then(
+            task.form(made, task.then, task.said(made, observation, info))
+        )
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
         """The sum of all steps' rewards, less mistakes; parts count."""
@@ -269,13 +271,6 @@ def marked(drawn: Any) -> str:
 def _name(environment: str) -> str:
     """``_name("FrozenLake-v1") == "FrozenLake"``"""
     return re.sub(r"-v\d+$", "", environment.rpartition("/")[2].rpartition(":")[2])
-
-
-def _function(key: str, reference: str) -> Callable[..., Any] | None:
-    found = load_attribute(key, reference, TaskError) if reference else None
-    if found is not None and not callable(found):
-        raise TaskError(f"{key}: `{reference}` is not a function")
-    return found
 
 
 def _check_form(key: str, form: str) -> None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.adapters.episodes import SeededTask, Voice
+from dora_pipe.core.own_code import load_function, nearest
+from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Row
 from dora_pipe.schemas.wire import canonical
@@ -79,7 +79,7 @@ class OpenEnvTask(SeededTask):
             seed=seed,
             count=count,
             eval_count=eval_count,
-            voice=Voice(chat=chat, system_prompt=system_prompt),
+            prompt_format=PromptFormat(chat=chat, system_prompt=system_prompt),
         )
         required("websockets", package="websockets", extra="openenv", kind=kind)
         self.client = required(
@@ -89,7 +89,7 @@ class OpenEnvTask(SeededTask):
         self._schema = _got(self.where, f"{self.url}/schema")
         self._about = _got(self.where, f"{self.url}/metadata")
         self._observe, self._act = (
-            _function(f"task.options.{key}", one)
+            load_function(f"task.options.{key}", one, TaskError) if one else None
             for key, one in (("observe", observe), ("act", act))
         )
         self._shown = observation
@@ -205,7 +205,7 @@ class RemoteEpisode(Environment):
         finally:
             if answer is None:  # an episode that has not begun is not closed by anybody else
                 await self.close()
-        return self._task.voice.first(f"{self._task.said(answer['observation'])}\n")
+        return self._task.prompt_format.first(f"{self._task.said(answer['observation'])}\n")
 
     async def step(self, text: str) -> Observation:  # type: ignore[override]
         """See Environment."""
@@ -215,12 +215,12 @@ class RemoteEpisode(Environment):
             self._mistakes += 1
             if self._mistakes > self._task.mistakes_max:
                 return Observation(done=True, ok=False)
-            return self._task.voice.then(f"\nerror: {error}\n", ok=False)
+            return self._task.prompt_format.then(f"\nerror: {error}\n", ok=False)
         self._rewards.append(float(answer.get("reward") or 0.0))
         self._ended = bool(answer.get("done"))
         if self._ended:
             return Observation(done=True)
-        return self._task.voice.then(f"\n{self._task.said(answer['observation'])}\n")
+        return self._task.prompt_format.then(f"\n{self._task.said(answer['observation'])}\n")
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
         """Of the steps, as `options.total` says; parts count."""
@@ -311,11 +311,4 @@ def _got(where: str, url: str) -> dict[str, Any]:
         raise TaskError(f"{where} does not say what it is: {error}") from None
     if not isinstance(found, dict):
         raise TaskError(f"{where} does not say what it is: {url} gives no object")
-    return found
-
-
-def _function(key: str, reference: str) -> Callable[..., Any] | None:
-    found = load_attribute(key, reference, TaskError) if reference else None
-    if found is not None and not callable(found):
-        raise TaskError(f"{key}: `{reference}` is not a function")
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.own_code import nearest
-from dora_pipe.producers.adapters.episodes import EVAL_SEED, Chance, Voice
+from dora_pipe.producers.adapters.episodes import EVAL_SEED, PromptFormat, SeededRandom
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.port import Prompt, Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
@@ -56,7 +56,7 @@ class ReasoningGymTask(Task):
                 f"task.kind: `{kind}`: reasoning-gym has no `{name}`", hint=nearest(name, known)
             )
         self._kind, self._tag = kind, tag
-        self._voice = Voice(chat=chat, system_prompt=system_prompt)
+        self._prompt_format = PromptFormat(chat=chat, system_prompt=system_prompt)
         given = dict(arguments or {})
         _check_arguments(kind, given, known[name][1])
         self._sets: dict[Split, Any] = {
@@ -73,7 +73,7 @@ class ReasoningGymTask(Task):
 
     def prompt(self, row: Row) -> Prompt:
         """See Task."""
-        return self._voice.first(str(row["question"]))
+        return self._prompt_format.first(str(row["question"]))
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> Reward:
         """What the generator's `score_answer` gives for the answer."""
@@ -114,7 +114,7 @@ class ReasoningGymTask(Task):
 
     def _entry(self, split: Split, at: int) -> Any:
         """As the generator makes it; some draw from `random`, whatever seed they are given."""
-        with Chance(derive_seed(self._kind, split, at)):
+        with SeededRandom(derive_seed(self._kind, split, at)):
             return self._sets[split][at]
 
     def _row(self, split: Split, at: int) -> Row:

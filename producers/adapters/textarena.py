@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_attribute, nearest
-from dora_pipe.producers.adapters.episodes import Chance, SeededTask, Voice
+from dora_pipe.core.own_code import load_function, nearest
+from dora_pipe.producers.adapters.episodes import PromptFormat, SeededRandom, SeededTask
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
 
@@ -58,7 +58,7 @@ class TextArenaTask(SeededTask):
             seed=seed,
             count=count,
             eval_count=eval_count,
-            voice=Voice(chat=chat, system_prompt=system_prompt),
+            prompt_format=PromptFormat(chat=chat, system_prompt=system_prompt),
         )
         self.package = required("textarena", package="textarena", extra="textarena", kind=kind)
         known = self.package.envs.registration.ENV_REGISTRY
@@ -76,7 +76,9 @@ class TextArenaTask(SeededTask):
                 f"task.options.opponent: who plays the other seats of `{kind}`?",
                 hint='for instance "mine:player"',
             )
-        self.opponent = _opponent(opponent) if opponent else None
+        self.opponent: Opponent | None = None
+        if opponent:
+            self.opponent = load_function("task.options.opponent", opponent, TaskError)
 
     def open(self) -> Any:
         """A game of the package. Raises ConfigError for arguments that it does not take."""
@@ -126,19 +128,19 @@ class Game(Environment):
 
     def reset(self, row: Row) -> Prompt:
         """See Environment."""
-        self._chance = Chance(row["seed"])
-        with self._chance:
+        self._random = SeededRandom(row["seed"])
+        with self._random:
             self._game = self._task.open()
             self._game.reset(num_players=self._task.players, seed=row["seed"])
         self._play_others()
-        return self._task.voice.first(self._news())
+        return self._task.prompt_format.first(self._news())
 
     def step(self, text: str) -> Observation:
         """See Environment."""
         self._turns += 1
         self._say(text)
         self._play_others()
-        return Observation(done=True) if self._done else self._task.voice.then(self._news())
+        return Observation(done=True) if self._done else self._task.prompt_format.then(self._news())
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
         """The game's own, once it is over; parts count."""
@@ -164,7 +166,7 @@ class Game(Environment):
             self._say(turn)
 
     def _say(self, turn: str) -> None:
-        with self._chance:
+        with self._random:
             self._done, _ = self._game.step(action=turn)
 
     def _listen(self) -> tuple[int, list[str]]:
@@ -184,10 +186,3 @@ class Game(Environment):
     def _news(self) -> str:
         news = self._heard.pop(self._task.seat, [])
         return "\n".join((*([""] if self._turns else []), *news, ""))
-
-
-def _opponent(reference: str) -> Opponent:
-    found = load_attribute("task.options.opponent", reference, TaskError)
-    if not callable(found):
-        raise TaskError(f"task.options.opponent: `{reference}` is not a function")
-    return found  # type: ignore[no-any-return]

@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.producers.sessions.calls import (
+    CallRequest,
     Refused,
     Sampled,
-    Wanted,
     caller_of,
     decoded,
     messages_of,
@@ -51,7 +51,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     thinking: Any = None
 
 
-def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, Wanted]:
+def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
     """A request and what it wants. Raises Refused."""
     request: MessagesRequest = decoded(body, MessagesRequest)
     settings = dict(settings_of(request))
@@ -59,7 +59,7 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, Wanted]:
         settings.pop("thinking", None)
     choice = (request.tool_choice or {}).get("type")
     user = (request.metadata or {}).get("user_id")
-    wanted = Wanted(
+    wanted = CallRequest(
         api="messages",
         messages=messages_of(chat_messages(request)),
         tools=tools_of([*map(_tool, request.tools or ())], _CHOICES.get(str(choice), choice)),

@@ -31,7 +31,7 @@ from dora_pipe.producers.sessions import (
     openai_responses,
     token_generate,
 )
-from dora_pipe.producers.sessions.calls import Refused, Sampled, Wanted
+from dora_pipe.producers.sessions.calls import CallRequest, Refused, Sampled
 from dora_pipe.producers.sessions.conversations import Prompt
 from dora_pipe.producers.sessions.sessions import Session, Sessions, prompt_of, sampled_of
 
@@ -163,7 +163,7 @@ class Endpoint:
         )
 
     async def _sampled(
-        self, session: Session, wanted: Wanted, body_bytes: int
+        self, session: Session, wanted: CallRequest, body_bytes: int
     ) -> tuple[Prompt | None, list[Sampled]]:
         """What is sampled for a call, once it is durable. Raises Refused, TaskError."""
         if body_bytes > LARGE_BYTES:

@@ -61,7 +61,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class CallRequest:
     """What a call wants, whatever it was written in."""
 
     api: Api

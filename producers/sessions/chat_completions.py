@@ -12,9 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.producers.sessions.calls import (
+    CallRequest,
     Refused,
     Sampled,
-    Wanted,
     caller_of,
     choices_of,
     decoded,
@@ -63,14 +63,14 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     verbosity: Any = None
 
 
-def read(body: bytes, caller: str = "") -> tuple[ChatRequest, Wanted]:
+def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
     """A request and what it wants. Raises Refused."""
     request: ChatRequest = decoded(body, ChatRequest)
     if request.top_logprobs:
         raise Refused(
             400, "unsupported", f"top_logprobs: {request.top_logprobs} is not offered, only 0"
         )
-    wanted = Wanted(
+    wanted = CallRequest(
         api="chat",
         messages=messages_of(request.messages),
         tools=tools_of(request.tools, request.tool_choice),

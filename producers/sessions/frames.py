@@ -15,9 +15,9 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import model
+from dora_pipe.core.frames import framed, unframed
 from dora_pipe.schemas.control import FinishReason
 
-LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
 """Of one frame; a longer one is none that either side writes."""
 
@@ -116,30 +116,12 @@ UP: Final = msgspec.msgpack.Decoder(Up)
 
 def pack(frame: Frame) -> bytes:
     """The bytes of a frame. Raises ValueError where it is longer than `FRAME_BYTES_MAX`."""
-    body = _ENCODER.encode(frame)
-    if len(body) > FRAME_BYTES_MAX:
-        raise ValueError(f"{len(body)} bytes, above the limit of {FRAME_BYTES_MAX}")
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+    return framed(_ENCODER.encode(frame), FRAME_BYTES_MAX)
 
 
 def unpack(buffer: bytearray) -> Iterator[bytes]:
-    """Take the whole frames off the front of `buffer`; a torn one stays.
-
-    Raises ValueError for a length that no frame has: then the stream is lost.
-    """
-    at = 0
-    try:
-        while len(buffer) - at >= LENGTH_BYTES:
-            start = at + LENGTH_BYTES
-            size = int.from_bytes(buffer[at:start], "big")
-            if size > FRAME_BYTES_MAX:
-                raise ValueError(f"a frame of {size} bytes")
-            if len(buffer) < start + size:
-                break
-            at = start + size
-            yield bytes(buffer[start:at])
-    finally:
-        del buffer[:at]
+    """As `frames.unframed`, of frames that are no longer than `FRAME_BYTES_MAX`."""
+    return unframed(buffer, FRAME_BYTES_MAX)
 
 
 def packed_ids(token_ids: Sequence[int]) -> bytes:

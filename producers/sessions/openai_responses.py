@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from dora_pipe.producers.sessions.calls import (
+    CallRequest,
     Refused,
     Sampled,
-    Wanted,
     caller_of,
     decoded,
     messages_of,
@@ -43,7 +43,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: Any = None
 
 
-def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, Wanted]:
+def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
     """A request and what it wants. Raises Refused."""
     request: ResponsesRequest = decoded(body, ResponsesRequest)
     for name in ("previous_response_id", "conversation"):
@@ -55,7 +55,7 @@ def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, Wanted]:
     form = (request.text or {}).get("format")
     if form:
         settings["response_format"] = form
-    wanted = Wanted(
+    wanted = CallRequest(
         api="responses",
         messages=messages_of(list(chat_messages(request))),
         tools=tools_of([*map(_tool, request.tools or ())], request.tool_choice),

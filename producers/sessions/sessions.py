@@ -14,7 +14,7 @@ from dora_pipe.config import model
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.addresses import check_key, session_name
-from dora_pipe.producers.sessions.calls import Refused, Sampled, Wanted, asked_of
+from dora_pipe.producers.sessions.calls import CallRequest, Refused, Sampled, asked_of
 from dora_pipe.producers.sessions.conversations import Conversations, Prompt
 from dora_pipe.producers.sessions.frames import (
     Answer,
@@ -131,7 +131,9 @@ class Sessions:
             raise ended()
         return self._open[name]
 
-    async def ask(self, session: Session, wanted: Wanted, prompt_ids: list[int]) -> list[Answer]:
+    async def ask(
+        self, session: Session, wanted: CallRequest, prompt_ids: list[int]
+    ) -> list[Answer]:
         """What was sampled for each choice of a call, in order. Raises Refused."""
         if self._open.get(session_name(session.request)) is not session:
             raise ended()
@@ -206,7 +208,7 @@ def ended() -> Refused:
     return Refused(410, "session_ended", "the session has ended: nothing more is sampled for it")
 
 
-def prompt_of(session: Session, wanted: Wanted, *, beside: bool = False) -> Prompt | None:
+def prompt_of(session: Session, wanted: CallRequest, *, beside: bool = False) -> Prompt | None:
     """Messages as token ids; None where the call has token ids itself. `beside`: in a thread beside
     the loop. Raises Refused, TaskError: the chat template refuses them."""
     if not wanted.messages:
@@ -222,7 +224,7 @@ def prompt_of(session: Session, wanted: Wanted, *, beside: bool = False) -> Prom
 
 
 def sampled_of(
-    session: Session, wanted: Wanted, prompt: Prompt | None, answers: list[Answer]
+    session: Session, wanted: CallRequest, prompt: Prompt | None, answers: list[Answer]
 ) -> list[Sampled]:
     """The choices of a call, read as turns where it was of messages; from now on a call may go on
     from each."""

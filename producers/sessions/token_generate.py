@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from dora_pipe.producers.sessions.calls import (
+    CallRequest,
     Refused,
     Sampled,
-    Wanted,
     caller_of,
     choices_of,
     decoded,
@@ -51,7 +51,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 def read(
     body: bytes, *, vocabulary: int, stop_ids: frozenset[int], caller: str = ""
-) -> tuple[GenerateRequest, Wanted]:
+) -> tuple[GenerateRequest, CallRequest]:
     """A request and what it wants. Raises Refused for ids that the model has not."""
     request: GenerateRequest = decoded(body, GenerateRequest)
     params, ids = request.sampling_params, request.token_ids
@@ -63,7 +63,7 @@ def read(
     others = sorted(set(settings.pop("stop_token_ids", ())) - stop_ids)
     if others:
         settings["stop_token_ids"] = others
-    wanted = Wanted(
+    wanted = CallRequest(
         api="generate",
         token_ids=tuple(ids),
         max_tokens=most_tokens(params.max_tokens),

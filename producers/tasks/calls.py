@@ -30,10 +30,10 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import model
+from dora_pipe.core.frames import framed, unframed
 from dora_pipe.producers.tasks.port import Split, Turn
 from dora_pipe.schemas.control import DataSet
 
-LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
 """A longer frame is no text that a model or environment wrote."""
 
@@ -289,30 +289,12 @@ UP: Final = msgspec.json.Decoder(Up)
 
 def pack(frame: PipeFrame) -> bytes:
     """The bytes of a frame. Raises ValueError where it is longer than `FRAME_BYTES_MAX`."""
-    body = _ENCODER.encode(frame)
-    if len(body) > FRAME_BYTES_MAX:
-        raise ValueError(f"{len(body)} bytes of text, above the limit of {FRAME_BYTES_MAX}")
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+    return framed(_ENCODER.encode(frame), FRAME_BYTES_MAX)
 
 
 def unpack(buffer: bytearray) -> Iterator[bytes]:
-    """Take the whole frames off the front of `buffer`; a torn one stays.
-
-    Raises ValueError for a length that no frame has: then the stream is lost.
-    """
-    at = 0
-    try:
-        while len(buffer) - at >= LENGTH_BYTES:
-            start = at + LENGTH_BYTES
-            size = int.from_bytes(buffer[at:start], "big")
-            if size > FRAME_BYTES_MAX:
-                raise ValueError(f"a frame of {size} bytes")
-            if len(buffer) < start + size:
-                break
-            at = start + size
-            yield bytes(buffer[start:at])
-    finally:
-        del buffer[:at]
+    """As `frames.unframed`, of frames that are no longer than `FRAME_BYTES_MAX`."""
+    return unframed(buffer, FRAME_BYTES_MAX)
 
 
 def one_line(text: str) -> str:

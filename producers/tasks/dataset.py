@@ -8,13 +8,13 @@ columns are there for the rewards.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_attribute
+from dora_pipe.core.own_code import load_function
 from dora_pipe.producers.data.conversations import (
     conversation_of,
     split_answer,
@@ -134,7 +134,9 @@ class DatasetTask(Task):
     def tools(self, row: Row) -> Sequence[Tool]:
         """See Task."""
         if len(self._tools) < len(self._tool_names):
-            self._tools = tuple(_function("task.tools", name) for name in self._tool_names)
+            self._tools = tuple(
+                load_function("task.tools", name, TaskError) for name in self._tool_names
+            )
         return (*self._tools, *(self._mcp.tools() if self._mcp else ()))
 
     def single_turn(self) -> bool:
@@ -236,13 +238,6 @@ class DatasetTask(Task):
 
 def _sources(given: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(one for one in ([given] if isinstance(given, str) else given) if one)
-
-
-def _function(key: str, reference: str) -> Callable[..., Any]:
-    found = load_attribute(key, reference, TaskError)
-    if not callable(found):
-        raise TaskError(f"{key}: `{reference}` is not a function")
-    return found  # type: ignore[no-any-return]
 
 
 def _drawn(chance: random.Random, rows: int, count: int) -> Iterator[int]:

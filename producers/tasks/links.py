@@ -12,7 +12,8 @@ from typing import Final, Protocol
 
 from dora_pipe.core.console import own_name
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.calls import LENGTH_BYTES
+from dora_pipe.core.frames import framed
+from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX
 from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE, Interpreter
 
 TOKEN_CHARACTERS_MIN: Final = 16
@@ -104,7 +105,7 @@ class SocketLink:
         self._socket.connect_ex(address)
         # One descriptor cannot be waited for in two ways.
         self.outbox, self.inbox = self._socket.fileno(), os.dup(self._socket.fileno())
-        self.first = len(token).to_bytes(LENGTH_BYTES, "big") + token
+        self.first = framed(token, FRAME_BYTES_MAX)
 
     def hang_up(self) -> None:
         """See Link."""

@@ -21,7 +21,8 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.producers.tasks.calls import LENGTH_BYTES, Setup, StillOpening, pack
+from dora_pipe.core.frames import framed
+from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import MODULE, watch
 from dora_pipe.producers.tasks.process import SERVED
@@ -132,7 +133,7 @@ class TaskHost:
 
     def _listen_to(self, guest: _Guest) -> None:
         """Read the token, and not a byte more: what follows is its process's."""
-        wanted = len(self._token).to_bytes(LENGTH_BYTES, "big") + self._token
+        wanted = framed(self._token, FRAME_BYTES_MAX)
         try:
             guest.said += guest.connection.recv(len(wanted) - len(guest.said))
         except BlockingIOError:

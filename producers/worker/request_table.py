@@ -9,7 +9,7 @@ from typing import Final
 
 from dora_pipe.bus.port import Append
 from dora_pipe.core.runtime import BUS_TURN_NS, Now, Outputs, Publish
-from dora_pipe.producers.tasks.calls import Forget
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
 from dora_pipe.producers.worker.effects import (
     CloseSession,
     DropKv,
@@ -24,6 +24,7 @@ from dora_pipe.producers.worker.request import (
     RequestState,
     WorkerSetup,
     key_of,
+    state_of,
 )
 from dora_pipe.schemas.control import (
     Control,
@@ -49,6 +50,9 @@ one turn of the bus; for what takes no longer than that, requests are placed ahe
 
 REPORTED_MAX: Final = 1000
 """Trajectories that one control record reports."""
+
+EPISODE_RESTARTS_MAX: Final = 3
+"""Times a request starts again here because its environment died; then it fails."""
 
 NEVER_NS: Final = 2**63 - 1
 """Later than anything."""
@@ -169,6 +173,13 @@ class RequestTable:
         self._generating[request.pin] += 1
         self._note_phase(request)
 
+    def new_state(self, place: PlacedRequest, now: Now) -> RequestState | None:
+        """A request's first state; None, and counted, where it was placed before."""
+        if key_of(place.trajectory, place.attempt) in self.by_key:
+            self.counts["placed twice"] += 1
+            return None
+        return state_of(place, self.setup, now)
+
     def enter(self, request: RequestState, phase: Phase) -> None:
         """Take a request to a phase."""
         was = request.phase in GENERATING
@@ -233,6 +244,17 @@ class RequestTable:
         """A request cannot have its version here any more: somebody else may."""
         message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
         self.give_up(request, now, "Retargeted", message, retryable=True)
+
+    def starts_again(self, request: RequestState, event: EpisodeLost, now: Now) -> bool:
+        """Whether a request whose task process died begins anew here; else it has been let go."""
+        if not self.keeps(request):
+            self.hand_back(request, now)
+            return False
+        if request.restarts >= EPISODE_RESTARTS_MAX:
+            self.give_up(request, now, "EpisodeLost", event.message, retryable=True)
+            return False
+        request.restarts += 1
+        return True
 
     def give_up(
         self, request: RequestState, now: Now, error: str, message: str, *, retryable: bool

@@ -73,7 +73,6 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     engine_request_of,
     key_of,
-    state_of,
 )
 from dora_pipe.producers.worker.request_records import (
     logged_of,
@@ -91,9 +90,6 @@ from dora_pipe.schemas.trajectory import Progress
 EMIT_EVERY_TOKENS: Final = 32
 """The engine reports a single-turn request's tokens at least so often: what has not been reported
 is lost when the worker stops."""
-
-EPISODE_RESTARTS_MAX: Final = 3
-"""Times a request starts again here because its environment died; then it fails."""
 
 VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
 """No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
@@ -146,12 +142,10 @@ class Requests(RequestTable):
 
         Its prompt is asked for at once, not when a slot is free: a refill must not wait for it.
         """
-        if key_of(place.trajectory, place.attempt) in self.by_key:
-            self.counts["placed twice"] += 1
-            return
-        request = state_of(place, self.setup, now)
-        self.insert(request)
-        self._ask_prompt(request)
+        request = self.new_state(place, now)
+        if request is not None:
+            self.insert(request)
+            self._ask_prompt(request)
 
     def _ask_prompt(self, request: RequestState) -> None:
         key, spec = request.key, request.place.spec
@@ -316,14 +310,9 @@ class Requests(RequestTable):
     def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
         """Nothing of the episode was kept anywhere, so the request starts again from its prompt,
         under the same version and seed."""
-        if not self.keeps(request):
-            self.hand_back(request, now)
-        elif request.restarts >= EPISODE_RESTARTS_MAX:
-            self.give_up(request, now, "EpisodeLost", event.message, retryable=True)
-        else:
+        if self.starts_again(request, event, now):
             self.counts["episodes started again"] += 1
             self.leave_engine(request)
-            request.restarts += 1
             request.start_over()
             self.enter(request, Phase.PROMPTING)
             self._ask_prompt(request)
@@ -439,7 +428,8 @@ class Requests(RequestTable):
         self.ask(EncodeProgress(request=request.key, progress=progress))
         return True
 
-    def _chunk_encoded(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
+    def append_progress(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
+        """Publish a progress record under the request's tag."""
         append = Append(
             topic=self.setup.topics.progress,
             partition=request.place.spec.partition,
@@ -558,7 +548,7 @@ _TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
     (Phase.WAITING, EpisodeLost): Requests._episode_lost,
     (Phase.RUNNING, TokensSampled): Requests._sampled,
     (Phase.RUNNING, RequestFinished): Requests._finished,
-    (Phase.RUNNING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.RUNNING, ProgressEncoded): Requests.append_progress,
     (Phase.RUNNING, EncodeFailed): Requests._encode_failed,
     (Phase.RUNNING, EpisodeLost): Requests._episode_lost,
     (Phase.ENVIRONMENT, EnvObserved): Requests._observed,
@@ -572,12 +562,12 @@ _TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
     (Phase.EXPORTING, TokensSampled): Requests._sampled,
     (Phase.EXPORTING, RequestFinished): Requests._finished,
     (Phase.EXPORTING, EngineExported): Requests._exported,
-    (Phase.EXPORTING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.EXPORTING, ProgressEncoded): Requests.append_progress,
     (Phase.EXPORTING, EncodeFailed): Requests._encode_failed,
     (Phase.RELEASING, KvPut): Requests._kv_put,
-    (Phase.RELEASING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.RELEASING, ProgressEncoded): Requests.append_progress,
     (Phase.RELEASING, EncodeFailed): Requests._encode_failed,
-    (Phase.LEAVING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.LEAVING, ProgressEncoded): Requests.append_progress,
     (Phase.LEAVING, EncodeFailed): Requests._encode_failed,
     **{(phase, ProgressEncoded): Requests._chunk_needless for phase in _FINISHED},
 }

@@ -31,8 +31,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dora_pipe.bus.port import Append
-from dora_pipe.core.runtime import Now, Publish, Published
+from dora_pipe.core.runtime import Now, Published
 from dora_pipe.producers.engines.port import RequestFinished
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
 from dora_pipe.producers.worker.effects import (
@@ -48,9 +47,9 @@ from dora_pipe.producers.worker.effects import (
     ProgressFetched,
     RefuseCall,
 )
-from dora_pipe.producers.worker.request import Phase, RequestState, key_of, state_of
+from dora_pipe.producers.worker.request import Phase, RequestState, state_of
 from dora_pipe.producers.worker.request_records import turn_progress_of
-from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, PROGRESS_TAG, Requests
+from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
@@ -91,10 +90,9 @@ class Sessions:
         """Take a session; the same placement twice is one. Its agent starts at once: what it does
         before its first call takes no slot."""
         requests = self._requests
-        if key_of(place.trajectory, place.attempt) in requests.by_key:
-            requests.counts["placed twice"] += 1
+        request = requests.new_state(place, now)
+        if request is None:
             return
-        request = state_of(place, self._setup, now)
         request.session = Session()
         if request.resume is None:
             request.phase = Phase.AGENT
@@ -157,13 +155,8 @@ class Sessions:
         """Its process died, or the endpoint's: then it is still there, and stopped. What was
         answered is in the log, and what is sampled goes on."""
         requests, session = self._requests, _session(request)
-        if not requests.keeps(request):
-            requests.hand_back(request, now)
-        elif request.restarts >= EPISODE_RESTARTS_MAX:
-            requests.give_up(request, now, "EpisodeLost", event.message, retryable=True)
-        else:
+        if requests.starts_again(request, event, now):
             requests.counts["agents started again"] += 1
-            request.restarts += 1
             for key in session.open.values():
                 _call(requests.by_key[key]).number = None
             session.start_again()
@@ -299,13 +292,7 @@ class Sessions:
             self._requests.ask(EncodeProgress(request=call.key, progress=session.logging))
 
     def _encoded(self, call: RequestState, event: ProgressEncoded, now: Now) -> None:
-        append = Append(
-            topic=self._setup.topics.progress,
-            partition=call.place.spec.partition,
-            key=call.place.trajectory.encode(),
-            value=event.value,
-        )
-        self._requests.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + call.key))
+        self._requests.append_progress(call, event, now)
 
     def _encode_failed(self, call: RequestState, event: EncodeFailed, now: Now) -> None:
         request = self._requests.by_key[_call(call).session]

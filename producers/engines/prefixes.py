@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from dora_pipe.producers.engines.port import Array
 from dora_pipe.producers.engines.slots import Integers
+
+Ids = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 Copied = Callable[[int, int], Array]
 """(start, end) -> a copy of what was computed of these positions: [..., tokens, head_dim]."""
@@ -94,7 +97,7 @@ class KeptPrefixes:
             edge = edge.children.get(int(ids[at]))
             if edge is None:
                 break
-            used = common(edge.ids, ids[at:])
+            used = common_prefix(edge.ids, ids[at:])
             found.append((edge, used))
             at += used
             if used < len(edge.ids):
@@ -135,7 +138,7 @@ class KeptPrefixes:
         self.tokens -= len(edge.ids)
 
 
-def common(one: Integers, other: Integers) -> int:
+def common_prefix(one: Ids, other: Ids) -> int:
     """How many first tokens are equal."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])

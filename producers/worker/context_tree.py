@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from dora_pipe.producers.engines.prefixes import common_prefix
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.contexts import Call, Context
 from dora_pipe.schemas.trajectory import TurnProgress
@@ -55,7 +56,7 @@ class ContextTree:
     def place(self, prompt: Sequence[int]) -> CallPlace:
         """Where a call with this prompt belongs."""
         ids = np.asarray(prompt, np.int32)
-        equal = [_common(ids, one) for one in self._ids]
+        equal = [common_prefix(ids, one) for one in self._ids]
         whole = [at for at, one in enumerate(self._ids) if equal[at] == len(one)]
         if whole:
             context = max(whole, key=lambda at: equal[at])
@@ -144,11 +145,3 @@ def _say(sequence: TokenSequence, turn: TurnProgress) -> Call:
     sequence.sampled(turn.token_ids, turn.logprobs, turn.sampler_logprobs)
     sequence.end_stay(turn.ended_ns, worker=turn.worker, epoch=turn.epoch, version=turn.version)
     return msgspec.structs.replace(turn.call, start=start, end=len(sequence))
-
-
-def _common(one: Ids, other: Ids) -> int:
-    """Length of the longest common prefix."""
-    most = min(len(one), len(other))
-    differ = one[:most] != other[:most]
-    first = int(differ.argmax()) if most else 0
-    return first if most and differ[first] else most

@@ -40,7 +40,7 @@ from dora_pipe.producers.engines.port import (
     RequestFinished,
     TokensSampled,
 )
-from dora_pipe.producers.engines.prefixes import KeptPrefixes, common
+from dora_pipe.producers.engines.prefixes import KeptPrefixes, common_prefix
 from dora_pipe.producers.engines.requests import Decode, stop_text
 from dora_pipe.producers.engines.slots import Integers, SlotTable
 from dora_pipe.producers.engines.torch import probe as torch_probe
@@ -335,7 +335,7 @@ class TorchEngine(EngineBase[int]):
             piece.end >= enough
             and piece.slot not in self._imported
             and self._versions.digest_in(piece.slot) == weights
-            and common(self._table.prompts[piece.slot], ids) >= enough
+            and common_prefix(self._table.prompts[piece.slot], ids) >= enough
             for piece in before
         )
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.producers.engines.port import Array
-from dora_pipe.producers.engines.prefixes import KeptPrefixes, common
+from dora_pipe.producers.engines.prefixes import KeptPrefixes, common_prefix
 from dora_pipe.producers.engines.slots import Integers
 
 WEIGHTS = ("aa", "bb")
@@ -124,7 +124,7 @@ def test_held_tokens_are_those_of_the_tree_and_never_more_than_the_bound(
 
 @given(SEQUENCES, SEQUENCES)
 def test_common_beginning_is_that_of_two_lists(one: list[int], other: list[int]) -> None:
-    size = common(ids_of(one), ids_of(other))
+    size = common_prefix(ids_of(one), ids_of(other))
     assert one[:size] == other[:size]
     assert one[size : size + 1] != other[size : size + 1] or size == len(one) == len(other)
 

@@ -74,8 +74,8 @@ WAITING_PHASES = (Phase.PROMPTING, Phase.RESUMING, Phase.FETCHING, Phase.WAITING
 MOVING = frozenset({Phase.EXPORTING, Phase.RELEASING})
 """Phases of a request that goes on elsewhere; see `Requests.move`."""
 
-UNFINISHED = GENERATING | MOVING | {Phase.LEAVING}
-"""Phases in which a cancellation does not come too late."""
+UNFINISHED = GENERATING | MOVING | {Phase.LEAVING, Phase.REWARDING}
+"""Phases in which a cancellation does not come too late: a reward may never come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

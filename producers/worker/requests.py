@@ -16,8 +16,8 @@ are counted and change nothing.
 
 Rules:
 
-1. Of an attempt at most one trajectory is handed to the log. From REWARDING on it counts as
-   finished and a cancellation comes too late: it is logged, and the fold decides.
+1. Of an attempt at most one trajectory is handed to the log. Once it has its reward, a
+   cancellation comes too late: it is logged, and the fold decides.
 2. Progress records of a request form a chain, so at most one is under way; the offset of the last
    acknowledged one is its `Resume`.
 3. A request in ENVIRONMENT holds no slot: its next turn goes in as a fresh request, and how much of

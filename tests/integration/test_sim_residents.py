@@ -32,6 +32,10 @@ def test_version_that_was_dropped_is_not_hosted_again_by_a_fact_that_is_said_twi
     assert broken([1313]) == []
 
 
+def test_workers_that_are_drained_leave_although_a_cancelled_reward_hangs_for_ever() -> None:
+    assert broken([1211]) == []
+
+
 def test_such_workers_change_nothing_else_of_a_seed() -> None:
     for seed in range(50):
         plain, several = draw(seed), draw(seed, resident=True)

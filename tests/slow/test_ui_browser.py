@@ -228,6 +228,7 @@ def test_axe_finds_nothing(page: Page, address: str, width: int) -> None:
 def test_every_chart_has_a_table_with_its_figures(page: Page, address: str) -> None:
     page.open(address)
     page.until("document.querySelectorAll('figure details').length > 10")
+    page.until("!document.body.innerText.includes('Records are being read.')")
     page.run("document.querySelectorAll('figure details').forEach((one) => { one.open = true; })")
     page.settle()
     assert page.run(TABLES_EMPTY) == []

@@ -182,6 +182,20 @@ def test_request_handed_ahead_of_a_slot_is_waiting_and_let_go_when_it_is_dropped
     assert requests.out.effects == [EngineCancel(request=KEY)]
 
 
+@pytest.mark.parametrize(
+    ("phase", "drops"), [("REWARDING", True), ("ENCODING", False), ("LOGGING", False)]
+)
+def test_cancellation_ends_the_wait_for_a_reward_but_not_what_has_one(
+    phase: str, drops: bool
+) -> None:
+    requests = MAKE[phase]()
+    requests.out = Outputs()
+    requests.cancel(TRAJECTORY, 1)
+    assert (KEY not in requests.by_key) is drops
+    assert [type(effect) for effect in requests.out.effects] == ([Forget] if drops else [])
+    assert requests.counts["cancelled too late"] == (not drops)
+
+
 def test_waiting_request_of_another_version_is_not_handed_to_the_engine() -> None:
     requests = waiting()
     requests.out = Outputs()

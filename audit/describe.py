@@ -24,7 +24,7 @@ from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
+from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import error_class
@@ -36,6 +36,9 @@ from dora_pipe.store.store import PolicyStore, as_store
 Description = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens written out."""
+
+CUT_AT: Final = 120
+"""Characters of an agent's answer."""
 
 TRACE: Final = "trace"
 """The section whose rows are the spans of a tree (`telemetry.tree`)."""
@@ -259,7 +262,9 @@ class _Describer:
                 "reward": trajectory.reward,
                 "reward error": meta.reward_error,
                 "reward parts": msgspec.json.encode(meta.reward_parts).decode(),
+                "rewarded by": None if meta.rewarded_by == "task" else meta.rewarded_by,
                 "answer": meta.reward_answer or None,
+                "agent's answer": meta.agent_answer and one_line(meta.agent_answer, CUT_AT),
                 "finish": meta.finish,
                 "error": meta.error,
                 "tokens": f"{len(trajectory.token_ids)} ({trajectory.sampled} sampled)",

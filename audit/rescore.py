@@ -5,8 +5,8 @@ must come out token for token, the environment is told every recorded turn and m
 did, and the reward, its raw value and its parts must be the recorded ones, exactly. That says
 something of tasks that are deterministic; of others it says which trajectories differ.
 
-An agent's trajectory is scored by what it was answered last. The log does not say whether the agent
-gave reward or answer itself: where the task says otherwise, it is counted and not compared.
+An agent's trajectory is scored by the answer that it gave, or by what it was answered last. A
+reward that the agent gave itself nobody can be asked for: it is counted and not compared.
 
 What was lost to infrastructure (a time limit, a dead process, `Retry`), then or now, is counted and
 not compared: how long a task takes is no property of the log.
@@ -35,6 +35,7 @@ from dora_pipe.producers.worker.effects import (
     PromptReady,
     RewardCall,
 )
+from dora_pipe.schemas.contexts import tokens_before
 from dora_pipe.schemas.control import INFRASTRUCTURE, error_class
 from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, turns_of
 
@@ -43,6 +44,9 @@ IN_FLIGHT_MAX: Final = 64
 
 POLL_S: Final = 0.005
 """Between two looks for answers; each call has its own time limit in the pool."""
+
+
+AGENTS_OWN: Final = "its agent gave the reward"
 
 
 class Tasks(Protocol):
@@ -149,6 +153,11 @@ class _Again:
                 Rescored(trajectory=name, recorded=one.reward, found=None, difference=wrong)
             )
             return
+        if meta.rewarded_by == "agent":
+            self.done.append(
+                Rescored(trajectory=name, recorded=one.reward, found=None, not_compared=AGENTS_OWN)
+            )
+            return
         self.asked[name] = _Asked(recorded=one, turns=turns_of(one.segments, one.token_ids))
         if meta.calls:
             self._score(self.asked[name])
@@ -207,14 +216,16 @@ class _Again:
         self._go_on(asked)
 
     def _score(self, asked: _Asked) -> None:
-        meta = asked.recorded.meta
+        one, meta = asked.recorded, asked.recorded.meta
         self._tasks.start(
             RewardCall(
-                request=asked.recorded.trajectory,
+                request=one.trajectory,
                 split=meta.purpose,
                 index=meta.index,
-                answer=answer_of(asked.recorded),
+                answer=answer_of(one),
                 turns=[ids for _, ids in asked.turns],
+                before=tokens_before(one, meta.calls[-1].start) if meta.calls else (),
+                text=meta.agent_answer,
                 source=meta.source,
             )
         )
@@ -263,9 +274,6 @@ class _Again:
         not_compared: str = "",
     ) -> None:
         name = asked.recorded.trajectory
-        if difference and asked.recorded.meta.calls:
-            not_compared = f"{difference}; its agent may have said otherwise"
-            found, difference = None, ""
         del self.asked[name]
         self.done.append(
             Rescored(

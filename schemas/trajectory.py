@@ -104,6 +104,11 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """As its group's dispatch has it."""
     reward_answer: str = ""
     """What the reward read as the answer: equal ones are one vote. Empty where none said one."""
+    rewarded_by: Literal["task", "agent"] = "task"
+    """Whose its reward is: an agent may give its own, which nobody can ask for again."""
+    agent_answer: str | None = None
+    """The text that an agent gave as its answer, which the task has scored; None: the task has
+    scored what the model said last."""
     contexts: tuple[Context, ...] = ()
     """Those behind the first; see `schemas.contexts`."""
     calls: tuple[Call, ...] = ()

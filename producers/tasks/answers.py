@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from dora_pipe.core.errors import printable
 from dora_pipe.producers.tasks.calls import (
@@ -17,6 +18,9 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import ANSWER_CHARACTERS_MAX, Observation, Reward, Tool
 from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
+
+AGENT_ANSWER_MAX: Final = 1 << 20
+"""Characters of an agent's answer, which stands in its trajectory's record."""
 
 
 def prompted(request: str, said: object, tools: Sequence[Tool]) -> PromptReady:
@@ -70,6 +74,8 @@ def scored(request: str, found: float | Reward) -> Rewarded:
 def agent_ended(request: str, found: object) -> AgentEnded:
     """What an agent gave back as an answer. Raises NoAnswer for what is none."""
     if found is None or isinstance(found, str):
+        if found and len(found) > AGENT_ANSWER_MAX:
+            raise NoAnswer(f"the agent's answer has more than {AGENT_ANSWER_MAX} characters")
         return AgentEnded(request=request, text=found)
     return AgentEnded(request=request, rewarded=scored(request, found))  # type: ignore[arg-type]
 

@@ -92,6 +92,8 @@ class RewardCall(OfRequest, frozen=True, kw_only=True):
     """Token ids of the last model turn."""
     turns: Sequence[Sequence[int]]
     """Token ids of every turn but the prompt, in order."""
+    before: Sequence[int] = ()
+    """Of an agent: what the model saw when it said `answer`."""
     text: str | None = None
     """What an agent says is the answer, in place of the text of `answer`."""
     source: str = ""

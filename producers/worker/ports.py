@@ -377,7 +377,7 @@ class TaskPort:
         if effect.text is not None:
             answer = effect.text
         elif self._addresses is not None and self._chat is not None:
-            answer = self._chat.parse(effect.answer, (), ()).text
+            answer = self._chat.parse(effect.answer, effect.before, ()).text
         if conversation is not None:
             if (
                 len(effect.turns) + 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
@@ -189,6 +189,8 @@ class RequestState:
     reward_raw: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_answer: str = ""
+    rewarded_by: Literal["task", "agent"] = "task"
+    agent_answer: str | None = None
     reward_error: str | None = None
     sha256: str = ""
     value_bytes: int = 0

@@ -67,6 +67,8 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
             reward_parts=request.reward_parts,
             reward_error=request.reward_error,
             reward_answer=request.reward_answer,
+            rewarded_by=request.rewarded_by,
+            agent_answer=request.agent_answer,
             error=request.error,
             prefills=tuple(sequence.prefills),
             moves=sequence.moves,

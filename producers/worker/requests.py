@@ -326,15 +326,18 @@ class Requests(RequestTable):
         now: Now,
         *,
         answer: Sequence[int] | None = None,
+        before: Sequence[int] = (),
         text: str | None = None,
         rewarded: Rewarded | None = None,
     ) -> None:
         """The sequence is complete: ask for its reward, where it is not known yet.
 
-        `answer` and `text` (see `RewardCall`) are of a session, whose last answer need not be its
-        record's last tokens.
+        `answer`, `before` and `text` (see `RewardCall`) are of a session, whose last answer need
+        not be its record's last tokens.
         """
         request.finish, request.finished_ns = finish, now.wall_ns
+        request.rewarded_by = "task" if rewarded is None else "agent"
+        request.agent_answer = text
         self.enter(request, Phase.REWARDING)
         if rewarded is not None:
             self._rewarded(request, rewarded, now)
@@ -347,6 +350,7 @@ class Requests(RequestTable):
                 index=spec.index,
                 answer=sequence.answer() if answer is None else answer,
                 turns=sequence.turns(),
+                before=before,
                 text=text,
                 source=spec.source,
             )

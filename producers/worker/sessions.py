@@ -344,11 +344,18 @@ class Sessions:
             message = "the agent has returned without an answer of the model"
             self._requests.give_up(request, now, "NoCall", message, retryable=False)
             return
-        answer = session.tree.turns[max(session.used)].token_ids
+        last = max(session.used)
+        answer, before = session.tree.turns[last].token_ids, session.tree.prompt(last)
         self._make(request)
         finish: FinishReason = "length" if session.limited else "environment"
         self._requests.complete(
-            request, finish, now, answer=answer, text=event.text, rewarded=event.rewarded
+            request,
+            finish,
+            now,
+            answer=answer,
+            before=before,
+            text=event.text,
+            rewarded=event.rewarded,
         )
 
     def _broken(self, request: RequestState, error: str, message: str, now: Now) -> None:

@@ -246,6 +246,12 @@ ANSWERED_TRAJECTORY = replace(
 )
 """Its reward says which answer it read."""
 
+AGENTS_TRAJECTORY = replace(
+    PLAIN_TRAJECTORY,
+    meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, rewarded_by="agent", agent_answer="42"),
+)
+"""Its agent gave answer and reward."""
+
 JOINED_CHAT = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), template_digest=SHA256
 )

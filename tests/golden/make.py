@@ -114,6 +114,7 @@ def files() -> dict[str, bytes]:
         "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],
         "trajectories/branched.arrow.zst": encode_trajectory(BRANCHED_TRAJECTORY)[0],
         "trajectories/answered.arrow.zst": encode_trajectory(later_values.ANSWERED_TRAJECTORY)[0],
+        "trajectories/agents-own.arrow.zst": encode_trajectory(later_values.AGENTS_TRAJECTORY)[0],
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
         "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],
         "trajectories/mixed.arrow.zst": encode_trajectory(arrow_values.MIXED_TRAJECTORY)[0],

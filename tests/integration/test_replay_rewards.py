@@ -25,6 +25,7 @@ from dora_pipe.producers.tasks.calls import (
     PromptCall,
     PromptReady,
     RewardCall,
+    Rewarded,
     TaskEvent,
     TaskFacts,
     TaskFailed,
@@ -281,8 +282,26 @@ def test_an_agents_trajectory_is_scored_by_what_it_was_answered_last(
     last = found.meta.calls[-1]
     assert asked.text.split() == [str(one) for one in found.token_ids[last.start : last.end]]
     assert len(asked.turns) == 6
-    assert again.equal or again.not_compared.endswith("its agent may have said otherwise")
-    other = replace(found, reward=77.0)
-    (again,) = _again([other], InlineTasks(reward=reward_by_text))
-    assert not again.difference
-    assert "recorded is 77.0; its agent may have said otherwise" in again.not_compared
+    (again,) = _again([replace(found, reward=77.0)], InlineTasks(reward=reward_by_text))
+    assert "recorded is 77.0" in again.difference
+
+
+def by_length(call: RewardCall) -> Rewarded:
+    return Rewarded(request=call.request, reward=float(len(call.text)), raw=0.5, parts={})
+
+
+def test_an_agents_answer_is_scored_again_and_its_own_reward_is_not(recorded: RecordedRun) -> None:
+    with Tamper(recorded) as log:
+        found = branched(next(one for one in _logged(log) if one.reward is not None))
+    given = {"agent_answer": "as long as its reward", "reward_raw": 0.5, "reward_parts": {}}
+    meta = msgspec.structs.replace(found.meta, **given)
+    tasks = InlineTasks(reward=by_length)
+    (again,) = _again([replace(found, reward=21.0, meta=meta)], tasks)
+    assert again.equal, again
+    (again,) = _again([replace(found, reward=22.0, meta=meta)], tasks)
+    assert again.difference == "its reward is 21.0, recorded is 22.0"
+    meta = msgspec.structs.replace(found.meta, rewarded_by="agent")
+    asked = len(tasks.seen)
+    (again,) = _again([replace(found, reward=22.0, meta=meta)], tasks)
+    assert again.not_compared == "its agent gave the reward"
+    assert len(tasks.seen) == asked

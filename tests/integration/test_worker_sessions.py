@@ -194,8 +194,8 @@ def test_reward_is_asked_for_with_what_the_model_said_last_unless_the_agent_says
         yield [Ask([1, 2])]
         yield [Ask([5, 6])]
         yield [Ask([1, 2])]
-        rewarded = Rewarded(request=call.request, reward=0.25, raw=None, parts={"a": 1.0})
-        return {0: None, 1: "forty-two", 2: rewarded}[call.index]
+        own = Rewarded(request=call.request, reward=0.25, raw=None, parts={"a": 1.0})
+        return (None, "forty-two", own)[call.index]
 
     stage = Stage(play)
     worker = stage.worker()
@@ -203,10 +203,10 @@ def test_reward_is_asked_for_with_what_the_model_said_last_unless_the_agent_says
         stage.place(worker, ordinal)
     stage.world.until_idle(worker)
     asked = {one.index: one.text for one in worker.tasks.seen if isinstance(one, RewardCall)}
-    (_, last) = told(worker)[-1]
-    assert asked == {0: " ".join(map(str, last)), 1: "forty-two"}
-    third = stage.trajectory("g0000000002-000")
-    assert (third.reward, third.meta.reward_parts) == (0.25, {"a": 1.0})
+    assert asked == {0: " ".join(map(str, told(worker)[-1][1])), 1: "forty-two"}
+    metas = (stage.trajectory(f"g000000000{at}-000").meta for at in range(3))
+    given = [(one.agent_answer, one.rewarded_by, one.reward_parts.get("a")) for one in metas]
+    assert given == [(None, "task", None), ("forty-two", "task", None), (None, "agent", 1.0)]
 
 
 def test_answer_leaves_when_its_record_is_in_the_log() -> None:

@@ -19,6 +19,7 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
+from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, Rewarded
 from dora_pipe.producers.tasks.port import Turn
@@ -228,6 +229,21 @@ def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None
     assert asked == calls.RewardCall(request="a", split="eval", index=3, text="8", turns=("8", "9"))
     port.start(msgspec.structs.replace(score, turns=[[8]]))
     assert isinstance(tasks.seen[-1], calls.RewardCall) and tasks.seen[-1].turns == ("8",)
+
+
+def test_what_an_agent_was_answered_last_is_read_behind_its_prompt() -> None:
+    class Reader:
+        def parse(self, ids: Any, before: Any, tools: Any) -> Turn:
+            return Turn(text=f"{before} {ids}")
+
+    tasks = InlineTasks()
+    addresses = Addresses(host="127.0.0.1", port=1, secret=b"secret")
+    port = TaskPort(tasks, Numbers(), Reader(), addresses)  # type: ignore[arg-type]
+    port.start(
+        RewardCall(request="a", split="train", index=0, answer=[8], before=[5, 6], turns=[[8]])
+    )
+    assert isinstance(tasks.seen[-1], calls.RewardCall)
+    assert tasks.seen[-1].text == "[5, 6] [8]"
 
 
 def test_forgetting_reaches_the_pool_and_closing_closes_it() -> None:

@@ -189,7 +189,8 @@ def test_call_of_an_agent_that_has_returned_comes_too_late() -> None:
     driver = called(7)
     closed, reward = driver.give(AgentEnded(request=KEY))
     assert closed == CloseSession(request=KEY, source="train")
-    assert isinstance(reward, RewardCall) and list(reward.answer) == [7]
+    assert isinstance(reward, RewardCall)
+    assert (list(reward.before), list(reward.answer)) == ([1, 2], [7])
     assert driver.ask(1, [1, 2, 7]) == []
     assert driver.requests.counts["calls too late"] == 1
     driver.give(Rewarded(request=KEY, reward=1.0, raw=None, parts={}))

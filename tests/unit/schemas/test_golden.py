@@ -71,6 +71,7 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("plain", arrow_values.PLAIN_TRAJECTORY),
         ("mixed", arrow_values.MIXED_TRAJECTORY),
         ("named", later_values.NAMED_TRAJECTORY),
+        ("agents-own", later_values.AGENTS_TRAJECTORY),
         ("branched", branched_values.BRANCHED_TRAJECTORY),
     ],
 )
@@ -178,6 +179,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         arrow_values.MIXED_TRAJECTORY,
         later_values.NAMED_TRAJECTORY,
         later_values.ANSWERED_TRAJECTORY,
+        later_values.AGENTS_TRAJECTORY,
         branched_values.BRANCHED_TRAJECTORY,
     )
     for meta in (one.meta for one in trajectories):

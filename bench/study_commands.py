@@ -191,6 +191,14 @@ def faults(
             help="Kill roles inside their appends, start them again after twice the lease.",
         ),
     ] = False,
+    episodes: Annotated[
+        bool,
+        typer.Option(
+            "--episodes",
+            help="Runs of an agent, an environment on servers and tools, five kills in each: of"
+            " workers, agents' processes, servers and the trainer.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Decides who is killed when.")] = 0,
     first: Annotated[int, typer.Option("--from", min=0, help="The first round.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
@@ -202,26 +210,20 @@ def faults(
     from dora_pipe.bench.faults.rounds import RoundResult, Session
     from dora_pipe.bench.faults.series import (
         COLUMNS,
-        play_round,
+        play_rounds,
         row,
-        sentence_of,
         series_of,
         sum_up,
     )
 
-    series = series_of(bus, brokers, role, seed, stay_dead=stay_dead)
+    series = series_of(bus, brokers, role, seed, stay_dead=stay_dead, episodes=episodes)
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".faults-"))
     played: list[RoundResult] = []
-    with closing(Session(folder, brokers=series.brokers)) as session:
-        session.model()
-        for number in range(first, first + rounds):
-            one = play_round(session, series, number)
+    with closing(Session(folder, brokers=series.brokers, episodes=episodes)) as session:
+        for one in play_rounds(session, series, range(first, first + rounds)):
             played.append(one)
-            say(f"round {number}: {sentence_of(one)}")
             if as_json:
                 emit_json(row(one))
-            if one.clean:
-                session.forget(one.order)
     if not as_json:
         emit_table(COLUMNS, [list(row(one).values())[: len(COLUMNS)] for one in played])
     sum_up(played, folder)

@@ -60,6 +60,8 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int
     led: tuple[tuple[str, int], ...] = ()
     """The partitions that a struck broker led; empty: all."""
+    down_s: float = 0.0
+    """As the order had it."""
 
 
 class Files:
@@ -92,11 +94,18 @@ class Files:
         text = path.read_bytes() if path.exists() else b""
         return text.rstrip(b" \0").decode(errors="replace") or "being forked"
 
-    def write_hit(self, hit: Hit) -> None:
-        """All or nothing: whoever waits for the file may read it."""
-        partial = self.hit.with_suffix(f".{hit.pid}.partial")
+    def write_hit(self, hit: Hit, nth: int = 0) -> None:
+        """All or nothing: whoever waits for the file may read it. `nth`: of a round's strikes."""
+        path = self.hit.with_stem(f"hit-{nth}") if nth else self.hit
+        partial = path.with_suffix(f".{hit.pid}.partial")
         partial.write_bytes(msgspec.json.encode(hit))
-        partial.replace(self.hit)
+        partial.replace(path)
+
+    def read_hits(self) -> list[Hit]:
+        """All that were struck, the first first."""
+        written = [path.read_bytes() for path in self.directory.glob("hit*.json")]
+        hits = [msgspec.json.decode(one, type=Hit) for one in written]
+        return sorted(hits, key=lambda hit: hit.at_ns)
 
     def read_hit(self) -> Hit | None:
         """Who was struck, if anybody was."""
@@ -109,13 +118,15 @@ class Files:
         """The order, once the incarnation that it is for has taken it."""
         return self.order.with_suffix(".claimed")
 
+    @property
+    def told(self) -> Path:
+        """What agents were answered."""
+        return self.directory / "told.jsonl"
+
     def dead_until_ns(self, role: str) -> int:
         """Until when (monotonic ns) a role that was struck stays dead; 0: it may begin."""
-        hit = self.read_hit()
-        if hit is None or hit.role != role or not self.claimed.exists():
-            return 0
-        order = msgspec.json.decode(self.claimed.read_bytes(), type=Order)
-        return hit.at_ns + round(order.down_s * 1e9)
+        dead = [hit for hit in self.read_hits() if hit.role == role and hit.down_s]
+        return max((hit.at_ns + round(hit.down_s * 1e9) for hit in dead), default=0)
 
 
 class Injector:
@@ -171,11 +182,17 @@ class Injector:
         """End this process as `kill -9` does, or stop it; a stopped one goes on from here."""
         assert self._order is not None
         assert isinstance(self._order.at, Point)
-        stop, phase = self._order.stop, self._order.at.phase
+        order, phase, pid = self._order, self._order.at.phase, os.getpid()
         self._order = None
-        pid = os.getpid()
-        self._files.write_hit(Hit(role=self._role, pid=pid, phase=phase, at_ns=time.monotonic_ns()))
-        os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+        hit = Hit(
+            role=self._role,
+            pid=pid,
+            phase=phase,
+            at_ns=time.monotonic_ns(),
+            down_s=order.down_s,
+        )
+        self._files.write_hit(hit)
+        os.kill(pid, signal.SIGSTOP if order.stop else signal.SIGKILL)
 
     def acknowledged(
         self, records: Sequence[Append], offsets: Sequence[int], *, began_ns: int

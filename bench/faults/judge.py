@@ -16,6 +16,7 @@ import msgspec
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_step import replay
+from dora_pipe.bench.faults.heard import Heard
 from dora_pipe.bench.faults.inject import Ack
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.logged import logged_config
@@ -60,6 +61,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Every step changed the weights: otherwise equal weights would say nothing."""
     others: tuple[str, ...] = ()
     """What a role that stayed dead has cost the other roles."""
+    heard: Heard | None = None
+    """Of runs of episodes: what became of them, and of what agents were answered."""
 
     @property
     def weights_equal(self) -> bool:
@@ -71,7 +74,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """Whether nothing is wrong."""
         counted = self.lost == self.trained_twice == 0 < self.acknowledged
         whole = self.finished and not self.violations and not self.others
-        return whole and counted and self.weights_equal
+        heard = self.heard is None or self.heard.clean
+        return whole and counted and heard and self.weights_equal
 
 
 class Evidence(msgspec.Struct, kw_only=True):

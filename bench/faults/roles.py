@@ -18,9 +18,12 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe import __version__
+from dora_pipe.bench.faults.episodes import CONTEXT_TOKENS as EPISODE_TOKENS
+from dora_pipe.bench.faults.episodes import TOLD
+from dora_pipe.bench.faults.heard import heard_again
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
-from dora_pipe.bench.faults.order import WORKERS
+from dora_pipe.bench.faults.order import ROLES
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
@@ -38,8 +41,9 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
 
 MODEL: Final = "model"
+EPISODES_MODEL: Final = "episodes-model"
 JUDGE: Final = "judge"
-"""Names of the two processes that are no roles."""
+"""Names of the processes that are no roles."""
 
 CONTEXT_TOKENS: Final = 96
 
@@ -68,7 +72,10 @@ def be(name: str, directory: RunDir) -> int:
     while (left_ns := Files(directory.path).dead_until_ns(name) - time.monotonic_ns()) > 0:
         time.sleep(left_ns / 1e9)
     starts: dict[str, Callable[[], None]] = {
-        MODEL: lambda: _make_model(directory.path / MODEL),
+        MODEL: lambda: _make_model(directory.path / MODEL, "arithmetic", CONTEXT_TOKENS),
+        EPISODES_MODEL: lambda: _make_model(
+            directory.path / EPISODES_MODEL, "calculator", EPISODE_TOKENS
+        ),
         JUDGE: lambda: _judge(directory),
         local_roles.ORCHESTRATOR: lambda: _orchestrator(directory),
         local_roles.TRAINER: lambda: _trainer(directory),
@@ -117,6 +124,7 @@ def _worker(directory: RunDir, name: str) -> None:
     from dora_pipe.store.transfers.files import MappedFiles
 
     config, topics, injector, clock = _rigged(directory, name)
+    os.environ[TOLD] = str(Files(directory.path).told)
 
     def engine(**given: Any) -> Engine:
         return watched(open_engine(**given), _ENGINE_MARKS, injector)
@@ -154,11 +162,11 @@ def _trainer(directory: RunDir) -> None:
     )
 
 
-def _make_model(path: Path) -> None:
+def _make_model(path: Path, words: str, context_tokens: int) -> None:
     from dora_pipe.launch.examples import make_model
 
     partial = path.with_suffix(".partial")
-    make_model(partial, "arithmetic", context_tokens=CONTEXT_TOKENS)
+    make_model(partial, words, context_tokens=context_tokens)
     partial.rename(path)
 
 
@@ -172,9 +180,12 @@ def _judge(directory: RunDir) -> None:
         reference=store.weights_path(first.policy.digest),
         config=config,
     )
-    names = (*WORKERS, local_roles.TRAINER, local_roles.ORCHESTRATOR)
-    acks = [ack for name in names for ack in files.acks(name)]
+    acks = [ack for name in ROLES for ack in files.acks(name)]
     with closing(directory.open_bus(config)) as bus:
-        dead = hit.role if (hit := files.read_hit()) and files.dead_until_ns(hit.role) else ""
-        verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock(), dead=dead)
+        dead = [hit.role for hit in files.read_hits() if hit.down_s]
+        alone = dead[0] if len(dead) == 1 and not config.task.has_agent else ""
+        verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock(), dead=alone)
+        if config.task.has_agent:
+            heard = heard_again(bus, topics, files.told)
+            verdict = msgspec.structs.replace(verdict, heard=heard)
     verdict_of(directory).write_bytes(msgspec.json.encode(verdict))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +20,30 @@ import msgspec
 
 from dora_pipe.bench.faults import roles as fault_roles
 from dora_pipe.bench.faults.brokers import Brokers
-from dora_pipe.bench.faults.hunt import BrokerVictim, RoleVictim, hunting, recovered_s
+from dora_pipe.bench.faults.episodes import AGENT as AGENT_TASK
+from dora_pipe.bench.faults.episodes import CONTEXT_TOKENS as EPISODE_TOKENS
+from dora_pipe.bench.faults.episodes import STOP, episode_tasks
+from dora_pipe.bench.faults.hunt import (
+    AgentVictim,
+    BrokerVictim,
+    RoleVictim,
+    ServerVictim,
+    Victim,
+    hunting,
+    recovered_s,
+)
 from dora_pipe.bench.faults.inject import Files, Hit
 from dora_pipe.bench.faults.judge import Verdict
-from dora_pipe.bench.faults.order import BROKER, PARTITIONS, WORKERS, Order
+from dora_pipe.bench.faults.order import (
+    AGENT,
+    BROKER,
+    PARTITIONS,
+    ROLES,
+    SERVER,
+    WORKERS,
+    Order,
+)
+from dora_pipe.bench.faults.servers import Servers
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import DoraError, ResourceError
 from dora_pipe.launch import local_roles, roles
@@ -61,7 +81,7 @@ ROUND_LIMIT_S: Final = 180.0
 CHILD_LIMIT_S: Final = 300.0
 """For making the model (torch is imported before) and for judging a run."""
 
-NAMES: Final = (*WORKERS, local_roles.TRAINER, local_roles.ORCHESTRATOR)
+NAMES: Final = ROLES
 
 Watch = Callable[[Supervisor, Files], None]
 """Called about ten times a second while a round lasts."""
@@ -80,6 +100,8 @@ class RoundResult:
     trouble: str
     """What kept the run from ending, or the judge from judging."""
     seconds: float
+    strikes: int = 1
+    """How many were struck: several in a run of episodes."""
 
     @property
     def clean(self) -> bool:
@@ -87,7 +109,7 @@ class RoundResult:
 
         A worker that stays dead need not come back: the others may end the run without it.
         """
-        back = self.recovered_s is not None or self.order.stays_dead
+        back = self.recovered_s is not None or not self.order.must_come_back
         struck = self.hit is not None and back
         return struck and self.verdict is not None and self.verdict.clean and not self.trouble
 
@@ -95,30 +117,35 @@ class RoundResult:
 class Session:
     """A folder of rounds, and the fork server of their roles. Make it before anything is open.
 
-    With `brokers` rounds are played on Kafka: so many of them, started here.
+    With `brokers` rounds are played on Kafka: so many of them, started here. With `episodes` their
+    runs have an agent, an environment on servers and tools, and several are struck in each.
     Example: ``with closing(Session(folder)) as session: session.play(order)``.
     """
 
-    def __init__(self, root: Path, *, brokers: int = 0) -> None:
+    def __init__(self, root: Path, *, brokers: int = 0, episodes: bool = False) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         self._current = root / "current"
         self._brokers = Brokers(root / "brokers", brokers) if brokers else None
         self._fork_server = ForkServer(self._be, preload=PRELOAD)
+        self._servers = Servers(root / "servers") if episodes else None
         if self._brokers is not None:
             self._brokers.start()
 
     def close(self) -> None:
-        """End the fork server and whatever it forked, and the brokers."""
+        """End the fork server and whatever it forked, the brokers and the servers."""
         self._fork_server.close()
+        if self._servers is not None:
+            self._servers.close()
         if self._brokers is not None:
             self._brokers.close()
 
     def model(self) -> Path:
         """A small random model, made once."""
-        path = self.root / fault_roles.MODEL
+        name = fault_roles.MODEL if self._servers is None else fault_roles.EPISODES_MODEL
+        path = self.root / name
         if not path.exists():
-            self._call(fault_roles.MODEL, RunDir(self.root))
+            self._call(name, RunDir(self.root))
         return path
 
     def play(
@@ -127,7 +154,9 @@ class Session:
         """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
         began_s = time.monotonic()
         directory = self.directory(order)
-        config = round_config(self.model(), order, {**self._place(), **(changes or {})})
+        if self._servers is not None:
+            self._servers.start()
+        config = self._config(order, {**self._place(), **(changes or {})})
         plan = plan_new(config, self.root)
         files = Files(directory.path)
         fault_roles.first_of(directory).write_bytes(encode(plan.first))
@@ -138,14 +167,16 @@ class Session:
         verdict: Verdict | None = None
         if not trouble:
             verdict, trouble = self._judge(directory)
-        hit = files.read_hit()
+        hits = files.read_hits()
+        times = [recovered_s(files, hit, NAMES) for hit in hits]
         return RoundResult(
             order=order,
-            hit=hit,
-            recovered_s=None if hit is None else recovered_s(files, hit, NAMES),
+            hit=_joined(hits),
+            recovered_s=max((one for one in times if one is not None), default=None),
             verdict=verdict,
             trouble=trouble,
             seconds=time.monotonic() - began_s,
+            strikes=len(hits),
         )
 
     def directory(self, order: Order) -> RunDir:
@@ -157,6 +188,20 @@ class Session:
         shutil.rmtree(self.directory(order).path)
         if self._brokers is not None:
             self._brokers.forget(Topics(_run_name(order)).all())
+
+    def _config(self, order: Order, changes: dict[str, Any]) -> Config:
+        if self._servers is None:
+            return round_config(self.model(), order, changes)
+        servers = self._servers
+        first, *more = episode_tasks(servers.urls, str(servers.token_file))
+        episodes = {
+            "task": first,
+            "more_tasks": more,
+            "workers.context_tokens": EPISODE_TOKENS,
+            "sampling": {"max_tokens": MAX_TOKENS, "stop": STOP},
+            "evaluation.name": AGENT_TASK,
+        }
+        return round_config(self.model(), order, {**episodes, **changes})
 
     def _place(self) -> dict[str, Any]:
         """The keys that say where the log is."""
@@ -173,6 +218,8 @@ class Session:
                 signal.raise_signal(signal.SIGINT)
             if self._brokers is not None:
                 self._brokers.mend()
+            if self._servers is not None:
+                self._servers.mend()
             if watch is not None:
                 watch(supervisor, files)
 
@@ -184,16 +231,26 @@ class Session:
             watch=turn,
         )
         topics = Topics(config.run.name)
-        victim: RoleVictim | BrokerVictim = RoleVictim(order, files, supervisor)
-        if order.role == BROKER:
-            assert self._brokers is not None
-            victim = BrokerVictim(order, files, topics, self._brokers)
-        with hunting(order, victim, files, directory.bus_url(config), topics):
+        orders = (order, *order.then)
+        prey = [(one, self._victim(one, files, supervisor, topics)) for one in orders]
+        with hunting(prey, files, directory.bus_url(config), topics):
             try:
                 finished = supervisor.run()
             except RunFailed as error:
                 return error.message
         return "" if finished else f"it did not end within {ROUND_LIMIT_S:.0f} s"
+
+    def _victim(self, order: Order, files: Files, supervisor: Supervisor, topics: Topics) -> Victim:
+        """What an order is for."""
+        if order.role == BROKER:
+            assert self._brokers is not None
+            return BrokerVictim(order, files, topics, self._brokers)
+        if order.role == SERVER:
+            assert self._servers is not None
+            return ServerVictim(order, files, self._servers)
+        if order.role == AGENT:
+            return AgentVictim(order, files, supervisor)
+        return RoleVictim(order, files, supervisor)
 
     def _judge(self, directory: RunDir) -> tuple[Verdict | None, str]:
         try:
@@ -222,6 +279,13 @@ class Session:
         return fault_roles.be(name, RunDir(Path(self._current.read_text())))
 
 
+def _joined(hits: Sequence[Hit]) -> Hit | None:
+    """All strikes of a round as one: of the first, with the words of all."""
+    if not hits:
+        return None
+    return msgspec.structs.replace(hits[0], phase="; ".join(hit.phase for hit in hits))
+
+
 def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
     """A short run with everything in it: evaluation, progress records, checkpoints, minibatches.
 
@@ -248,7 +312,12 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
     }
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        plain[section][name] = value
+        if name:
+            plain[section][name] = value
+        else:
+            plain[section] = value
+    if "more_tasks" in plain:
+        return msgspec.convert(plain, Config)
     if order.number % 3 == 0:
         plain["task"]["kind"] = "dora_pipe.bench.faults.task:JudgedDigits"
     if order.number % 2:

@@ -54,10 +54,11 @@ class ProcessLink:
 
     url = ""
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        """Raises OSError where it cannot be started."""
+    def __init__(self, interpreter: Interpreter, name: str) -> None:
+        """`name`: of the task, where there are several. Raises OSError where it cannot be
+        started."""
         self._process = subprocess.Popen(
-            interpreter.command(MODULE, f"task of {own_name()}".strip()),
+            interpreter.command(MODULE, " ".join(f"task {name} of {own_name()}".split())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -567,7 +567,9 @@ class TaskPool:
 
     def _link(self, url: str) -> Link:
         try:
-            return SocketLink(url, self._token) if url else ProcessLink(self._interpreter)
+            if url:
+                return SocketLink(url, self._token)
+            return ProcessLink(self._interpreter, self._task.name)
         except OSError as error:
             what = f"{url} cannot be reached" if url else "no task process can be started"
             raise TaskError(f"{what}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,18 +15,23 @@ from dora_pipe.bench.faults.order import (
     BROKER,
     BROKER_AGAIN_S_MAX,
     COMMIT_DELAY_S_MAX,
+    DEAD_KINDS,
     DOWN_S_MAX,
+    EPISODE_KINDS,
+    GONE_S,
     INSIDE,
     KINDS,
     PARTITIONS,
     RANDOM_DELAY_S_MAX,
     ROLE_KINDS,
+    STRIKES,
     WORKERS,
     Chance,
     Order,
     Point,
     RoleKind,
     order_of,
+    raid_of,
     record_is,
 )
 from dora_pipe.bus.port import Append
@@ -133,6 +139,39 @@ def test_roles_that_stay_dead_are_struck_inside_their_appends_each_kind_at_all_t
     assert {moment for _, moment, _ in met} == {"middle"}
     broker = order_of(0, 3, control_facts=RECORDS, kinds=KINDS)
     assert not any(one.stays_dead for one in (*_series(), broker))
+
+
+def _strikes(number: int, **named: Any) -> list[Order]:
+    first = raid_of(0, number, control_facts=RECORDS, **named)
+    return [first, *first.then]
+
+
+def test_in_twenty_runs_of_episodes_a_hundred_are_killed_in_turn_at_random_moments() -> None:
+    raids = [_strikes(number) for number in range(20)]
+    assert {len(raid) for raid in raids} == {STRIKES}
+    strikes = [one for raid in raids for one in raid]
+    assert Counter(map(_kind, strikes)) == dict.fromkeys(EPISODE_KINDS, 25)
+    assert {one.which for one in strikes if one.role in ("agent", "server")} == {0, 1}
+    assert not any(one.down_s for one in strikes)
+    assert not any(raid[0].must_come_back for raid in raids)
+    for raid in raids:
+        moments = [(at.control, at.delay_s) for one in raid if isinstance(at := one.at, Chance)]
+        assert len(moments) == STRIKES
+        assert moments == sorted(moments)
+        assert 1 <= moments[0][0] <= moments[-1][0] <= 80
+        assert {one.seed for one in raid} == {raid[0].seed}
+    assert _strikes(7) == raids[7]
+    assert _strikes(7, again=1) != raids[7]
+    assert {one.role for one in _strikes(7, only="agent")} == {"agent"}
+
+
+def test_of_what_stays_dead_in_runs_of_episodes_each_kind_is_struck_once() -> None:
+    for number in range(6):
+        raid = _strikes(number, dead_s=10.0)
+        assert Counter(map(_kind, raid)) == dict.fromkeys(DEAD_KINDS, 1)
+        assert {one.down_s for one in raid if one.role == "server"} == {GONE_S}
+        assert all(one.stays_dead for one in raid if one.role != "server")
+    assert len(_strikes(0, dead_s=10.0, only="worker")) == 1
 
 
 def test_a_point_knows_its_records() -> None:

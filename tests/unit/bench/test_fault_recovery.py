@@ -8,7 +8,6 @@ import msgspec
 
 from dora_pipe.bench.faults.hunt import recovered_s
 from dora_pipe.bench.faults.inject import Ack, Files, Hit
-from dora_pipe.bench.faults.order import Order, Point
 
 NAMES = ("w0", "trainer")
 S = 10**9
@@ -57,16 +56,9 @@ def test_a_broker_after_which_nobody_appends_is_not_back(tmp_path: Path) -> None
 
 def test_a_role_stays_dead_until_its_time_is_over_and_no_other_does(tmp_path: Path) -> None:
     files = Files(tmp_path)
-    order = Order(
-        number=0,
-        seed=1,
-        role="w0",
-        at=Point(moment="middle", what="trajectory", nth=1),
-        down_s=4.0,
-    )
-    files.order.write_bytes(msgspec.json.encode(order))
     files.write_hit(hit("w0"))
-    assert files.dead_until_ns("w0") == 0, "nobody has taken the order yet"
-    files.order.rename(files.claimed)
+    assert files.dead_until_ns("w0") == 0
+    files.write_hit(msgspec.structs.replace(hit("w0"), down_s=4.0), 1)
+    assert [one.down_s for one in files.read_hits()] == [0.0, 4.0]
     assert files.dead_until_ns("w0") == 14 * S
     assert files.dead_until_ns("trainer") == 0

@@ -69,6 +69,7 @@ CASES: Final = (
     WaitCase(what="a judge", sampling_s=2.0, reward_s=2.0),
     WaitCase(what="a slow judge", sampling_s=2.0, reward_s=10.0),
     WaitCase(what="a tool", sampling_s=2.0, tool_s=10.0, turns=4),
+    WaitCase(what="an agent's thoughts", sampling_s=0.5, tool_s=1.0, turns=8),
 )
 
 

@@ -100,8 +100,8 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     ended: tuple[str, ...] = ()
     """With `since`: requests that were in `progress` before and are not any more, sorted."""
     off_engine: int = 0
-    """Requests that have needed no slot for a moment: a prompt, an environment, a reward, the codec
-    or the log is waited for."""
+    """Requests that need no slot, on average over about the last second: a prompt, an environment,
+    a reward, the codec or the log is waited for."""
     in_environment: int = 0
     """Requests whose environment or tool is waited for."""
     being_scored: int = 0

@@ -25,7 +25,6 @@ from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import release
-from dora_pipe.producers.worker.request_table import OFF_ENGINE_MIN_NS
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -259,12 +258,8 @@ class Cluster:
             )
 
     def _observe(self) -> None:
-        """Who is scored for longer than a moment needs no slot, as a worker's status would say."""
-        found = Counter(
-            worker.size.name
-            for _, _, worker, one in self._ended
-            if self.plan.report_s(one.spec.ordinal, one.sibling) * SECOND_NS >= OFF_ENGINE_MIN_NS
-        )
+        """Who is scored needs no slot, as a worker's status would say."""
+        found = Counter(worker.size.name for _, _, worker, _ in self._ended)
         for name, worker in self._workers.items():
             if found[name] != self.state.workers[name].off_engine:
                 one = OffEngine(worker=name, epoch=worker.epoch, requests=found[name])

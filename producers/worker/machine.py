@@ -39,6 +39,7 @@ from dora_pipe.producers.worker.effects import (
     LoadFailed,
     LoadWeights,
 )
+from dora_pipe.producers.worker.off_engine import NEVER_NS
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     NOTHING,
@@ -48,7 +49,6 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     pin_of,
 )
-from dora_pipe.producers.worker.request_table import NEVER_NS
 from dora_pipe.producers.worker.requests import PROGRESS_TAG, Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
@@ -172,8 +172,8 @@ class WorkerMachine:
         return {decisions: self.setup.decisions_from}
 
     def wake_at(self) -> int:
-        """When the next status is due, or one more request has needed no slot for a while; or the
-        end of patience while leaving."""
+        """When the next status is due, or what is known of who needs no slot is not so any more; or
+        the end of patience while leaving."""
         due_ns = min(self._schedule.due_ns, self._off_engine_due_ns)
         return min(due_ns, self._leave_by_ns) if self._leaving else due_ns
 
@@ -366,22 +366,36 @@ class WorkerMachine:
                     requests.fill(self.hosted.version)
             if not busy:
                 self._load(now)
-        self._hurry_status()
+        self._hurry_status(now)
         if now.mono_ns >= self._schedule.due_ns:
             self._status(now)
+        self._off_engine_due_ns = self._off_engine_news_ns()
 
-    def _hurry_status(self) -> None:
+    def _hurry_status(self, now: Now) -> None:
         """How many requests need no slot is news when it is another number than is known."""
-        said, ended = self._off_engine
-        known = max(0, said - (self.requests.ended - ended))  # as the fold counts them down
-        least = max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
-        now, self._off_engine_due_ns = self._off_engine_now()
-        if abs(now - known) >= least:
+        known, least = self._known_off_engine()
+        if abs(self._off_engine_now(now) - known) >= least:
             self._schedule.bring_forward(BUS_TURN_NS, unpaid=True)
 
-    def _off_engine_now(self) -> tuple[int, int]:
+    def _off_engine_news_ns(self) -> int:
+        """When it will be, if nothing changes."""
+        known, least = self._known_off_engine()
+        reaches_ns = self.requests.off_engine.reaches_ns
+        if not self.requests.tokens_total:
+            return NEVER_NS
+        return min(reaches_ns(known + least), reaches_ns(known - least))
+
+    def _known_off_engine(self) -> tuple[int, int]:
+        """What was said, as the fold counts it down; and the difference that is news."""
+        said, ended = self._off_engine
+        known = max(0, said - (self.requests.ended - ended))
+        return known, max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
+
+    def _off_engine_now(self, now: Now) -> int:
         """Before its first token, a worker's task processes are still starting: nothing counts."""
-        return self.requests.off_engine() if self.requests.tokens_total else (0, NEVER_NS)
+        if not self.requests.tokens_total:
+            self.requests.off_engine.begin(now.mono_ns)
+        return self.requests.off_engine.mean(now.mono_ns, self.requests.placed)
 
     def _versions(self) -> list[int]:
         """Those that requests may wait for here."""
@@ -451,7 +465,7 @@ class WorkerMachine:
             tokens_total=requests.tokens_total,
             progress=requests.progress(),
             weights_at=weights_url(setup.transfers, self.hosted.digest),
-            off_engine=self._off_engine_now()[0],
+            off_engine=self._off_engine_now(now),
             in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
             with_agent=requests.thinking,

@@ -8,7 +8,7 @@ from heapq import nsmallest
 from typing import Final
 
 from dora_pipe.bus.port import Append
-from dora_pipe.core.runtime import BUS_TURN_NS, Now, Outputs, Publish
+from dora_pipe.core.runtime import Now, Outputs, Publish
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
 from dora_pipe.producers.worker.effects import (
     CloseSession,
@@ -16,6 +16,7 @@ from dora_pipe.producers.worker.effects import (
     Effect,
     EngineCancel,
 )
+from dora_pipe.producers.worker.off_engine import OffEngine
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     GENERATING,
@@ -43,19 +44,11 @@ OFF_ENGINE: Final = frozenset(
 """Phases of a request that needs no slot: a task's process, the codec or the log has it. A session
 needs none while no call of it does."""
 
-OFF_ENGINE_MIN_NS: Final = 2 * BUS_TURN_NS
-"""A request that has needed no slot for so long holds no place of another one. To be logged takes
-one turn of the bus; for what takes no longer than that, requests are placed ahead."""
-
-
 REPORTED_MAX: Final = 1000
 """Trajectories that one control record reports."""
 
 EPISODE_RESTARTS_MAX: Final = 3
 """Times a request starts again here because its environment died; then it fails."""
-
-NEVER_NS: Final = 2**63 - 1
-"""Later than anything."""
 
 
 class RequestTable:
@@ -85,7 +78,7 @@ class RequestTable:
         self._returning: dict[int, dict[str, None]] = {}  # likewise, between two turns
         self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
         self._calls = 0
-        self._off_engine: dict[str, int] = {}  # by key: since when, the oldest first
+        self.off_engine = OffEngine()
 
     def in_phase(self, *phases: Phase) -> int:
         """How many requests are in one of these phases."""
@@ -94,16 +87,6 @@ class RequestTable:
     def generating(self, version: int) -> int:
         """Requests that need this version and no other, and still need it in the engine."""
         return self._generating[version]
-
-    def off_engine(self) -> tuple[int, int]:
-        """Requests that have needed no slot for `OFF_ENGINE_MIN_NS`, and when one more has;
-        `NEVER_NS` without others."""
-        young, due_ns = 0, NEVER_NS
-        for since_ns in reversed(self._off_engine.values()):
-            if self.now_ns - since_ns >= OFF_ENGINE_MIN_NS:
-                break
-            young, due_ns = young + 1, since_ns + OFF_ENGINE_MIN_NS
-        return len(self._off_engine) - young, due_ns
 
     @property
     def placed(self) -> int:
@@ -325,7 +308,7 @@ class RequestTable:
         if request.phase in GENERATING:
             self._count_generating(request, -1)
         self._phases[request.phase] -= 1
-        self._off_engine.pop(request.key, None)
+        self.off_engine.discard(request.key, self.now_ns)
         del self.by_key[request.key]
         if request.call is None:
             self.ended += 1
@@ -344,7 +327,7 @@ class RequestTable:
         self._waiting.clear()
         self._returning.clear()
         self._handed.clear()
-        self._off_engine.clear()
+        self.off_engine = OffEngine()
         self.logged.clear()
         self._calls = 0
 
@@ -353,9 +336,9 @@ class RequestTable:
             request = self.by_key[request.call.session]
         idle = request.phase is Phase.AGENT and not self._on_engine(request)
         if idle or request.phase in OFF_ENGINE:
-            self._off_engine.setdefault(request.key, self.now_ns)
+            self.off_engine.add(request.key, self.now_ns)
         else:
-            self._off_engine.pop(request.key, None)
+            self.off_engine.discard(request.key, self.now_ns)
 
     def _on_engine(self, request: RequestState) -> bool:
         """Whether a call of a session has a slot or waits for one."""

@@ -237,7 +237,7 @@ def test_session_waits_for_its_agent_and_needs_no_slot_between_calls() -> None:
             on_engine = requests.in_phase(Phase.RUNNING, Phase.WAITING)
             assert requests.thinking == (0 if on_engine else 1)
             assert requests.placed == 1 and requests.generating(0) == 1 + on_engine
-            seen.add((calls, requests.off_engine()[0]))
+            seen.add((calls, len(requests.off_engine)))
             at = Situation(
                 hosted=0, loading=None, loading_ns=0, tokens_ns=0, now_ns=0, heartbeat_ns=1
             )

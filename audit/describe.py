@@ -43,6 +43,12 @@ CUT_AT: Final = 120
 TRACE: Final = "trace"
 """The section whose rows are the spans of a tree (`telemetry.tree`)."""
 
+CONTEXTS: Final = "contexts"
+"""The section whose rows are the contexts of a trajectory, each with its parent."""
+
+CALLS: Final = "calls"
+"""The section whose rows are the calls of its agent, each with its context."""
+
 DAMAGE: Final = "damage"
 """The section that says why the record that counts is not what was logged."""
 
@@ -352,17 +358,18 @@ def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
 
 
 def _branches(trajectory: Trajectory) -> Description:
-    """The contexts of a trajectory that has several, and the calls of an agent."""
+    """The contexts and calls of a trajectory that has several contexts, or an agent."""
     meta, found = trajectory.meta, list(call_rows(trajectory))
     description: Description = {}
-    if meta.contexts:
+    if meta.contexts or found:
         calls = Counter(one.context for one in found)
         parents = [(-1, 0), *((one.parent, one.shared) for one in meta.contexts)]
         places = bounds(meta.contexts, trajectory.length)
-        description["contexts"] = [
+        description[CONTEXTS] = [
             {
                 "context": number,
-                "begins as": "-" if parent < 0 else f"{shared} tokens of context {parent}",
+                "parent": None if parent < 0 else parent,
+                "shared": shared,
                 "tokens": shared + end - start,
                 "sampled": int(sum(trajectory.loss_mask[start:end])),
                 "calls": calls[number],
@@ -372,7 +379,7 @@ def _branches(trajectory: Trajectory) -> Description:
             )
         ]
     if found:
-        description["calls"] = [_call_row(one, meta.times.placed) for one in found]
+        description[CALLS] = [_call_row(one, meta.times.placed) for one in found]
     return description
 
 

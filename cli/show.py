@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.describe import DAMAGE, TRACE, Description, describe
+from dora_pipe.audit.describe import CALLS, CONTEXTS, DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.export import best_version
 from dora_pipe.audit.selection import SelectionLine, selection_in
 from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
+from dora_pipe.cli import context_tree
 from dora_pipe.cli.audit import remembered_ledger
 from dora_pipe.cli.audit_tables import print_selection
 from dora_pipe.cli.output import (
@@ -456,13 +457,19 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def print_description(description: Description) -> None:
-    """Every section, in order."""
+    """Every section, in order; calls stand in the tree of their contexts."""
     for section, content in description.items():
+        if section == CALLS:
+            continue
         if isinstance(content, Mapping):
             emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
         elif section == TRACE:
             rows = tree.draw(content, plain=not draws_blocks())
             emit_table(tree.COLUMNS, rows, title=section)
+        elif section == CONTEXTS:
+            calls = description.get(CALLS, ())
+            found = context_tree.context_tree(content, calls, plain=not draws_blocks())
+            emit_table(context_tree.COLUMNS, found, title=section, drop=context_tree.DROP)
         else:
             _print_rows(section, content)
         emit_line()

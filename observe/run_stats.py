@@ -52,7 +52,7 @@ from dora_pipe.schemas.control import (
     error_class,
 )
 from dora_pipe.schemas.metrics import AnyMetrics, WorkerStatus
-from dora_pipe.schemas.rounds import Dispatch, Halt, Move, Round
+from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Halt, Move, Round, SiblingFate
 from dora_pipe.schemas.topics import Topics
 
 SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
@@ -281,6 +281,8 @@ class RunStats:
         """`control_next` of the newest round."""
         self.dispatched: Counter[str] = Counter()
         self.fates: Counter[str] = Counter()
+        self.left_over: Counter[SiblingFate] = Counter({"surplus": 0, "expired": 0})
+        """Siblings that their groups did not wait for."""
         self.decisions: Counter[str] = Counter()
         self.trajectories: Counter[tuple[str, str]] = Counter()
         """(finish, valid) of every trajectory that was logged, counting or not."""
@@ -401,6 +403,8 @@ class RunStats:
                     self.bound = spec.deadline - spec.version
             elif isinstance(decision, Move):
                 self.moves["decided"] += 1
+            elif isinstance(decision, EndSiblings):
+                self.left_over[decision.fate] += len(decision.siblings)
             elif isinstance(decision, Halt):
                 self.halted = True
         self.recent_decisions.extend(summaries_of(round_))

@@ -114,6 +114,9 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """When the oldest of these came, wall clock; 0 where there is none."""
     calls_oldest: tuple[AskedCall, ...] = ()
     """The oldest few of these, the first first."""
+    calls_before: tuple[int, ...] = ()
+    """Of each of these, how many requests go into a slot here before it; -1: it has one, or needs
+    none yet. Empty: none of them waits for a slot."""
 
     @property
     def call_open_s(self) -> float:

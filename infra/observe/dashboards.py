@@ -299,6 +299,12 @@ WORKERS: Final = Dashboard(
             unit="ops",
         ),
         panel(
+            "Siblings that were not waited for",
+            "Surplus ones, and those of groups that were open for too long, per second.",
+            (rate("siblings_left_over_total", by="fate"), "{{fate}}"),
+            unit="ops",
+        ),
+        panel(
             "How stays on workers ended",
             "Of groups that have ended, per second.",
             (rate("stays_ended_total", by="outcome"), "{{outcome}}"),

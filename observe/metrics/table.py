@@ -326,6 +326,13 @@ GROUPS: Final = (
         lambda t: t.fates,
     ),
     counter(
+        "siblings_left_over_total{fate}",
+        "Siblings that their groups did not wait for: `surplus`, enough others were valid before; "
+        "`expired`, their group was open for too long.",
+        "rounds",
+        lambda t: t.left_over,
+    ),
+    counter(
         "stays_ended_total{outcome}",
         "Attempts at requests, of groups that have ended, by how they ended.",
         "rounds, control",

@@ -72,25 +72,38 @@ def draw(
     found: Sequence[Mapping[str, Any]], *, plain: bool = False
 ) -> Iterator[tuple[str, str, str, str]]:
     """Rows as `COLUMNS`, the first with the lines of a tree; `plain`: of ASCII alone."""
-    down, branch_, corner = ("|  ", "|- ", "`- ") if plain else ("│  ", "├─ ", "└─ ")
-    open_levels: list[bool] = []
-    for place, one in enumerate(found):
-        level = one["level"]
-        last = _is_last(found, place)
-        del open_levels[level:]
-        stem = "".join(down if more else "   " for more in open_levels[1:])
-        mark = "" if level == 0 else corner if last else branch_
-        open_levels.append(not last)
-        text = f"{stem}{mark}{one['stage']}"
+    lines = stems([one["level"] for one in found], plain=plain)
+    for stem, one in zip(lines, found, strict=True):
+        text = f"{stem}{one['stage']}"
         yield text, f"{one['after_s']:.3f}", f"{one['lasted_s']:.3f}", one["what"]
 
 
-def _is_last(found: Sequence[Mapping[str, Any]], place: int) -> bool:
-    level = found[place]["level"]
-    for one in found[place + 1 :]:
-        if one["level"] <= level:
-            return bool(one["level"] < level)
-    return True
+def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
+    """The lines of a tree in front of each of its rows, which stand under their parents; a row of
+    level 0 has none.
+
+    Example: ``list(stems([0, 1, 1])) == ["", "├─ ", "└─ "]``.
+    """
+    down, branch_, corner = ("|  ", "|- ", "`- ") if plain else ("│  ", "├─ ", "└─ ")
+    open_levels: list[bool] = []
+    for level, last in zip(levels, _lasts(levels), strict=True):
+        del open_levels[level:]
+        above = "".join(down if more else "   " for more in open_levels[1:])
+        yield above + ("" if level == 0 else corner if last else branch_)
+        open_levels.append(not last)
+
+
+def _lasts(levels: Sequence[int]) -> list[bool]:
+    """Of each row, whether no other of its level and its parent comes behind it."""
+    found: list[bool] = []
+    behind: list[int] = []  # levels at which a row comes later
+    for level in reversed(levels):
+        while behind and behind[-1] > level:
+            behind.pop()
+        found.append(not behind or behind[-1] != level)
+        if found[-1]:
+            behind.append(level)
+    return found[::-1]
 
 
 def _below(

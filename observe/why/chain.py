@@ -342,10 +342,15 @@ class Chain:
         """Which calls of a session its worker has named among the oldest."""
         if heard is None or not isinstance(heard.status, WorkerStatus):
             return ""
-        own = [one for one in heard.status.calls_oldest if one.trajectory == trajectory]
+        asked = heard.status.calls_oldest
+        before = heard.status.calls_before or (-1,) * len(asked)
+        own = [
+            pair for pair in zip(asked, before, strict=False) if pair[0].trajectory == trajectory
+        ]
         said = (
             f"; its call {one.call} waits for {one.waits_for} since {self._ago(one.since_ns)}"
-            for one in own[:BRANCHES_MAX]
+            + (f", {ahead} before it" if ahead >= 0 else "")
+            for one, ahead in own[:BRANCHES_MAX]
         )
         return "".join(said)
 

@@ -451,7 +451,7 @@ class WorkerMachine:
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
         found, prompts = self.waits(now.mono_ns), self._prompt_tokens()
-        calls_open, calls = requests.asked_calls(CALLS_SAID_MAX)
+        calls = requests.asked_calls(CALLS_SAID_MAX)
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
@@ -469,9 +469,10 @@ class WorkerMachine:
             in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
             with_agent=requests.thinking,
-            calls_open=calls_open,
-            call_since_ns=calls[0].since_ns if calls else 0,
-            calls_oldest=tuple(calls),
+            calls_open=calls.count,
+            call_since_ns=calls.oldest[0].since_ns if calls.oldest else 0,
+            calls_oldest=calls.oldest,
+            calls_before=calls.before,
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
         )

@@ -4,6 +4,8 @@ has no future here is dropped with all it holds."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Final
 
@@ -49,6 +51,17 @@ REPORTED_MAX: Final = 1000
 
 EPISODE_RESTARTS_MAX: Final = 3
 """Times a request starts again here because its environment died; then it fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedCalls:
+    """Calls that have no answer yet, as a status says them."""
+
+    count: int
+    oldest: tuple[AskedCall, ...]
+    """The first first."""
+    before: tuple[int, ...]
+    """See `WorkerStatus.calls_before`."""
 
 
 class RequestTable:
@@ -99,14 +112,37 @@ class RequestTable:
         found = self.by_key.values()
         return sum(one.phase is Phase.AGENT and not self._on_engine(one) for one in found)
 
-    def asked_calls(self, most: int) -> tuple[int, list[AskedCall]]:
-        """How many calls somebody waits for; and the oldest of them, the first first."""
+    def asked_calls(self, most: int) -> AskedCalls:
+        """The calls that somebody waits for."""
         found = [
-            AskedCall(one.place.trajectory, one.call.number, one.call.asked_ns, str(one.phase))
-            for one in self.by_key.values()
+            (one.call.asked_ns, key, one.place.trajectory, one.call.number)
+            for key, one in self.by_key.items()
             if one.call is not None and one.call.number is not None
         ]
-        return len(found), nsmallest(most, found, key=lambda one: one.since_ns)
+        oldest = nsmallest(most, found)
+        return AskedCalls(
+            count=len(found),
+            oldest=tuple(
+                AskedCall(trajectory, number, asked_ns, str(self.by_key[key].phase))
+                for asked_ns, key, trajectory, number in oldest
+            ),
+            before=self._before([key for _, key, _, _ in oldest]),
+        )
+
+    def _before(self, keys: Sequence[str]) -> tuple[int, ...]:
+        """How many requests go into a slot before each of these; -1 for one that waits for none.
+        Empty where that is so of all."""
+        if all(self.by_key[key].phase is not Phase.WAITING for key in keys):
+            return ()
+        places = {key: place for place, key in enumerate(self._in_order())}
+        return tuple(places.get(key, -1) for key in keys)
+
+    def _in_order(self) -> Iterator[str]:
+        """What waits for a slot, as it goes into one; see `next_waiting`."""
+        yield from self._handed
+        for queues in (self._returning, self._waiting):
+            for pin in sorted(queues, key=lambda one: (one == ANY_VERSION, one)):
+                yield from queues[pin]
 
     def progress(self) -> dict[str, Resume]:
         """Newest progress record of every open request that has one."""

@@ -138,6 +138,9 @@ STATUS_CALLS = msgspec.structs.replace(
 )
 """It names the oldest calls that have no answer."""
 
+STATUS_QUEUE = msgspec.structs.replace(STATUS_CALLS, calls_before=(12,))
+"""And says which place they have in its queue."""
+
 STATUS_KEEPING = msgspec.structs.replace(
     STATUS_SINCE, prompt_tokens_computed=1200, prompt_tokens_reused=3400
 )

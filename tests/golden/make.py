@@ -99,6 +99,7 @@ def files() -> dict[str, bytes]:
         "metrics/worker-status-keeping.json": encode(later_values.STATUS_KEEPING),
         "metrics/worker-status-sessions.json": encode(later_values.STATUS_SESSIONS),
         "metrics/worker-status-calls.json": encode(later_values.STATUS_CALLS),
+        "metrics/worker-status-queue.json": encode(later_values.STATUS_QUEUE),
         "decisions/round-off-engine.json": encode(later_values.ROUND_OFF_ENGINE),
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),

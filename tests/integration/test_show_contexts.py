@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from tests.support.branched_run import ASKED, CONTEXTS, PIECES, branch
+from tests.support.branched_run import ASKED, PIECES, branch
 from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
@@ -26,11 +27,11 @@ def test_contexts_and_calls_of_an_agent_are_shown(
     code, out, err = call("show", run.directory, name, "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert [one["begins as"] for one in found["contexts"]] == [
-        "-",
-        "-",
-        "6 tokens of context 0",
-        "9 tokens of context 2",
+    assert [(one["parent"], one["shared"]) for one in found["contexts"]] == [
+        (None, 0),
+        (None, 0),
+        (0, 6),
+        (2, 9),
     ]
     assert [one["calls"] for one in found["contexts"]] == [2, 1, 1, 1]
     assert [one["tokens"] for one in found["contexts"]] == [22, 11, 10, 17]
@@ -74,12 +75,26 @@ def test_a_run_says_how_often_its_agents_call(
     assert found["agents"] == {"trajectories": 1, "calls": 5.0, "contexts": 4.0}
 
 
-def test_it_is_readable_in_a_terminal(call: Call, branched: tuple[RecordedRun, str]) -> None:
+def test_people_see_each_context_below_the_one_it_begins_as_with_its_calls(
+    call: Call, branched: tuple[RecordedRun, str]
+) -> None:
     run, name = branched
     code, out, err = call("show", run.directory, name)
     assert code == 0, err
-    assert f"9 tokens of context {CONTEXTS[2].parent}" in out
-    assert "searcher" in out
+    tree = out.partition("\ncontexts\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [re.split(r"(?<=\w)  ", line)[0] for line in tree] == [
+        "context 0",
+        "├─ call 0 by planner",
+        "├─ call 3 by planner",
+        "└─ context 2",
+        "   ├─ call 1 by planner",
+        "   └─ context 3",
+        "      └─ call 4",
+        "context 1",
+        "└─ call 2 by searcher",
+    ]
+    assert tree[3].rstrip().endswith("10 tokens, the first 6 of context 0")
+    assert "\ncalls\n" not in out
 
 
 def test_a_trajectory_of_one_context_says_nothing_of_contexts(

@@ -87,4 +87,8 @@ def test_statuses_name_agents_that_think_and_the_oldest_calls_that_wait() -> Non
         assert {"tokens", "slots"} >= {call.waits_for for call in one.calls_oldest} - {
             "calls to be durable"
         }
+        slots = [call.waits_for == "slots" for call in one.calls_oldest]
+        assert [place >= 0 for place in one.calls_before] == (slots if any(slots) else [])
+        assert sorted(place for place in one.calls_before if place >= 0) == [*range(sum(slots))]
+    assert max(max(one.calls_before, default=-1) for one in waiting) == 1
     assert statuses[-1].calls_open == statuses[-1].with_agent == 0

@@ -24,7 +24,7 @@ from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import TakenGroup
-from dora_pipe.schemas.rounds import End, Fence, TakeBatch
+from dora_pipe.schemas.rounds import End, EndSiblings, Fence, SiblingFate, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -177,6 +177,18 @@ def test_reward_of_a_step_is_the_mean_of_valid_ones_and_the_wait_is_put_down_to_
     assert (step.waited_s, step.training_s, step.seconds) == (5.0, 3.0, 8.0)
     assert stage.stats.account.batch is None
     assert stage.stats.trajectories == {("stop", "yes"): 3, ("stop", "no"): 1}
+
+
+def test_siblings_that_were_not_waited_for_are_counted_by_why() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    ends: tuple[tuple[tuple[int, ...], SiblingFate], ...] = (((2,), "surplus"), ((1, 3), "expired"))
+    for ordinal, (siblings, fate) in enumerate(ends):
+        group = stage.group(ordinal, epoch).group
+        stage.decide(EndSiblings(reason="test", group=group, siblings=siblings, fate=fate))
+    assert stage.stats.left_over == {"surplus": 1, "expired": 2}
+    told = exposition(METRICS, stage.stats)
+    assert 'dora_pipe_siblings_left_over_total{run="tiny",fate="expired"} 2' in told
 
 
 def test_report_that_a_worker_repeats_is_counted_once() -> None:

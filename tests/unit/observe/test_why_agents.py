@@ -113,3 +113,6 @@ def test_a_session_says_which_of_its_calls_waits_for_what() -> None:
     assert _session(None, calls_open=2, calls_oldest=calls) == (
         "on w0, 40 tokens at its last progress record; its call 4 waits for slots since 2.0 s"
     )
+    assert _session(None, calls_open=2, calls_oldest=calls, calls_before=(-1, 12)).endswith(
+        "its call 4 waits for slots since 2.0 s, 12 before it"
+    )

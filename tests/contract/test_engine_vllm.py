@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken, PolicyError
-from dora_pipe.producers.engines.port import INTERRUPTIBLE
+from dora_pipe.producers.engines.port import INTERRUPTIBLE, EngineRequest
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
 from dora_pipe.store.model_dir import import_model
 from tests.support import device, models
 from tests.support.engine_contract import Result, Subject, request, requests, run
+from tests.support.engine_prefixes import since
 from tests.support.vllm_engines import SETTINGS, need_vllm, open_vllm, vllm_subject
 
 LOGPROB_DISTANCE_MAX = device.MODEL_DISTANCE[device.DTYPE]
@@ -167,15 +169,71 @@ def test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay(
     assert run(engine, [one]) == before
 
 
-def test_new_weights_forget_the_prefixes_of_the_old_ones(vllm: Subject) -> None:
-    prompt = [5 + token % 90 for token in range(200)]
-    engine, fresh = vllm.open(slots=2), vllm.open(slots=2)
-    run(engine, [request("old", prompt, max_tokens=4)])
-    (_, _), (second, digest) = vllm.policies
-    for one in (engine, fresh):
-        one.load(second, version=1, digest=digest)
-    again = request("new", prompt, max_tokens=20)
-    assert run(engine, [again]) == run(fresh, [again])
+@pytest.mark.parametrize("kept_by", ["nothing", "a cache that is never emptied"])
+def test_no_block_of_older_weights_is_hit_after_a_load(
+    vllm: Subject, monkeypatch: pytest.MonkeyPatch, kept_by: str
+) -> None:
+    engine: Any = vllm.open(slots=2)
+    if kept_by != "nothing":
+        never_emptied(engine, monkeypatch)
+    (first, first_digest), (second, second_digest) = vllm.policies
+    asked = request("r", [5 + token % 90 for token in range(200)], max_tokens=4)
+    whole = len(asked.token_ids) // BLOCK_TOKENS[device.DEVICE] * BLOCK_TOKENS[device.DEVICE]
+    engine.load(first, version=11, digest=first_digest)
+    old = run(engine, [asked])
+    assert reused(engine, asked) == whole, "the same weights find their own"
+    engine.load(second, version=12, digest=second_digest)
+    assert reused(engine, asked) == 0
+    assert run(engine, [asked]) != old
+    engine.load(first, version=13, digest=first_digest)
+    assert reused(engine, asked) == 0, "the same bytes under another version are others, too"
+    running = request("running", [*asked.token_ids, 6], max_tokens=12)
+    engine.add(running)
+    engine.step()
+    before = engine.prompt_tokens
+    engine.reload_keeping(second, version=14, digest=second_digest)
+    while engine.active:
+        engine.step()
+    spent = since(engine, before)
+    assert spent.reused == 0 and spent.computed > len(running.token_ids)
+
+
+def test_weights_alone_keep_blocks_apart_where_the_cache_is_not_emptied(
+    vllm: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its salt, the same engine does hit blocks of older weights."""
+    engine: Any = vllm.open(slots=2)
+    never_emptied(engine, monkeypatch)
+    monkeypatch.setattr(engine, "_salt", lambda adapter: "one for all")
+    asked = request("r", [7 + token % 80 for token in range(200)], max_tokens=4)
+    run(engine, [asked])
+    path, digest = vllm.policies[1]
+    engine.load(path, version=21, digest=digest)
+    assert reused(engine, asked) > 0
+
+
+def never_emptied(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave vLLM's prefix cache as it is when weights change."""
+    if hasattr(engine, "_core"):
+        monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: True)
+        return
+    ask = engine._server._call
+
+    def asked(method: str, path: str, body: object = None) -> Any:
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        return ask(method, path.replace("=abort", "=abort&clear_cache=false"), body)
+
+    monkeypatch.setattr(engine._server, "_call", asked)
+
+
+def reused(engine: Any, asked: EngineRequest) -> int:
+    """Tokens of a request's prompt that vLLM finds in its cache."""
+    before = engine.prompt_tokens
+    run(engine, [asked])
+    spent = since(engine, before)
+    assert spent.computed + spent.reused == len(asked.token_ids)
+    return spent.reused
 
 
 def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> None:

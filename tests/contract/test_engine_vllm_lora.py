@@ -20,6 +20,7 @@ from tests.support.adapters import RANK, make_lora
 from tests.support.adapters import Lora as Published
 from tests.support.device import DEVICE, LORA_DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Result, request, run
+from tests.support.engine_prefixes import since
 from tests.support.torch_engines import logprob_distance, make
 from tests.support.vllm_engines import need_vllm, vllm_opener
 
@@ -100,31 +101,25 @@ def test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them(lora: Lora)
         lora.load(engine, gone)
 
 
-def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(
-    lora: Lora, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora: Lora) -> None:
     prompt = tuple(5 + token % 90 for token in range(150))
     engine = lora.hosting(0, 1, 2)
-    get_output, cached = engine._core.engine_core.get_output, list[int]()
 
-    def noting() -> Any:
-        answer = get_output()
-        found = [output.prefill_stats for output in answer.outputs]
-        cached.extend(one.num_cached_tokens for one in found if one is not None)
-        return answer
+    def reused(policy: int, version: int) -> int:
+        """Tokens of the prompt that were cached; what is sampled is of the policy."""
+        before, one = engine.prompt_tokens, under(version, tokens=prompt)
+        lora.assert_is(policy, one, run(engine, [one])[one.request])
+        spent = since(engine, before)
+        assert spent.computed + spent.reused == len(prompt)
+        return spent.reused
 
-    monkeypatch.setattr(engine._core.engine_core, "get_output", noting)
-    wanted = [under(version, tokens=prompt) for version in (0, 1, 2)]
-    for _ in range(2):
-        for one in wanted:
-            lora.assert_is(one.version, one, run(engine, [one])[one.request])
     block = BLOCK_TOKENS[DEVICE]
     whole = len(prompt) // block * block
-    assert cached == [0] * 3 + [whole] * 3, "the second time, each has its own version's"
+    assert [reused(version, version) for version in (0, 1, 2)] == [0] * 3
+    assert [reused(version, version) for version in (0, 1, 2)] == [whole] * 3, "each its own"
     engine.drop(2)
     lora.load(engine, 2, policy=3)
-    lora.assert_is(3, wanted[2], run(engine, [wanted[2]])["r2"])
-    assert cached[6:] == [0]
+    assert reused(3, 2) == 0
 
 
 def test_adapter_that_was_loaded_lies_nowhere_and_one_that_was_dropped_is_forgotten(

@@ -19,7 +19,9 @@ from tests.contract.test_engine_vllm import (
     test_draws_follow_the_distribution,
     test_greedy_tokens_are_those_of_transformers,
     test_logprobs_are_those_of_transformers,
+    test_no_block_of_older_weights_is_hit_after_a_load,
     test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from,
+    test_weights_alone_keep_blocks_apart_where_the_cache_is_not_emptied,
     test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay,
 )
 from tests.support.adapters import RANK
@@ -32,7 +34,9 @@ __all__ = [
     "test_draws_follow_the_distribution",
     "test_greedy_tokens_are_those_of_transformers",
     "test_logprobs_are_those_of_transformers",
+    "test_no_block_of_older_weights_is_hit_after_a_load",
     "test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from",
+    "test_weights_alone_keep_blocks_apart_where_the_cache_is_not_emptied",
     "test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay",
 ]
 
@@ -56,20 +60,6 @@ def test_tokens_are_those_of_vllm_in_process(
         assert other.policies[0][1] == vllm.policies[0][1]
         expected = run(other.open(slots=8), wanted)
     assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), found, expected)
-
-
-def test_new_weights_forget_the_prefixes_of_the_old_ones_in_a_server(vllm: Subject) -> None:
-    prompt = [5 + token % 90 for token in range(200)]
-    wanted = [requests(vllm, 1, seed=3)[0]]
-    engine = vllm.open(slots=2)
-    one = replace(wanted[0], token_ids=prompt, sampled=0)
-    (first, _), (second, digest) = vllm.policies
-    engine.load(second, version=1, digest=digest)
-    cold = run(engine, [one])
-    engine.load(first, version=2, digest=vllm.policies[0][1])
-    assert run(engine, [one]) != cold  # its prefixes are cached, of other weights
-    engine.load(second, version=3, digest=digest)
-    assert run(engine, [one]) == cold
 
 
 @pytest.mark.parametrize("path", DOORS)

@@ -23,6 +23,7 @@ from tests.contract.test_engine_vllm_lora import (
     published,
     test_adapter_that_vllm_computes_otherwise_breaks_the_promise,
     test_other_base_takes_all_versions_away_and_only_while_nothing_runs,
+    test_prompts_that_are_cached_under_one_version_are_not_used_by_another,
     test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them,
     under,
 )
@@ -34,6 +35,7 @@ from tests.support.vllm_servers import running_server, server_opener
 __all__ = [
     "test_adapter_that_vllm_computes_otherwise_breaks_the_promise",
     "test_other_base_takes_all_versions_away_and_only_while_nothing_runs",
+    "test_prompts_that_are_cached_under_one_version_are_not_used_by_another",
     "test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them",
 ]
 
@@ -50,20 +52,6 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
 def adapters() -> list[str]:
     """The names that the server's front end knows."""
     return sorted(VllmServerClient(running_server(RANK)[0].address, None).adapters())
-
-
-def test_prompts_that_a_server_caches_under_one_version_are_not_used_by_another(
-    lora: Lora,
-) -> None:
-    prompt = tuple(5 + token % 90 for token in range(150))
-    engine = lora.hosting(0, 1, 2)
-    wanted = [under(version, tokens=prompt) for version in (0, 1, 2)]
-    for _ in range(2):
-        for one in wanted:
-            lora.assert_is(one.version, one, run(engine, [one])[one.request])
-    engine.drop(2)
-    lora.load(engine, 2, policy=3)
-    lora.assert_is(3, wanted[2], run(engine, [wanted[2]])["r2"])
 
 
 def test_adapter_that_a_server_has_loaded_lies_nowhere_and_a_dropped_one_is_forgotten(

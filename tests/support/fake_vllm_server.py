@@ -78,6 +78,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.trouble: dict[int, Any] = {}
         """By seed: "refuse", "error", "cut", "nan", "silent end" or a label for all tokens."""
         self.healthy = True
+        self.cached_tokens = 0
+        """Of every prompt, as it says."""
         self.sockets: list[socket.socket] = []
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -270,6 +272,12 @@ class _Handler(BaseHTTPRequestHandler):
             named = trouble if trouble and trouble.startswith("label ") else label
             self._choice(tokens[sent:upto], finish if last else None, named, upto)
             sent = upto
+        if last and body.get("stream_options", {}).get("include_usage"):
+            usage = {
+                "prompt_tokens": len(body["token_ids"]),
+                "prompt_tokens_details": {"cached_tokens": server.cached_tokens},
+            }
+            self._event({"request_id": "x", "choices": [], "usage": usage})
 
     def _choice(self, tokens: list[Any], finish: str | None, label: str, count: int) -> None:
         spans = [{"version": label, "start": 0, "end": count}] if finish else None

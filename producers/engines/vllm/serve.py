@@ -178,6 +178,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         "generation_config": "vllm",
         "served_model_name": ["policy"],
         "stream_interval": STREAM_TOKENS,
+        "enable_prompt_tokens_details": True,  # how many were found in its prefix cache
         "worker_extension_cls": "dora_pipe.producers.engines.vllm.extension.Extension",
         "weight_transfer_config": WeightTransferConfig(backend=HELD_BACKEND),
         "middleware": [f"{__spec__.name if __spec__ else __name__}.Guard"],

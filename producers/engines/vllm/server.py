@@ -68,8 +68,10 @@ class Stream:
     http: HttpStream
     tokens: deque[wire.Token] = field(default_factory=deque)
     """Received and not taken by a step; at most what its request may sample."""
+    reason: str = ""
+    """vLLM's finish reason, once it has come; what the prompt took comes right behind it."""
     finish: str = ""
-    """vLLM's finish reason, once it has come."""
+    """The same when nothing more is to come."""
     trouble: str = ""
     """What the server said instead of tokens."""
     heard: bool = False
@@ -79,8 +81,9 @@ class Stream:
 
     @property
     def ready(self) -> bool:
-        """Whether a step has something to take."""
-        return bool(self.tokens or self.finish)
+        """Whether a step has something to take: the last token comes with the end."""
+        last = bool(self.reason) and not self.finish
+        return len(self.tokens) > last or bool(self.finish)
 
 
 class VllmServerEngine(VllmEngineBase):
@@ -232,12 +235,24 @@ class VllmServerEngine(VllmEngineBase):
                 self._check_adapter(stream, tokens)
                 stream.tokens += tokens
                 if choice.finish_reason is not None:
-                    stream.finish = choice.finish_reason
+                    stream.reason = choice.finish_reason
                     self._check_weights(stream, choice.weight_versions or ())
-        if stream.http.ended and not stream.finish:
-            self._trouble(stream, "the stream ended without a reason")
+            if chunk.usage is not None:
+                self._count(chunk.usage)
+                stream.finish = stream.reason
+        if stream.http.ended:
+            stream.finish = stream.finish or stream.reason
+            if not stream.finish:
+                self._trouble(stream, "the stream ended without a reason")
         if stream.finish:
             self._close(stream.http)
+
+    def _count(self, usage: wire.Usage) -> None:
+        """What vLLM has done with the prompt of a request that ended in it; of one that was aborted
+        it does not tell."""
+        cached = usage.prompt_tokens_details.cached_tokens
+        self._reused += cached
+        self._computed += usage.prompt_tokens - cached
 
     def _advance(self, stream: Stream) -> StopReason | None:
         """Take a row's next token; why the row ends with it."""

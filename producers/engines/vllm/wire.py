@@ -99,10 +99,26 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     error: Trouble = Trouble()
 
 
+class PromptDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a prompt's tokens."""
+
+    cached_tokens: int = 0
+    """Found in vLLM's prefix cache."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has taken, said behind its last token."""
+
+    prompt_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a stream."""
 
     choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    """In an event of its own, which has no choices; none where a stream was aborted."""
     error: Trouble | None = None
 
 
@@ -184,6 +200,7 @@ def generate_body(
         "request_id": stay,
         "token_ids": sequence,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "cache_salt": salt,
         "sampling_params": {
             "temperature": params.temperature,

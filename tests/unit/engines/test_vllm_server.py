@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, TokensSampled
+from dora_pipe.producers.engines.port import EngineEvent, PromptTokens, RequestFinished, TokensSampled
 from dora_pipe.producers.engines.vllm import server as vllm_server
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
@@ -112,6 +112,28 @@ def test_request_names_the_temperature_of_its_log_probs_where_it_is_not_one(
     (asked,) = server.last_bodies(1)
     assert asked["sampling_params"]["extra_args"] == {"logprob_temperature": 0.7}
     assert asked["sampling_params"]["logprobs"] == 0  # it is that of what was drawn from, too
+
+
+def test_prompts_of_ended_requests_are_counted_as_the_server_says(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    before = engine.prompt_tokens
+    server.cached_tokens = 32
+    run(engine, [request(f"r{n}", [5] * 40, seed=n, max_tokens=1 + 8 * n) for n in range(4)])
+    assert engine.prompt_tokens == PromptTokens(computed=before.computed + 4 * 8, reused=4 * 32)
+
+
+def test_prompts_of_requests_that_are_let_go_are_not_counted(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    before = engine.prompt_tokens
+    server.hold_after = {1: 3}
+    engine.add(request("gone", [5], seed=1, max_tokens=30))
+    engine.step()
+    engine.cancel("gone")
+    assert engine.prompt_tokens == before
 
 
 def test_weights_change_behind_a_pause_in_vllms_own_order(

@@ -14,7 +14,6 @@ import typer
 from dora_pipe.cli.options import JsonOption, RunsOption
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.core.console import RUNS, say
-from dora_pipe.core.errors import UsageError
 
 VLLM_ROWS = (1, 16, 64)
 RESIDENT_ROWS = (1, 16, 64)
@@ -45,7 +44,7 @@ def engine(
     turns: Annotated[
         int,
         typer.Option(
-            help="Episodes of so many turns: what kept prefixes save of the own engine's prefill."
+            help="Episodes of so many turns: what kept prefixes save of the engine's prefill."
         ),
     ] = 0,
     as_json: JsonOption = False,
@@ -57,7 +56,7 @@ def engine(
     need_engines([engine])
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         if turns:
-            found = _turn_figures(engine, rows or TURN_ROWS, turns)
+            found = _turn_figures(engine, Path(folder), rows or TURN_ROWS, turns)
         elif resident:
             found = _resident_figures(engine, Path(folder), rows or RESIDENT_ROWS, resident)
         else:
@@ -341,13 +340,16 @@ def endpoint(
     _emit_figures([bench_busy(seconds=seconds)], as_json=as_json)
 
 
-def _turn_figures(engine: str, rows: Sequence[int], turns: int) -> list[Any]:
-    """The own engine with prefixes kept, beside itself."""
+def _turn_figures(engine: str, folder: Path, rows: Sequence[int], turns: int) -> list[Any]:
+    """An engine with prefixes kept, beside itself."""
     from dora_pipe.bench.engine_turns import bench_turns
 
-    if engine != "torch":
-        raise UsageError(f"--turns is of the own engine; {engine} does not tell what it prefills")
-    return [*bench_turns(rows, turns)]
+    if engine == "torch":
+        return [*bench_turns(rows, turns)]
+    from dora_pipe.bench.engine_turns_vllm import vllm_sides
+
+    sides = vllm_sides(folder, server=engine == "vllm-server")
+    return [*bench_turns(rows, turns, sides=sides)]
 
 
 def _resident_figures(

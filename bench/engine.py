@@ -202,7 +202,7 @@ def make_engine(rows: int, *, context_tokens: int = CONTEXT_TOKENS, **more: Any)
     return TorchEngine(MODEL, weights, slots=rows, context_tokens=context_tokens, **more)
 
 
-def demo_config(**more: Any) -> Any:
+def demo_config(*, context_tokens: int = CONTEXT_TOKENS, **more: Any) -> Any:
     """transformers' configuration of the demo's shapes, without a token that ends."""
     from transformers import Qwen2Config
 
@@ -213,7 +213,7 @@ def demo_config(**more: Any) -> Any:
         num_hidden_layers=MODEL.layers,
         num_attention_heads=MODEL.heads,
         num_key_value_heads=MODEL.kv_heads,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=context_tokens,
         pad_token_id=0,
         eos_token_id=None,
         **more,

@@ -4,12 +4,14 @@ kept; decides nothing.
 Groups of siblings begin with an equal prompt; each turn samples some tokens, then an environment
 says some. All episodes make a turn, then all the next one, so that each turn has figures of its
 own. The two engines take turns, and the best of each counts; every pass has prompts of its own, so
-that nothing is left over from the one before. Both must sample the very same tokens.
+that nothing is left over from the one before. Where that is promised, both must sample the very
+same tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -36,7 +38,21 @@ EPISODES_PER_ROW: Final = 2
 TURNS_MAX: Final = 64
 PASSES: Final = 3
 PROMISES: Final = frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
-"""Of the engines here: that it is so is compared."""
+"""Of engines whose tokens are the same whatever was kept: that it is so is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """An engine in its turns."""
+
+    engine: Any
+    others_cpu_s: Callable[[], float] = lambda: 0.0
+    """CPU seconds that other processes have spent for it so far."""
+
+
+Sides = Callable[[int, int, int], AbstractContextManager[Sequence[Side]]]
+"""(rows, context_tokens, how many tokens may be kept) -> one that keeps nothing, and one that keeps
+prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,44 +79,59 @@ class TurnFigure:
     cpu_ratio: float
 
 
+@contextmanager
+def own_sides(rows: int, context_tokens: int, kept_tokens: int) -> Iterator[Sequence[Side]]:
+    """The own engine, twice. Needs torch."""
+    yield [
+        Side(
+            engine=make_engine(rows, context_tokens=context_tokens, declares=PROMISES, kv_keep=keep)
+        )
+        for keep in (0.0, kept_tokens / rows / context_tokens)
+    ]
+
+
 def bench_turns(
     rows: Sequence[int],
     turns: int,
     *,
+    sides: Sides = own_sides,
     episodes_per_row: int = EPISODES_PER_ROW,
     passes: int = PASSES,
 ) -> list[TurnFigure]:
-    """Figures of every turn, then of all, by number of rows. Needs torch. Raises UsageError."""
+    """Figures of every turn, then of all, by number of rows. Raises UsageError."""
     check_rows(rows)
     if not 1 <= turns <= TURNS_MAX:
         raise UsageError(f"{turns} turns is not between 1 and {TURNS_MAX}")
     found = []
     for count in rows:
-        found += _figures(count, turns, max(SIBLINGS, count * episodes_per_row), passes)
+        episodes = max(SIBLINGS, count * episodes_per_row)
+        room = PROMPT_TOKENS + turns * (SAMPLED_TOKENS + SAID_TOKENS)
+        # Whatever all episodes hold fits: what a smaller room costs is another question.
+        with sides(count, room, 2 * episodes * room) as pair:
+            found += _figures(pair, count, turns, episodes, passes)
     return found
 
 
-def _figures(rows: int, turns: int, count: int, passes: int) -> list[TurnFigure]:
-    room = PROMPT_TOKENS + turns * (SAMPLED_TOKENS + SAID_TOKENS)
-    # Whatever all episodes hold fits: what a smaller room costs is another question.
-    engines = [
-        make_engine(rows, context_tokens=room, declares=PROMISES, kv_keep=keep)
-        for keep in (0.0, 2.0 * count / rows)
-    ]
-    spent: list[list[list[Spent]]] = [[[] for _ in range(turns)] for _ in engines]
+def _figures(
+    sides: Sequence[Side], rows: int, turns: int, count: int, passes: int
+) -> list[TurnFigure]:
+    exact = all(side.engine.declares >= PROMISES for side in sides)
+    spent: list[list[list[Spent]]] = [[[] for _ in range(turns)] for _ in sides]
     prompts: list[list[int]] = [[], []]
     for seed in range(passes + 1):  # the first one warms up
         sampled = []
-        for side, engine in enumerate(engines):
-            episodes, prompts[side] = _episodes(count, seed), []
+        for at, side in enumerate(sides):
+            episodes, prompts[at] = _episodes(count, seed), []
             for turn in range(turns):
-                before, seconds = engine.prompt_tokens, Spent()
+                before, seconds = side.engine.prompt_tokens, Spent()
+                others_s = side.others_cpu_s()
                 with measured(seconds):
-                    _turn(engine, episodes, rows)
-                prompts[side].append(_computed(engine.prompt_tokens, before))
-                spent[side][turn] += [seconds] if seed else []
+                    _turn(side.engine, episodes, rows)
+                seconds.cpu_s += side.others_cpu_s() - others_s
+                prompts[at].append(_computed(side.engine.prompt_tokens, before))
+                spent[at][turn] += [seconds] if seed else []
             sampled.append([one.token_ids for one in episodes])
-        assert sampled[0] == sampled[1], "kept prefixes have changed what is sampled"
+        assert not exact or sampled[0] == sampled[1], "kept prefixes have changed what is sampled"
     best = [[_best(each) for each in side] for side in spent]
     parts = [
         _figure(rows, turn + 1, count, [side[turn] for side in prompts], [s[turn] for s in best])

@@ -93,14 +93,14 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
     )
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, *, context_tokens: int = CONTEXT_TOKENS) -> Path:
     """The demo's shapes with random weights, as a model directory."""
     import torch
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(_SEED)
     build: Any = Qwen2ForCausalLM
-    config = demo_config(tie_word_embeddings=False, bos_token_id=1)
+    config = demo_config(context_tokens=context_tokens, tie_word_embeddings=False, bos_token_id=1)
     build(config).float().save_pretrained(directory)
     return directory
 

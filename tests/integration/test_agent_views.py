@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.integration.test_agent_runs import place, told
+from tests.integration.test_agent_runs import place
+from tests.support.agent_run import told
 from tests.support.command_line import Call
 
 __all__ = ["place"]

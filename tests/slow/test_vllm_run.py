@@ -11,19 +11,17 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
+from tests.support.agent_run import versions_at_once
 from tests.support.device import LORA_DTYPE, MODEL_DISTANCE, need_cpu
 from tests.support.models import make_llama_gqa
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
-from tests.support.vllm_runs import furnished, joined
+from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
 
 pytestmark = pytest.mark.slow
 
 NUMERICS_MAX = MODEL_DISTANCE[LORA_DTYPE]
 """Nats between the trainer's log-probs and vLLM's of the same weights."""
-
-WAIT_S = 600.0
-"""Importing vLLM takes a quarter of a minute of CPU, in a process of each engine."""
 
 
 def call(place: Path, *words: str) -> int:
@@ -115,6 +113,19 @@ def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> N
     lines = (place / "said").read_text().splitlines()
     (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
     assert measured["causes"]["numerics"]["largest"] < NUMERICS_MAX
+
+
+def test_agents_on_vllm_are_logged_token_by_token_and_made_again(place: Path) -> None:
+    vllm = ("-o", "workers.engine=vllm")
+    check_agents_run(place, *vllm, steps_made=2, numerics_max=NUMERICS_MAX)
+    assert joined(place) == {"w0": "vllm"}
+
+
+def test_agents_of_several_lora_versions_are_beside_each_other_on_vllm(place: Path) -> None:
+    vllm = ("-o", "workers.engine=vllm", "-o", f"workers.vllm.dtype={LORA_DTYPE}")
+    lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2")
+    check_agents_run(place, *vllm, *lora, steps_made=4, numerics_max=NUMERICS_MAX)
+    assert versions_at_once(place) > 1
 
 
 def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:

@@ -16,12 +16,9 @@ from dora_pipe.producers.engines.vllm.process import PROGRAM, ServerProcess
 from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import WorkerJoined, WorkerReady
 from tests.support.user_run import assert_clean, facts, start, steps, until
-from tests.support.vllm_runs import furnished, joined
+from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
 
 pytestmark = pytest.mark.slow
-
-WAIT_S = 600.0
-"""A server imports vLLM twice, a quarter of a minute of CPU each."""
 
 STEPS = 24
 
@@ -112,6 +109,12 @@ def test_lora_run_has_one_server_that_hosts_every_version(place: Path) -> None:
     lines = (place / "said").read_text().splitlines()
     (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
     assert measured["causes"]["numerics"]["largest"] < NUMERICS_MAX
+
+
+def test_agents_on_a_server_are_logged_token_by_token_and_made_again(place: Path) -> None:
+    server = ("-o", "workers.engine=vllm-server")
+    check_agents_run(place, *server, steps_made=2, numerics_max=NUMERICS_MAX)
+    assert joined(place) == {"w0": "vllm-server"}
 
 
 def test_worker_of_a_run_takes_the_vllm_server_at_its_address(

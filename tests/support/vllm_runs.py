@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 from dora_pipe.schemas.control import WorkerJoined
+from tests.support.agent_run import (
+    check_answers_stand_behind_their_prompts,
+    check_what_was_told_is_logged_once,
+    furnish_agent,
+)
 from tests.support.device import DEVICE, DTYPE
 from tests.support.models import make_llama_gqa
-from tests.support.user_run import facts, furnish
+from tests.support.user_run import assert_clean, facts, furnish, start, steps
 from tests.support.vllm_engines import need_vllm
+
+WAIT_S = 600.0
+"""Importing vLLM takes a quarter of a minute of CPU, in a process of each engine; a server imports
+it twice."""
 
 
 def furnished(folder: Path) -> Path:
@@ -32,3 +42,21 @@ def joined(place: Path) -> dict[str, str]:
         return {}
     found = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
     return {one.worker: one.engine for one in found}
+
+
+def check_agents_run(place: Path, *words: str, steps_made: int, numerics_max: float) -> None:
+    """A run of agents with these options: what they were told is the log, and it holds. Its steps
+    are made again bit for bit, and trajectories token for token; log-probs are the trainer's."""
+    furnish_agent(place)
+    options = ("config.toml", "-o", f"run.steps={steps_made}", *words)
+    for command in (("run", *options), ("replay", "tiny"), ("replay", "tiny", "--random", "4")):
+        assert start(place, *command).wait(WAIT_S) == 0, (place / "said").read_text()
+    assert steps(place, "tiny") == list(range(steps_made))
+    assert_clean(place, "tiny")
+    check_what_was_told_is_logged_once(place)
+    check_answers_stand_behind_their_prompts(place)
+    (place / "said").unlink()
+    assert start(place, "mismatch", "tiny", "--json").wait(WAIT_S) == 0
+    lines = (place / "said").read_text().splitlines()
+    (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
+    assert measured["causes"]["numerics"]["largest"] < numerics_max

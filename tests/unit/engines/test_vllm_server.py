@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines.port import EngineEvent, PromptTokens, RequestFinished, TokensSampled
+from dora_pipe.producers.engines.port import (
+    EngineEvent,
+    PromptTokens,
+    RequestFinished,
+    TokensSampled,
+)
 from dora_pipe.producers.engines.vllm import server as vllm_server
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine

@@ -1,0 +1,147 @@
+"""A user's folder whose rollouts are a script of the package `openai`: two sub-agents at the same
+time, several turns, a last call that wants two answers. It notes what it was told."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.producers.sessions.addresses import session_name
+from dora_pipe.producers.worker.request import key_of
+from dora_pipe.schemas.contexts import contexts_of
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+AGENT = """
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import openai
+
+TOLD = Path(__file__).parent / "told.jsonl"
+
+
+async def run(base_url, api_key, row):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages, who, **more):
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, user=who, max_tokens=6, temperature=0.5,
+                extra_body={"return_token_ids": True}, **more,
+            )
+            for choice in answer.choices:
+                told = {"session": base_url.split("/")[-2], "who": who,
+                        "prompt": answer.prompt_token_ids, "sampled": choice.token_ids}
+                with TOLD.open("a") as file:
+                    file.write(json.dumps(told) + "\\n")
+            return answer.choices[0].message
+
+        async def talk(who, first):
+            messages = [{"role": "user", "content": first}]
+            for _ in range(2):
+                said = await ask(messages, who)
+                messages += [said, {"role": "user", "content": "more"}]
+            return said.content
+
+        found = await asyncio.gather(
+            talk("left", row["prompt"]), talk("right", "other " + row["prompt"])
+        )
+        summed = " ".join(text.encode("ascii", "ignore").decode()[:4] for text in found)
+        said = await ask([{"role": "user", "content": "sum up: " + summed}], "main", n=2)
+        return said.content
+"""
+
+CONFIG = """
+agent = "agent:run"
+calls_open_max = 4
+[model]
+path = "model"
+chat_template = "own.jinja"
+[sampling]
+max_tokens = 100
+"""
+
+
+def furnish_agent(place: Path) -> Path:
+    """Have the rollouts of a user's folder be the script's."""
+    (place / "own.jinja").write_text(TEMPLATE)
+    (place / "agent.py").write_text(AGENT)
+    text = (place / "config.toml").read_text()
+    text = text.replace('[model]\npath = "model"\n', "").replace("steps = 3", "steps = 2")
+    text = text.replace("[sampling]\nmax_tokens = 12\n", CONFIG).replace("count = 2", "count = 1")
+    text = text.replace("context_tokens = 64", "context_tokens = 256")
+    (place / "config.toml").write_text(text)
+    return place
+
+
+def trajectories(place: Path) -> list[Trajectory]:
+    with opened(str(place / "runs" / "tiny")) as run:
+        topic = run.topics.trajectories
+        ends = {one: run.bus.end(one) for one in (TopicPartition(topic, at) for at in range(4))}
+        return [decode_trajectory(record.value) for record in records_of(run.bus, ends)]
+
+
+def told(place: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the scripts were told, by session."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in (place / "told.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        found.setdefault(one["session"], []).append(one)
+    return found
+
+
+def check_what_was_told_is_logged_once(place: Path) -> None:
+    """Every token that the script was told, and no other."""
+    sessions = told(place)
+    found = trajectories(place)
+    assert len(found) >= 16
+    for one in found:
+        answers = sessions[session_name(key_of(one.trajectory, one.meta.attempt))]
+        assert len(answers) == 6
+        logged = [tuple(one.token_ids[call.start : call.end]) for call in one.meta.calls]
+        assert sorted(logged) == sorted(tuple(answer["sampled"]) for answer in answers)
+        assert sum(one.loss_mask) == sum(len(answer["sampled"]) for answer in answers)
+        assert one.reward is not None
+
+
+def check_answers_stand_behind_their_prompts(place: Path) -> None:
+    """Each in a context of its trajectory."""
+    sessions = told(place)
+    for one in trajectories(place):
+        contexts = [context.token_ids.tolist() for context in contexts_of(one)]
+        for answer in sessions[session_name(key_of(one.trajectory, one.meta.attempt))]:
+            whole = [*answer["prompt"], *answer["sampled"]]
+            assert any(context[: len(whole)] == whole for context in contexts)
+        assert {call.caller for call in one.meta.calls} == {"left", "right", "main"}
+        assert all(call.asked == {"temperature": 0.5} for call in one.meta.calls)
+        assert 3 <= len(contexts) <= 6, "a second turn goes on behind the first"
+
+
+def versions_at_once(place: Path) -> int:
+    """Of how many versions sessions of one worker were between their first call and their last at
+    the same moment."""
+    changes: list[tuple[int, int, int, str]] = []
+    for one in trajectories(place):
+        (worker,) = {segment.worker for segment in one.segments if segment.kind == "model"}
+        asked = min(call.asked_ns for call in one.meta.calls)
+        answered = max(call.answered_ns for call in one.meta.calls)
+        changes += [(asked, 1, one.version, worker), (answered, -1, one.version, worker)]
+    opened: dict[str, Counter[int]] = {}
+    most = 0
+    for _, change, version, worker in sorted(changes):
+        here = opened.setdefault(worker, Counter())
+        here[version] += change
+        most = max(most, sum(count > 0 for count in here.values()))
+    return most

@@ -24,8 +24,12 @@ from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Progress, Trajectory, TurnProgress
-from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
+from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory_codec import (
+    AnyProgress,
+    decode_any_progress,
+    decode_trajectory,
+)
 
 POLL_S: Final = 1.0
 
@@ -267,8 +271,8 @@ def _summary(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _progress(progress: Progress | TurnProgress) -> dict[str, Any]:
-    """What both kinds of progress records begin with."""
+def _progress(progress: AnyProgress) -> dict[str, Any]:
+    """What all kinds of progress records begin with."""
     return {
         "trajectory": progress.trajectory,
         "attempt": progress.attempt,
@@ -277,14 +281,18 @@ def _progress(progress: Progress | TurnProgress) -> dict[str, Any]:
     }
 
 
-def _chunk(progress: Progress) -> dict[str, Any]:
-    return {
+def _chunk(progress: Progress | EpisodeProgress) -> dict[str, Any]:
+    found = {
         "kind": "progress",
         **_progress(progress),
         "start": progress.start,
         "tokens": len(progress.token_ids),
         "previous": progress.previous,
     }
+    if isinstance(progress, EpisodeProgress):
+        turns = {one.turn for one in progress.segments if one.kind == "model"}
+        found |= {"kind": "episode-progress", "turns": sorted(turns), "finish": progress.finish}
+    return found
 
 
 def _call(progress: TurnProgress) -> dict[str, Any]:

@@ -159,6 +159,10 @@ class Task(Section, frozen=True, kw_only=True):
     episode_seconds: NonNegativeFloat = 0.0
     """An episode that is longer, from its first prompt on and with all that is sampled, is ended by
     its next step; its trajectory is invalid (`EpisodeTimeout`). 0: as long as it likes."""
+    replayable: bool = False
+    """Environments and tools that are told the same turns of the model again answer with the very
+    same words, so that an episode goes on where it was when its worker or its process dies, and may
+    move (docs/tasks.md). Tasks may say so themselves."""
     retries_max: NonNegative = 3
     """How often a call that raised `Retry` is made again before its trajectory is invalid."""
     turns_max: Positive = 8

@@ -46,6 +46,7 @@ from dora_pipe.orchestrator.state_ops import (
 )
 from dora_pipe.schemas.batch import batch_digest, staleness_of
 from dora_pipe.schemas.control import (
+    REPLAY_DIFFERS,
     AnyControl,
     BatchRefused,
     Command,
@@ -256,6 +257,8 @@ def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
         return ""
     error = f"{record.error}: {record.message}"
     if record.retryable:
+        if record.error == REPLAY_DIFFERS:
+            state.requests[record.trajectory].resume = None
         fault(state, record.trajectory, error)
     else:
         fail_sibling(state, record.trajectory, error)

@@ -27,6 +27,10 @@ INFRASTRUCTURE: Final = ("Retry", "TimedOut", "EpisodeTimeout", "ProcessDied", "
 """Errors of a trajectory without a valid reward that say nothing of the task's code or its data: a
 service that does not answer, a call that takes too long, a process that is gone."""
 
+REPLAY_DIFFERS: Final = "ReplayDiffers"
+"""Error of a request whose environment was said to be replayable, and is not: it begins again from
+its prompt."""
+
 Fault = Literal["infrastructure", "answer", "code"]
 """Whose an error is: what runs the task's; that of code which gave no valid answer; or of code that
 raised."""

@@ -428,3 +428,33 @@ class TurnProgress:
     """When its last token was there."""
     call: Call
     """Its places are those of the context's whole sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeProgress:
+    """Tokens [start, start + len(token_ids)) of an episode's sequence, as its trajectory will have
+    them: what was sampled, and what stood before that. The first record has the prompt."""
+
+    trajectory: str
+    attempt: int
+    version: int
+    digest: str
+    worker: str
+    epoch: int
+    start: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    sampler_logprobs: Sequence[float | None]
+    loss_mask: Sequence[int]
+    """1 where the policy sampled the token."""
+    segments: Sequence[Segment]
+    """Their places are counted from `start`. The last one is of the model, and all of the model's
+    are of `version`."""
+    prefills: tuple[int, ...]
+    """Sequence lengths at which the KV cache was filled by prefill so far."""
+    previous: int
+    """Offset of the record before this one in the same partition; -1 for the first."""
+    started_ns: int
+    """When the request's first token was sampled: wall clock."""
+    finish: str
+    """How the turn that it ends with has ended: `stop` or `length`; empty: it goes on."""

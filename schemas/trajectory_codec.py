@@ -1,10 +1,10 @@
 """How trajectories and progress records become bytes and come back, checked at both ends.
 
 A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`), with a column for
-every field of `Trajectory`, `Progress` or `TurnProgress`, in their order: a field that comes is a
-column. Log-probs and nothing else are rounded: to float32, once, by the writer. `sampler_logprobs`
-is a null column where it equals `logprobs` (nothing is truncated, and they are at the sampler's
-temperature); reading restores it.
+every field of `Trajectory`, `Progress`, `TurnProgress` or `EpisodeProgress`, in their order: a
+field that comes is a column. Log-probs and nothing else are rounded: to float32, once, by the
+writer. `sampler_logprobs` is a null column where it equals `logprobs` (nothing is truncated, and
+they are at the sampler's temperature); reading restores it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
 from dora_pipe.schemas.trajectory import (
     Arrays,
+    EpisodeProgress,
     Headers,
     Meta,
     Progress,
@@ -38,9 +39,12 @@ from dora_pipe.schemas.trajectory import (
 
 __all__ = [
     "decode_any_progress",
+    "decode_episode_progress",
     "decode_progress",
     "decode_trajectory",
     "decode_turn_progress",
+    "encode_any_progress",
+    "encode_episode_progress",
     "encode_progress",
     "encode_trajectory",
     "encode_turn_progress",
@@ -51,7 +55,10 @@ __all__ = [
     "view_trajectory",
 ]
 
-T = TypeVar("T", Trajectory, Progress, TurnProgress)
+AnyProgress = Progress | TurnProgress | EpisodeProgress
+"""The records of the progress topic."""
+
+T = TypeVar("T", Trajectory, Progress, TurnProgress, EpisodeProgress)
 ArraysOf = Callable[[Mapping[str, pa.Array]], Arrays]
 
 META: Final = msgspec.json.Decoder(Meta)
@@ -163,16 +170,20 @@ SEGMENT: Final = pa.struct(
 )
 """The fields of `Segment`, in their order."""
 
+_SEQUENCE: Final[Mapping[str, Column]] = {
+    **_SHARED,
+    "loss_mask": Column(pa.list_(pa.uint8())),
+    "segments": Column(
+        pa.list_(SEGMENT),
+        write=lambda segments: [msgspec.structs.asdict(one) for one in segments],
+        read=_segments,
+    ),
+}
+
 TRAJECTORY: Final = RecordLayout(
     Trajectory,
     {
-        **_SHARED,
-        "loss_mask": Column(pa.list_(pa.uint8())),
-        "segments": Column(
-            pa.list_(SEGMENT),
-            write=lambda segments: [msgspec.structs.asdict(one) for one in segments],
-            read=_segments,
-        ),
+        **_SEQUENCE,
         "meta": Column(
             pa.utf8(),
             "meta_json",
@@ -210,6 +221,11 @@ TURN_PROGRESS: Final = RecordLayout(
     },
 )
 """Columns of the progress topic, for a call of an agent."""
+
+EPISODE_PROGRESS: Final = RecordLayout(
+    EpisodeProgress, {**_SEQUENCE, "attempt": _INT32, "start": _INT32, "prefills": _PLACES}
+)
+"""Columns of the progress topic, for what an episode has come to."""
 
 LISTS: Final = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
 """Columns with an entry for every token."""
@@ -276,6 +292,36 @@ def decode_turn_progress(value: bytes) -> TurnProgress:
     return _decoded(TURN_PROGRESS, value, _turn_arrays)
 
 
+def encode_episode_progress(progress: EpisodeProgress) -> bytes:
+    """The value bytes of an episode's progress record. Raises SchemaError."""
+    columns = EPISODE_PROGRESS.write(progress)
+    arrays = _episode_arrays(columns)
+    check_segments(progress.segments, arrays.loss_mask)
+    return EPISODE_PROGRESS.finish(columns, arrays)
+
+
+def decode_episode_progress(value: bytes) -> EpisodeProgress:
+    """An episode's progress record from its value bytes, checked. Raises SchemaError, nothing
+    else."""
+    columns, values = EPISODE_PROGRESS.unseal(value)
+    arrays = _episode_arrays(columns)
+    _no_stray_values(columns, arrays.loss_mask)
+    progress = EPISODE_PROGRESS.read(values)
+    check_segments(progress.segments, arrays.loss_mask)
+    return progress
+
+
+def encode_any_progress(progress: AnyProgress) -> bytes:
+    """The value bytes of a record of the progress topic. Raises SchemaError."""
+    match progress:
+        case TurnProgress():
+            return encode_turn_progress(progress)
+        case EpisodeProgress():
+            return encode_episode_progress(progress)
+        case _:
+            return encode_progress(progress)
+
+
 def _encoded(layout: RecordLayout[T], record: T, arrays_of: ArraysOf) -> bytes:
     columns = layout.write(record)
     arrays = arrays_of(columns)
@@ -289,10 +335,13 @@ def _decoded(layout: RecordLayout[T], value: bytes, arrays_of: ArraysOf) -> T:
     return layout.read(values)
 
 
-def decode_any_progress(value: bytes) -> Progress | TurnProgress:
-    """Whichever of both this record of the progress topic is. Raises SchemaError, nothing else."""
-    if "call_json" in column_names(value):
+def decode_any_progress(value: bytes) -> AnyProgress:
+    """Whichever this record of the progress topic is. Raises SchemaError, nothing else."""
+    names = column_names(value)
+    if "call_json" in names:
         return decode_turn_progress(value)
+    if "segments" in names:
+        return decode_episode_progress(value)
     return decode_progress(value)
 
 
@@ -335,15 +384,27 @@ def _turn_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     return _sampled_arrays(columns)
 
 
+def _episode_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
+    _not_negative(columns, "start", "version", "attempt")
+    _whole(columns, "prefills")
+    arrays = _arrays(columns)
+    check_arrays(arrays)
+    return arrays
+
+
 def _not_negative(columns: Mapping[str, pa.Array], *names: str) -> None:
     for name in names:
         if columns[name][0].as_py() < 0:
             raise SchemaError("negative", path=f"$.{name}")
 
 
+def _whole(columns: Mapping[str, pa.Array], name: str) -> None:
+    if columns[name][0].values.null_count:
+        raise SchemaError("null entry", path=f"$.{name}")
+
+
 def _sampled_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
-    if columns["prefills"][0].values.null_count:
-        raise SchemaError("null entry", path="$.prefills")
+    _whole(columns, "prefills")
     token_ids = _numbers(columns, "token_ids", nulls=False)
     logprobs = _numbers(columns, "logprobs", nulls=False)
     return Arrays(

@@ -103,6 +103,8 @@ class GymnasiumTask(SeededTask):
         self.mistake, self.mistakes_max = mistake, mistakes_max
         made = self.open()  # now, while modules of the user's are found
         self._packages = packages_of("gymnasium", type(made.unwrapped).__module__)
+        drawn = getattr(made.spec, "nondeterministic", True)
+        self.replayable = not drawn and not any(self._own)  # what own functions do is not known
         made.close()
 
     def open(self) -> Any:

@@ -79,6 +79,7 @@ class TextArenaTask(SeededTask):
         self.opponent: Opponent | None = None
         if opponent:
             self.opponent = load_function("task.options.opponent", opponent, TaskError)
+        self.replayable = self.players == 1
 
     def open(self) -> Any:
         """A game of the package. Raises ConfigError for arguments that it does not take."""

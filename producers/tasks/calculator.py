@@ -136,6 +136,8 @@ class CalculatorTask(Task):
     Example: ``CalculatorTask().prompt({"numbers": [7, 5, 4]}) == "n3 7 n2 5 n1 4 |"``.
     """
 
+    replayable = True
+
     def __init__(
         self,
         *,

@@ -118,6 +118,8 @@ class PromptReady(Message, frozen=True, kw_only=True):
     """In normal form (`messages.normal`); empty: the prompt is `text`."""
     tools: tuple[dict[str, Any], ...] = ()
     """Schemas of the functions that the model may call."""
+    replayable: bool = False
+    """See `port.Task.replayable`."""
 
 
 class EnvObserved(Message, frozen=True, kw_only=True):
@@ -223,6 +225,8 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the source cannot be known."""
     single_turn: bool = True
     """No prompt has an environment."""
+    replayable: bool = False
+    """See `port.Task.replayable`."""
     scores_groups: bool = False
     """The siblings of a group are also scored together."""
     packages: dict[str, str] = {}

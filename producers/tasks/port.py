@@ -201,6 +201,13 @@ class Environment:
 class Task:
     """Data, prompt, environment and reward of what is learnt."""
 
+    replayable: bool = False
+    """Whether a fresh environment of a row (or its tools) that is told the same turns of the model
+    answers them with the very same words, in whatever process: nothing of it is drawn, or all from
+    the row; it asks no clock, and no service that remembers. Then an episode survives its worker
+    and its process: it goes on where it was, after its turns were told again. `task.replayable`
+    says so, too."""
+
     def rows(self, split: Split) -> Sequence[Row]:
         """All rows of a split; the same ones in every process (their digest is checked)."""
         raise NotImplementedError

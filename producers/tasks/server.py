@@ -125,6 +125,7 @@ class TaskServer:
         self._reward_threads = Threads(config.reward_threads)
         self._agent_threads = Threads(AGENT_THREADS_MAX)
         self._episodic = not task.single_turn()
+        self._replayable = task.replayable or config.replayable
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
         self._exhausted = self._closed = False
@@ -143,6 +144,7 @@ class TaskServer:
             eval_rows=eval_rows,
             reward_digest=reward_digest(self._task, *agent),
             single_turn=self._agent is None and not self._episodic,
+            replayable=self._replayable,
             scores_groups=self._task.scores_groups(),
             packages=dict(self._task.packages()),
         )
@@ -307,7 +309,7 @@ class TaskServer:
         if world is None:
             return ready
         self._episodes[number] = world
-        return msgspec.structs.replace(ready, episode=True)
+        return msgspec.structs.replace(ready, episode=True, replayable=self._replayable)
 
     async def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
         found: Any = None

@@ -48,7 +48,8 @@ from dora_pipe.producers.tasks.port import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.trajectory import Progress, Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import AnyProgress
 
 
 class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,8 @@ class PromptReady(OfRequest, frozen=True, kw_only=True):
 
     token_ids: Sequence[int]
     episode: bool
+    replayable: bool = False
+    """See `tasks.port.Task.replayable`."""
 
 
 class EnvStep(OfRequest, frozen=True, kw_only=True):
@@ -305,7 +308,7 @@ class FetchProgress(OfRequest, frozen=True, kw_only=True):
 class ProgressFetched(OfRequest, frozen=True, kw_only=True):
     """The chain as it was found, oldest first; empty when it could not be read, and `why`."""
 
-    chunks: Sequence[Progress | TurnProgress]
+    chunks: Sequence[AnyProgress]
     why: str = ""
 
 
@@ -340,7 +343,7 @@ class TrajectoryEncoded(OfRequest, frozen=True, kw_only=True):
 class EncodeProgress(OfRequest, frozen=True, kw_only=True):
     """Make the value of a progress record."""
 
-    progress: Progress | TurnProgress
+    progress: AnyProgress
 
 
 class ProgressEncoded(OfRequest, frozen=True, kw_only=True):

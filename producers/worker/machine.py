@@ -39,7 +39,9 @@ from dora_pipe.producers.worker.effects import (
     LoadFailed,
     LoadWeights,
 )
+from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.off_engine import NEVER_NS
+from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     NOTHING,
@@ -49,7 +51,7 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     pin_of,
 )
-from dora_pipe.producers.worker.requests import PROGRESS_TAG, Requests
+from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
@@ -135,6 +137,7 @@ class WorkerMachine:
         self.requests = Requests(setup)
         self.scorings = Scorings(self.requests)
         self.sessions = Sessions(self.requests)
+        self.episodes = Episodes(self.requests)
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
@@ -226,8 +229,8 @@ class WorkerMachine:
             case CaughtUp() | HeldBack():
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
-                apart = self.scorings.handle(one, now) or self.sessions.handle(one, now)
-                if not apart:
+                apart = (self.scorings, self.sessions, self.episodes)
+                if not any(some.handle(one, now) for some in apart):
                     self.requests.handle(one, now)
 
     def _on_record(self, record: Record, now: Now) -> None:
@@ -241,7 +244,8 @@ class WorkerMachine:
                 self._obey(decision, now)
 
     def _on_published(self, event: Published, now: Now) -> None:
-        if not self.sessions.handle_published(event, now):
+        apart = (self.sessions, self.episodes)
+        if not any(some.handle_published(event, now) for some in apart):
             self.requests.handle_published(event, now)
         if event.tag.startswith(PROGRESS_TAG):
             self._schedule.bring_forward(PROGRESS_STATUS_NS)

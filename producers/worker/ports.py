@@ -66,11 +66,9 @@ from dora_pipe.producers.worker.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
-from dora_pipe.schemas.trajectory import TurnProgress
 from dora_pipe.schemas.trajectory_codec import (
-    encode_progress,
+    encode_any_progress,
     encode_trajectory,
-    encode_turn_progress,
     header_pairs,
 )
 from dora_pipe.store.transfers.port import Lost
@@ -422,7 +420,12 @@ class TaskPort:
     def _translated(self, event: TaskEvent) -> Iterator[Any]:
         if isinstance(event, calls.PromptReady):
             ids = self._prompt_ids(event)
-            yield PromptReady(request=event.request, token_ids=ids, episode=event.episode)
+            yield PromptReady(
+                request=event.request,
+                token_ids=ids,
+                episode=event.episode,
+                replayable=event.replayable,
+            )
         elif isinstance(event, calls.EnvObserved):
             yield EnvObserved(
                 request=event.request,
@@ -582,11 +585,7 @@ def _trajectory(effect: EncodeTrajectory) -> Iterator[TrajectoryEncoded]:
 
 
 def _progress(effect: EncodeProgress) -> Iterator[ProgressEncoded]:
-    progress = effect.progress
-    if isinstance(progress, TurnProgress):
-        value = encode_turn_progress(progress)
-    else:
-        value = encode_progress(progress)
+    value = encode_any_progress(effect.progress)
     yield ProgressEncoded(request=effect.request, value=value)
 
 

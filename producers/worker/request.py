@@ -4,6 +4,7 @@ in `request_records`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -12,7 +13,7 @@ from typing import Final, Literal
 from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
-from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.sequence import Exchange, TokenSequence
 from dora_pipe.producers.worker.session import OpenCall, Session
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import trajectory_seed
@@ -158,7 +159,13 @@ class RequestState:
     """Weights digest of every version that has sampled for it, its own among them."""
     sequence: TokenSequence = _NO_TOKENS
     episode: bool = False
-    """It has an environment: several turns, no progress records."""
+    """It has an environment: several turns."""
+    replayable: bool = False
+    """That environment can be told again what the model has said; see `episodes`."""
+    replay: deque[Exchange] = field(default_factory=deque)
+    """What a fresh environment has not been told of it yet."""
+    turn_finish: FinishReason | None = None
+    """How the last turn of a replayable episode has ended; None while it goes on."""
     session: Session | None = None
     """It is a session of an agent: its calls are requests of their own."""
     call: OpenCall | None = None
@@ -220,6 +227,11 @@ class RequestState:
         """Which task processes serve it: `GroupSpec.source`."""
         return self.place.spec.source
 
+    @property
+    def recorded(self) -> bool:
+        """Whether what is sampled for it goes to the progress topic."""
+        return self.call is None and (self.replayable or not self.episode)
+
     def start_over(self) -> None:
         """Forget all that was sampled."""
         self.sequence = _NO_TOKENS
@@ -265,11 +277,13 @@ def seed_of(place: PlacedRequest) -> int:
 
 
 def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
-    """What the engine is told of a request; of several turns only what is left may be sampled."""
+    """What the engine is told of a request: of several turns the present one, in which only what is
+    left may be sampled."""
     sequence, params, sampled = request.sequence, request.params, request.sequence.sampled_tokens
     if request.episode:
-        params = replace(params, max_tokens=params.max_tokens - sampled)
-        sampled = emit_every = 0
+        before, sampled = sampled - sequence.turn_tokens, sequence.turn_tokens
+        params = replace(params, max_tokens=params.max_tokens - before)
+        emit_every = emit_every if request.recorded else 0
     return EngineRequest(
         request=request.key,
         token_ids=list(sequence.token_ids),

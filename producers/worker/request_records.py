@@ -13,6 +13,7 @@ from dora_pipe.schemas.control import (
     parts_in_control,
 )
 from dora_pipe.schemas.trajectory import (
+    EpisodeProgress,
     Meta,
     Progress,
     Sampler,
@@ -107,6 +108,35 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
     )
 
 
+def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodeProgress:
+    """What one version has sampled since the last one, and all that stands before it."""
+    place, sequence, version = request.place, request.sequence, request.hosted.version
+    start, segments = sequence.part(
+        request.chunk_end, worker=setup.worker, epoch=setup.epoch, version=version
+    )
+    end, version = start + segments[-1].end, segments[-1].version
+    finish = request.turn_finish if end == len(sequence) else None
+    assert request.first_token_ns is not None
+    return EpisodeProgress(
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        version=version,
+        digest=request.weights[version],
+        worker=setup.worker,
+        epoch=setup.epoch,
+        start=start,
+        token_ids=sequence.token_ids[start:end],
+        logprobs=sequence.logprobs[start:end],
+        sampler_logprobs=sequence.sampler_logprobs[start:end],
+        loss_mask=sequence.loss_mask[start:end],
+        segments=segments,
+        prefills=tuple(one for one in sequence.prefills if one < end),
+        previous=request.resume.offset if request.resume else -1,
+        started_ns=request.first_token_ns,
+        finish="stop" if sequence.answered(end) else finish or "",
+    )
+
+
 def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSetup) -> TurnProgress:
     """What the model has answered to a call of a session, behind what stands in its chain."""
     session, mine, sequence = request.session, call.call, call.sequence
@@ -167,7 +197,8 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
 
 def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestReleased:
     """The fact that a request goes on elsewhere, and from where."""
-    released = request.phase is Phase.RELEASING
+    sampled = not request.episode or request.sequence.in_stay
+    released = request.phase is Phase.RELEASING and sampled
     return RequestReleased(
         at_ns=now.wall_ns,
         worker=setup.worker,

@@ -2,10 +2,11 @@
 
     place -> PROMPTING -> (RESUMING) -> WAITING -> RUNNING -> REWARDING -> ENCODING -> LOGGING
           -> gone (and reported, with all others of the same turn)
-    several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ...
+    several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ... (and see `episodes`)
     the worker leaves: RUNNING -> LEAVING (its last progress record) -> gone
     it came with a KV cache: RESUMING -> FETCHING -> WAITING
     it moves: RUNNING -> EXPORTING -> RELEASING -> gone
+    it is between two turns: ENVIRONMENT or WAITING -> RELEASING (it moves), LEAVING -> gone
     an agent is its source: see `sessions`
 
 Methods stand in the order of that way. One calls the next where nothing lies between; where a port
@@ -22,7 +23,8 @@ Rules:
    acknowledged one is its `Resume`.
 3. A request in ENVIRONMENT holds no slot: its next turn goes in as a fresh request, and how much of
    it is prefilled is the engine's affair (`prefix_reuse`). One of several turns stays where it is
-   when others move: its environment lives here.
+   when others move, unless another environment can be told its turns: then it has progress records
+   as others have, and one more at the end of every turn.
 4. A KV cache that is lost on any way costs a prefill and is counted, with the reason; the tokens
    are the same.
 """
@@ -40,10 +42,8 @@ from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rew
 from dora_pipe.producers.worker.effects import (
     DropKv,
     EncodeFailed,
-    EncodeProgress,
     EncodeTrajectory,
     EngineAdd,
-    EngineCancel,
     EngineExport,
     EngineExported,
     EngineStarted,
@@ -62,8 +62,10 @@ from dora_pipe.producers.worker.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import label_of
+from dora_pipe.producers.worker.progress import PROGRESS_TAG, ProgressRecords
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
+    GENERATING,
     MOVING,
     NOTHING,
     WAITING_PHASES,
@@ -76,11 +78,9 @@ from dora_pipe.producers.worker.request import (
 )
 from dora_pipe.producers.worker.request_records import (
     logged_of,
-    progress_of,
     released_of,
     trajectory_of,
 )
-from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.resume import chain_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume
@@ -95,11 +95,10 @@ VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
 """No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
 
 TRAJECTORY_TAG: Final = "t:"
-PROGRESS_TAG: Final = "p:"
-"""Tags of what a request publishes; its key follows."""
+"""Tag of what a request publishes, as `PROGRESS_TAG`."""
 
 
-class Requests(RequestTable):
+class Requests(ProgressRecords):
     """All requests of one incarnation."""
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -109,7 +108,6 @@ class Requests(RequestTable):
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
         """Progress of requests that were put down because the worker leaves."""
-        self._grown: dict[str, None] = {}
 
     def handle(self, event: RequestEvent, now: Now) -> None:
         """Take an event of a port to the request that it names."""
@@ -145,9 +143,11 @@ class Requests(RequestTable):
         request = self.new_state(place, now)
         if request is not None:
             self.insert(request)
-            self._ask_prompt(request)
+            self.ask_prompt(request)
 
-    def _ask_prompt(self, request: RequestState) -> None:
+    def ask_prompt(self, request: RequestState) -> None:
+        """Ask for the prompt, which begins an episode where there is one."""
+        self.enter(request, Phase.PROMPTING)
         key, spec = request.key, request.place.spec
         self.ask(PromptCall(request=key, split=spec.purpose, index=spec.index, source=spec.source))
 
@@ -159,7 +159,8 @@ class Requests(RequestTable):
             return
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
-        if request.resume is None or request.episode:
+        request.replayable = event.episode and event.replayable
+        if request.resume is None or not request.recorded:
             request.resume = None
             self._wait(request)
             return
@@ -181,9 +182,7 @@ class Requests(RequestTable):
             newest=self.hosted.version if request.pin == ANY_VERSION else None,
         )
         if why:
-            self.counts["progress unusable"] += 1
-            request.resume = None
-            self._wait(request)
+            self.resume_without(request)
             return
         chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
         request.sequence.resume(chunks)
@@ -192,11 +191,17 @@ class Requests(RequestTable):
         request.chunk_end = request.resume.tokens
         finish = request.finish_of(self.setup.context_tokens)
         if finish is None:
-            self._fetch_kv(request)
+            self.fetch_kv(request)
         else:
             self.complete(request, finish, now)
 
-    def _fetch_kv(self, request: RequestState) -> None:
+    def resume_without(self, request: RequestState) -> None:
+        """Its progress cannot be used: it begins from the prompt that it has."""
+        self.counts["progress unusable"] += 1
+        request.resume = None
+        self._wait(request)
+
+    def fetch_kv(self, request: RequestState) -> None:
         """All its tokens are there: get the KV cache that belongs to them, if it has one."""
         if request.blob is None:
             self._wait(request)
@@ -237,6 +242,7 @@ class Requests(RequestTable):
         self.slot_taken(request)
         self.enter(request, Phase.RUNNING)
         request.under(self.hosted)
+        request.turn_finish = None
         request.sequence.start_stay(event.at_ns, imported=event.imported)
         request.started_ns = request.started_ns or event.at_ns
         if event.imported:
@@ -250,8 +256,8 @@ class Requests(RequestTable):
         self.tokens_total += len(event.token_ids)
         if request.first_token_ns is None:
             request.first_token_ns = event.first_token_ns
-        if not request.episode and request.call is None:
-            self._grown[request.key] = None
+        if request.recorded:
+            self.grown[request.key] = None
 
     def weights_replaced(self, hosted: Hosted, now: Now) -> None:
         """The engine has another version from now on, and goes on with all that runs: it has
@@ -273,15 +279,24 @@ class Requests(RequestTable):
         )
         if event.reason == "error":
             self.broken(request, event.error or "the engine gave no reason", now)
-        elif request.episode and event.reason == "stop":
-            self.enter(request, Phase.ENVIRONMENT)
-            request.asked_ns = now.wall_ns
-            answer = request.sequence.answer()
-            self.ask(EnvStep(request=request.key, token_ids=answer, source=request.source))
-        else:
+            return
+        if request.replayable:
+            request.turn_finish = event.reason
+            self.begin_chunk(request, 1)
+        if not request.episode or event.reason != "stop":
             self.complete(request, event.reason, now)
+        elif request.phase is Phase.EXPORTING:
+            self._leave_between_turns(request, now)
+        else:
+            self.ask_environment(request, request.sequence.answer(), now)
 
     # ENVIRONMENT
+
+    def ask_environment(self, request: RequestState, said: Sequence[int], now: Now) -> None:
+        """Hand a turn of the model to the environment."""
+        self.enter(request, Phase.ENVIRONMENT)
+        request.asked_ns = now.wall_ns
+        self.ask(EnvStep(request=request.key, token_ids=said, source=request.source))
 
     def _observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
         """What does not fit is not appended; then the request ends by length, if not by itself."""
@@ -314,8 +329,7 @@ class Requests(RequestTable):
             self.counts["episodes started again"] += 1
             self.leave_engine(request)
             request.start_over()
-            self.enter(request, Phase.PROMPTING)
-            self._ask_prompt(request)
+            self.ask_prompt(request)
 
     # REWARDING, ENCODING, LOGGING
 
@@ -413,40 +427,16 @@ class Requests(RequestTable):
 
     # Progress records
 
-    def write_progress(self) -> None:
-        """Start a progress record of every request that has sampled enough since the last one."""
-        for key in self._grown:
-            request = self.by_key.get(key)
-            if request is not None and request.phase is Phase.RUNNING:
-                self._begin_chunk(request, self.setup.checkpoint_tokens)
-        self._grown.clear()
-
-    def _begin_chunk(self, request: RequestState, tokens_min: int) -> bool:
-        """Start a progress record if none is under way and there is enough to write."""
-        unwritten = request.sequence.sampled_tokens - request.chunk_end
-        if request.chunk_open or unwritten < tokens_min:
-            return False
-        progress = progress_of(request, self.setup)
-        request.chunk_open = True
-        request.chunk_end += len(progress.token_ids)
-        self.ask(EncodeProgress(request=request.key, progress=progress))
-        return True
-
-    def append_progress(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
-        """Publish a progress record under the request's tag."""
-        append = Append(
-            topic=self.setup.topics.progress,
-            partition=request.place.spec.partition,
-            key=request.place.trajectory.encode(),
-            value=event.value,
-        )
-        self.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + request.key))
-
     def _chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
-        """The request finished while its progress was encoded: nobody will go on from there."""
-        self.counts["progress needless"] += 1
+        """The request finished while its progress was encoded: nobody will go on from there, but
+        an episode whose reward is lost with its environment."""
+        if request.episode:
+            self.append_progress(request, event, now)
+        else:
+            self.counts["progress needless"] += 1
 
-    def _chunk_published(self, request: RequestState, event: Published, now: Now) -> None:
+    def chunk_published(self, request: RequestState, event: Published, now: Now) -> None:
+        """A progress record is durable: what is not written yet may follow."""
         request.resume = Resume(
             tokens=request.chunk_end, partition=event.partition, offset=event.offset
         )
@@ -456,11 +446,9 @@ class Requests(RequestTable):
         elif request.phase is Phase.RELEASING:
             self._release_if_durable(request, now)
         elif request.phase is Phase.RUNNING:
-            self._grown[request.key] = None
-
-    def _all_durable(self, request: RequestState) -> bool:
-        """Whether its progress records hold all that was sampled; if not, the last is begun."""
-        return not self._begin_chunk(request, 1) and not request.chunk_open
+            self.grown[request.key] = None
+        elif request.episode:
+            self.begin_chunk(request, 1)  # A turn has ended meanwhile.
 
     # Moving to another worker: EXPORTING, RELEASING
 
@@ -471,17 +459,25 @@ class Requests(RequestTable):
         and the cache to the handover, beside each other. What does not run is released as it came.
         """
         request = self.by_key.get(key_of(trajectory, attempt))
-        if request is not None and request.episode:
+        if request is not None and not request.recorded:
             self.counts["moves of episodes refused"] += 1
         elif request is not None and request.phase is Phase.RUNNING:
             self.enter(request, Phase.EXPORTING)
             self.ask(EngineExport(request=request.key))
+        elif request is not None and request.episode and request.phase in GENERATING:
+            self._leave_between_turns(request, now)
         elif request is not None and request.phase in (*WAITING_PHASES, Phase.AGENT):
             self._release(request, now)
         elif request is not None and request.phase in MOVING:
             self.counts["moved twice"] += 1
         else:
             self.counts["moved too late"] += 1
+
+    def _leave_between_turns(self, request: RequestState, now: Now) -> None:
+        """An episode goes on elsewhere when its turns are durable; its environment stays."""
+        self.leave_engine(request)
+        self.enter(request, Phase.RELEASING)
+        self._release_if_durable(request, now)
 
     def _exported(self, request: RequestState, event: EngineExported, now: Now) -> None:
         """It is out of the engine. Without a token of its own it has nothing to go on from."""
@@ -501,7 +497,7 @@ class Requests(RequestTable):
         self._release_if_durable(request, now)
 
     def _release_if_durable(self, request: RequestState, now: Now) -> None:
-        if self._all_durable(request) and not request.kv_open:
+        if self.all_durable(request) and not request.kv_open:
             self._release(request, now)
 
     def _release(self, request: RequestState, now: Now) -> None:
@@ -516,26 +512,21 @@ class Requests(RequestTable):
         """Put down what is not finished, running requests with a last progress record."""
         self.versions = frozenset()
         for request in self.all_generating():
-            if request.phase is not Phase.RUNNING or request.episode:
-                self._put_down(request)
-            else:
-                self.ask(EngineCancel(request=request.key))
+            if request.recorded and (request.episode or request.phase is Phase.RUNNING):
+                self.leave_engine(request)
                 self.enter(request, Phase.LEAVING)
                 self._put_down_if_durable(request)
+            else:
+                self._put_down(request)
 
     def _put_down_if_durable(self, request: RequestState) -> None:
-        if self._all_durable(request):
+        if self.all_durable(request):
             self._put_down(request)
 
     def _put_down(self, request: RequestState) -> None:
         if request.resume is not None:
             self.left[request.place.trajectory] = request.resume
         self.abandon(request)
-
-    def drop_all(self) -> None:
-        """See RequestTable."""
-        super().drop_all()
-        self._grown.clear()
 
 
 Handler = Callable[[Requests, RequestState, Any, Now], None]
@@ -578,9 +569,9 @@ _TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
 
 _ACKNOWLEDGED: Final[dict[tuple[Phase, str], Handler]] = {
     (Phase.LOGGING, TRAJECTORY_TAG): Requests._trajectory_published,
-    (Phase.RUNNING, PROGRESS_TAG): Requests._chunk_published,
-    (Phase.LEAVING, PROGRESS_TAG): Requests._chunk_published,
-    (Phase.EXPORTING, PROGRESS_TAG): Requests._chunk_published,
-    (Phase.RELEASING, PROGRESS_TAG): Requests._chunk_published,
-    **{(phase, PROGRESS_TAG): Requests._chunk_published for phase in _FINISHED},
+    (Phase.RUNNING, PROGRESS_TAG): Requests.chunk_published,
+    (Phase.LEAVING, PROGRESS_TAG): Requests.chunk_published,
+    (Phase.EXPORTING, PROGRESS_TAG): Requests.chunk_published,
+    (Phase.RELEASING, PROGRESS_TAG): Requests.chunk_published,
+    **{(phase, PROGRESS_TAG): Requests.chunk_published for phase in _FINISHED},
 }

@@ -16,10 +16,11 @@ from dora_pipe.core.errors import BusError, SchemaError, reason
 from dora_pipe.core.retry import FINAL_ERRORS
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
+from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.schemas.contexts import prompt_digest
-from dora_pipe.schemas.trajectory import Progress, TurnProgress
-from dora_pipe.schemas.trajectory_codec import decode_any_progress
+from dora_pipe.schemas.trajectory import EpisodeProgress, TurnProgress
+from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress
 
 CHAIN_MAX: Final = 4096
 """Progress records of one request; a longer chain is not followed."""
@@ -29,7 +30,7 @@ CHAIN_TIMEOUT_NS: Final = 10_000_000_000
 
 
 def chain_error(
-    chunks: Sequence[Progress | TurnProgress],
+    chunks: Sequence[AnyProgress],
     *,
     trajectory: str,
     version: int,
@@ -41,13 +42,16 @@ def chain_error(
     they are. A chain that is not leaves the request to start from its prompt.
 
     With `newest` (a run that may mix versions) later versions up to that may have made them, never
-    an older one after a newer one."""
+    an older one after a newer one. The places of an episode's chunks are those of its sequence,
+    prompt and answers included, the others' those behind the prompt."""
     if not chunks:
         return "no progress record was found"
-    at = 0
+    at = sampled = 0
     for chunk in chunks:
-        if not isinstance(chunk, Progress):
+        if isinstance(chunk, TurnProgress):
             return "a call of an agent stands in the chain"
+        if type(chunk) is not type(chunks[0]):
+            return "records of an episode and of a request without one stand in the chain"
         if chunk.trajectory != trajectory:
             return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
         later = newest is not None and version < chunk.version <= newest
@@ -57,13 +61,27 @@ def chain_error(
         if chunk.start != at:
             return f"a progress record starts at token {chunk.start}, not {at}"
         at += len(chunk.token_ids)
-    if at != tokens:
-        return f"the progress records reach {at} tokens, not {tokens}"
+        sampled += sum(chunk.loss_mask) if isinstance(chunk, EpisodeProgress) else at - chunk.start
+    if sampled != tokens:
+        return f"the progress records reach {sampled} tokens, not {tokens}"
     return None
 
 
+def sequence_of(chunks: Sequence[AnyProgress]) -> TokenSequence | str:
+    """The sequence of an episode whose chain `chain_error` has nothing against; or what has."""
+    parts = [one for one in chunks if isinstance(one, EpisodeProgress)]
+    kinds = [one.kind for part in parts for one in part.segments]
+    if kinds[:1] != ["prompt"] or "prompt" in kinds[1:] or "model" not in kinds:
+        return "the progress records do not begin with one prompt"
+    for part in parts:
+        samplers = {one.version for one in part.segments if one.kind == "model"}
+        if part.segments[-1].kind != "model" or samplers != {part.version}:
+            return f"the record from token {part.start} on is not of version {part.version}"
+    return TokenSequence.restored(parts)
+
+
 def session_of(
-    chunks: Sequence[Progress | TurnProgress],
+    chunks: Sequence[AnyProgress],
     *,
     trajectory: str,
     version: int,
@@ -130,7 +148,7 @@ class Reading:
 class _Chain(Reading):
     """A chain while it is read, newest record first."""
 
-    found: list[Progress | TurnProgress] = field(default_factory=list)
+    found: list[AnyProgress] = field(default_factory=list)
 
 
 class ProgressPort:

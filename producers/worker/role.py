@@ -209,9 +209,10 @@ def agents_by_source(config: model.Config) -> dict[str, model.Task]:
 
 def requests_move(config: model.Config, facts: Mapping[str, TaskFacts]) -> bool:
     """Whether every request can go on elsewhere: one of a single turn with its tokens, a session by
-    starting its agent again. An environment stays where it is."""
+    starting its agent again, an episode where another environment can be told its turns."""
     agents = agents_by_source(config)
-    return all(one.single_turn or source in agents for source, one in facts.items())
+    moving = (one.single_turn or one.replayable or at in agents for at, one in facts.items())
+    return all(moving)
 
 
 def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:

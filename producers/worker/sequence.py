@@ -7,14 +7,28 @@ segment of its own, so that a request that went on elsewhere shows where.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from dora_pipe.schemas.trajectory import (
+    EpisodeProgress,
     Progress,
     Segment,
     SegmentKind,
     turns_of,
 )
+
+
+class Exchange(NamedTuple):
+    """A turn of the model that was answered, as token ids."""
+
+    turn: int
+    said: list[int]
+    answer: list[int]
+    tool: str
+    ok: bool
 
 
 class TokenSequence:
@@ -80,6 +94,115 @@ class TokenSequence:
             )
         self.prefills = list(chunks[-1].prefills)
 
+    @classmethod
+    def restored(cls, parts: Sequence[EpisodeProgress]) -> TokenSequence:
+        """The sequence of an episode; `parts` are a whole chain, oldest first."""
+        made = cls((), at_ns=0)
+        made.segments.clear()
+        for part in parts:
+            made._append(part)
+        made.prefills = list(parts[-1].prefills)
+        made.prompt_tokens = made.segments[0].end
+        made._turn = made.segments[-1].turn
+        return made
+
+    def _append(self, part: EpisodeProgress) -> None:
+        start, first = len(self.token_ids), part.segments[0]
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.sampler_logprobs += part.sampler_logprobs
+        self.loss_mask += part.loss_mask
+        self.sampled_tokens += sum(part.loss_mask)
+        for one in part.segments:
+            begin = start + one.start
+            if one is first and self.segments and _same_stay(self.segments[-1], one):
+                begin = self.segments.pop().start
+            self.segments.append(msgspec.structs.replace(one, start=begin, end=start + one.end))
+
+    def part(self, sampled: int, **made_by: Any) -> tuple[int, list[Segment]]:
+        """What one version has sampled behind the first `sampled` sampled tokens, with all that
+        stands before it and in between: (start, segments counted from there).
+
+        `made_by` (worker, epoch, version) is of the present stay, if there is one.
+        """
+        start = self._after(sampled)
+        found: list[Segment] = []
+        models = 0  # of `found`, up to the last segment of the model
+        for one in self._segments_from(start, made_by):
+            if one.kind == "model":
+                if models and one.version != found[models - 1].version:
+                    break
+                models = len(found) + 1
+            begin, end = max(one.start, start) - start, one.end - start
+            found.append(msgspec.structs.replace(one, start=begin, end=end))
+        return start, found[:models]
+
+    def _segments_from(self, start: int, made_by: dict[str, Any]) -> Iterator[Segment]:
+        """Those that reach beyond a place, the present stay last."""
+        for one in self.segments:
+            if one.end > start or (_is_answer(one) and one.start == start):  # It may be empty.
+                yield one
+        if self.in_stay:
+            yield Segment(
+                kind="model",
+                start=self._stay_start,
+                end=len(self.token_ids),
+                turn=self._turn,
+                start_ns=self._stay_start_ns,
+                end_ns=self._stay_start_ns,
+                **made_by,
+            )
+
+    def _after(self, sampled: int) -> int:
+        """Length of the sequence when so many tokens had been sampled; 0 for none."""
+        left = sampled
+        if not left:
+            return 0
+        for one in self.segments:
+            if one.kind == "model":
+                if left <= one.end - one.start:
+                    return one.start + left
+                left -= one.end - one.start
+        return self._stay_start + left
+
+    @property
+    def in_stay(self) -> bool:
+        """Whether its last tokens were sampled in a stay that has not ended."""
+        return len(self.token_ids) > self.segments[-1].end
+
+    def answered(self, place: int) -> bool:
+        """Whether what was answered to the model begins at this place."""
+        return any(_is_answer(one) and one.start == place for one in self.segments)
+
+    def exchanges(self) -> list[Exchange]:
+        """Every turn of the model that was answered, in order."""
+        found: list[Exchange] = []
+        said: list[int] = []
+        for one in self.segments[1:]:
+            ids = self.token_ids[one.start : one.end]
+            if one.kind == "model":
+                said += ids
+            else:
+                found.append(Exchange(one.turn, said, ids, one.tool, one.ok))
+                said = []
+        return found
+
+    def cut(self) -> bool:
+        """Forget what was answered to the last turn of the model, and stays without a token;
+        whether there was an answer."""
+        answered = False
+        while len(self.segments) > 1:
+            last = self.segments[-1]
+            if last.kind == "model" and last.end > last.start:
+                break
+            answered |= last.kind != "model"
+            self.segments.pop()
+        end, self._turn = self.segments[-1].end, self.segments[-1].turn
+        for values in (self.token_ids, self.logprobs, self.sampler_logprobs, self.loss_mask):
+            del values[end:]
+        self.prefills = [one for one in self.prefills if one < end]
+        return answered
+
     def start_stay(self, at_ns: int, *, imported: bool = False) -> None:
         """The sequence goes into a slot: everything so far is prefilled, or was `imported`."""
         self._stay_start = len(self.token_ids)
@@ -137,6 +260,12 @@ class TokenSequence:
         """How often a stay began with the KV cache of the one before it: without a prefill."""
         prefilled = set(self.prefills)
         return sum(one.kind == "model" and one.start not in prefilled for one in self.segments)
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens of the present turn of the model that were sampled in stays which have ended."""
+        mine = (one for one in self.segments if one.kind == "model" and one.turn == self._turn)
+        return sum(one.end - one.start for one in mine)
 
     @property
     def turns_taken(self) -> int:
@@ -227,3 +356,15 @@ class TokenSequence:
                 ok=ok,
             )
         )
+
+
+def _is_answer(segment: Segment) -> bool:
+    return segment.kind in ("environment", "tool")
+
+
+def _same_stay(before: Segment, one: Segment) -> bool:
+    """Whether a segment goes on with the one that stands before it."""
+    return before.kind == one.kind == "model" and (
+        (before.turn, before.start_ns, before.worker, before.epoch, before.version)
+        == (one.turn, one.start_ns, one.worker, one.epoch, one.version)
+    )

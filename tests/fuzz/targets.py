@@ -42,9 +42,11 @@ from dora_pipe.schemas.policy import Manifest as Policy
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.trajectory import Described, Trajectory
 from dora_pipe.schemas.trajectory_codec import (
+    decode_episode_progress,
     decode_progress,
     decode_trajectory,
     decode_turn_progress,
+    encode_episode_progress,
     encode_progress,
     encode_trajectory,
     encode_turn_progress,
@@ -366,6 +368,12 @@ _ALL: Final = (
         read=_again(decode_turn_progress, encode_turn_progress),
         shape="frame",
         seeds=lambda: _golden("progress/turn"),
+    ),
+    Target(
+        name="episode-progress",
+        read=_again(decode_episode_progress, encode_episode_progress),
+        shape="frame",
+        seeds=lambda: _golden("progress/episode"),
     ),
     Target(
         name="headers",

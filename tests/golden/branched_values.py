@@ -7,7 +7,13 @@ from dataclasses import replace
 import msgspec
 
 from dora_pipe.schemas.contexts import Call, Context
-from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory import (
+    EpisodeProgress,
+    Segment,
+    SegmentKind,
+    Trajectory,
+    TurnProgress,
+)
 from tests.golden.arrow_values import PLAIN_TRAJECTORY, PROGRESS
 
 PIECES: list[tuple[SegmentKind, int]] = [
@@ -87,4 +93,38 @@ TURN_PROGRESS = TurnProgress(
     started_ns=PROGRESS.started_ns,
     ended_ns=PROGRESS.started_ns + 1,
     call=msgspec.structs.replace(CALL, start=5, end=8),
+)
+
+EPISODE_PROGRESS = EpisodeProgress(
+    trajectory=PROGRESS.trajectory,
+    attempt=2,
+    version=3,
+    digest=PROGRESS.digest,
+    worker="w1",
+    epoch=9,
+    start=40,
+    token_ids=[5, 6, 7, 8, 9],
+    logprobs=[None, None, -0.25, -1.5, -0.5],
+    sampler_logprobs=[None, None, -0.25, -1.5, -0.5],
+    loss_mask=[0, 0, 1, 1, 1],
+    segments=[
+        Segment(
+            kind="tool", start=0, end=2, turn=1, start_ns=5, end_ns=6, tool="calculator", ok=False
+        ),
+        Segment(
+            kind="model",
+            start=2,
+            end=5,
+            turn=2,
+            start_ns=7,
+            end_ns=8,
+            worker="w1",
+            epoch=9,
+            version=3,
+        ),
+    ],
+    prefills=(3, 42),
+    previous=15,
+    started_ns=PROGRESS.started_ns,
+    finish="stop",
 )

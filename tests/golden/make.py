@@ -18,13 +18,18 @@ from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.trajectory import Meta
 from dora_pipe.schemas.trajectory_codec import (
+    encode_episode_progress,
     encode_progress,
     encode_trajectory,
     encode_turn_progress,
 )
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from tests.golden import arrow_values, later_values, values
-from tests.golden.branched_values import BRANCHED_TRAJECTORY, TURN_PROGRESS
+from tests.golden.branched_values import (
+    BRANCHED_TRAJECTORY,
+    EPISODE_PROGRESS,
+    TURN_PROGRESS,
+)
 
 FOLDER = Path(__file__).parent / f"v{SCHEMA_VERSION}"
 RECORD_BYTES_MAX = 10 * 1024 * 1024
@@ -122,6 +127,7 @@ def files() -> dict[str, bytes]:
         "trajectories/headers.txt": pairs_to_bytes(header_pairs(arrow_values.HEADERS)),
         "progress/progress.arrow.zst": encode_progress(arrow_values.PROGRESS),
         "progress/turn.arrow.zst": encode_turn_progress(TURN_PROGRESS),
+        "progress/episode.arrow.zst": encode_episode_progress(EPISODE_PROGRESS),
         "dead-letters/value.bin": letter,
         "dead-letters/headers.txt": pairs_to_bytes(letter_headers),
     }

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from dora_pipe.producers.engines.port import EngineEvent, EngineRequest, TokensSampled
+from dora_pipe.producers.engines.port import (
+    EngineEvent,
+    EngineRequest,
+    Exported,
+    TokensSampled,
+)
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded
 from dora_pipe.producers.worker.effects import (
@@ -158,11 +163,20 @@ class RecordingEngine(SimulatedEngine):
         super().__init__(**settings)
         self.asked: dict[str, EngineRequest] = {}
         self.sampled: dict[str, list[int]] = {}
+        self.stays: list[tuple[list[int], list[int]]] = []
+        """(tokens that it began with, tokens sampled behind them) of every stay in a slot."""
 
     def add(self, request: EngineRequest) -> None:
         super().add(request)
         self.asked[request.request] = request
         self.sampled[request.request] = []
+        self.stays.append((list(request.token_ids), self.sampled[request.request]))
+
+    def export(self, request: str) -> Exported | None:
+        found = super().export(request)
+        if found is not None and found.sampled is not None:
+            self.sampled[request] += found.sampled.token_ids
+        return found
 
     def step(self) -> list[EngineEvent]:
         events = super().step()

@@ -30,6 +30,7 @@ class InlineTasks:
     """
 
     episodes: bool = False
+    replayable: bool = False
     prompt: Callable[[PromptCall], TaskEvent] | None = None
     step: Callable[[EnvStep], TaskEvent] | None = None
     reward: Callable[[RewardCall], TaskEvent] | None = None
@@ -68,7 +69,12 @@ class InlineTasks:
 
     def _answer(self, call: TaskCall) -> TaskEvent:
         if isinstance(call, PromptCall):
-            ready = PromptReady(request=call.request, text="5 6 7", episode=self.episodes)
+            ready = PromptReady(
+                request=call.request,
+                text="5 6 7",
+                episode=self.episodes,
+                replayable=self.replayable,
+            )
             return self.prompt(call) if self.prompt else ready
         if isinstance(call, EnvStep):
             done = EnvObserved(request=call.request, text="9 9", done=True, tool="", ok=True)

@@ -210,7 +210,9 @@ def released(
     )
 
 
-def failed(place: PlacedRequest, *, retryable: bool = True) -> RequestFailed:
+def failed(
+    place: PlacedRequest, *, retryable: bool = True, error: str = "EngineError"
+) -> RequestFailed:
     """A placed request came to nothing."""
     return RequestFailed(
         at_ns=0,
@@ -218,7 +220,7 @@ def failed(place: PlacedRequest, *, retryable: bool = True) -> RequestFailed:
         epoch=place.epoch,
         trajectory=place.trajectory,
         attempt=place.attempt,
-        error="EngineError",
+        error=error,
         message="test",
         retryable=retryable,
     )

@@ -174,8 +174,9 @@ def state_of(requests: Requests) -> Any:
     plain = {
         name: deepcopy(value)
         for name, value in vars(requests).items()
-        if name not in ("by_key", "counts", "out", "setup", "_phases")
+        if name not in ("by_key", "counts", "out", "setup", "_phases", "off_engine")
     }
+    plain["off_engine"] = len(requests.off_engine)
     fields = {}
     if request is not None:
         names = [name for name in RequestState.__dataclass_fields__ if name != "sequence"]

@@ -148,6 +148,8 @@ def _arrow_topics() -> list[str]:
         *_columns(trajectory_codec.PROGRESS.schema, "Progress", trajectory),
         "A call of an agent; it has a column `call_json`:\n",
         *_columns(trajectory_codec.TURN_PROGRESS.schema, "TurnProgress", trajectory),
+        "A part of an episode that can be told again; it has a column `segments`:\n",
+        *_columns(trajectory_codec.EPISODE_PROGRESS.schema, "EpisodeProgress", trajectory),
     ]
 
 

@@ -203,3 +203,8 @@ def test_a_package_is_known_by_its_version_and_by_every_byte_of_its_source(
         packages._source_digest.cache_clear()
         digests.add(packages_of("game_of_mine")["game-of-mine"])
     assert len(digests) == 2
+
+
+def test_environment_that_keeps_to_its_seed_can_be_told_again() -> None:
+    assert lake().replayable
+    assert not lake(act="builtins:str").replayable, "what own functions do is not known"

@@ -80,6 +80,20 @@ def test_leaving_worker_hands_its_requests_back_with_their_progress() -> None:
     assert stage.placed[SECOND].resume is None
 
 
+@pytest.mark.parametrize(("error", "kept"), [("ReplayDiffers", False), ("EpisodeLost", True)])
+def test_progress_of_an_episode_that_cannot_be_told_again_is_forgotten(
+    error: str, kept: bool
+) -> None:
+    stage = one_group()
+    resume = Resume(tokens=40, partition=0, offset=12)
+    apply_observation(stage.state, Progressed(trajectory=FIRST, resume=resume))
+    stage.tell(records.failed(stage.placed[FIRST], error=error))
+    assert stage.state.requests[FIRST].resume == (resume if kept else None)
+    assert stage.state.requests[FIRST].faults == 1
+    stage.settle()
+    assert stage.placed[FIRST].resume == (resume if kept else None)
+
+
 def test_orderly_leaving_never_uses_up_attempts() -> None:
     stage = one_group(groups__attempts_max=1)
     for _ in range(5):

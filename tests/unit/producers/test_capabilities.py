@@ -60,22 +60,17 @@ def test_engine_without_adapters_is_refused_in_a_lora_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "single_turn", "moves"),
+    ("task", "said", "moves"),
     [
-        ({"kind": "arithmetic"}, True, True),
-        ({"kind": "calculator"}, False, False),
-        ({"kind": "calculator", "agent": "agent:run"}, False, True),
+        ({"kind": "arithmetic"}, {"single_turn": True}, True),
+        ({"kind": "mine:Game"}, {"single_turn": False}, False),
+        ({"kind": "calculator"}, {"single_turn": False, "replayable": True}, True),
+        ({"kind": "mine:Game", "agent": "agent:run"}, {"single_turn": False}, True),
     ],
 )
-def test_sessions_of_agents_move_and_episodes_of_environments_do_not(
-    task: dict[str, Any], single_turn: bool, moves: bool
+def test_sessions_of_agents_move_and_episodes_only_where_they_can_be_told_again(
+    task: dict[str, Any], said: dict[str, bool], moves: bool
 ) -> None:
-    facts = TaskFacts(
-        train_digest="",
-        train_rows=1,
-        eval_digest="",
-        eval_rows=1,
-        reward_digest="",
-        single_turn=single_turn,
-    )
+    digests = dict.fromkeys(("train_digest", "eval_digest", "reward_digest"), "")
+    facts = msgspec.convert(digests | {"train_rows": 1, "eval_rows": 1} | said, TaskFacts)
     assert requests_move(config(task=task), {"train": facts}) is moves

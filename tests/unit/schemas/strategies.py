@@ -18,6 +18,7 @@ from dora_pipe.schemas.contexts import Call, Context, lengths
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.trajectory import (
+    EpisodeProgress,
     Meta,
     Progress,
     Sampler,
@@ -217,6 +218,30 @@ def progress(draw: st.DrawFn) -> Progress:
         prefills=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=3))),
         previous=draw(st.integers(-1, 2**62)),
         started_ns=draw(WHOLE),
+    )
+
+
+@st.composite
+def episode_progress(draw: st.DrawFn) -> EpisodeProgress:
+    """A progress record of an episode: a part of a trajectory."""
+    given = draw(trajectories())
+    return EpisodeProgress(
+        trajectory=given.trajectory,
+        attempt=draw(st.integers(0, 2**31 - 1)),
+        version=given.version,
+        digest=given.digest,
+        worker=given.meta.worker,
+        epoch=given.meta.epoch,
+        start=draw(st.integers(0, 2**31 - 1)),
+        token_ids=given.token_ids,
+        logprobs=given.logprobs,
+        sampler_logprobs=given.sampler_logprobs,
+        loss_mask=given.loss_mask,
+        segments=given.segments,
+        prefills=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=3))),
+        previous=draw(st.integers(-1, 2**62)),
+        started_ns=draw(WHOLE),
+        finish=draw(st.sampled_from(["", "stop", "length"])),
     )
 
 

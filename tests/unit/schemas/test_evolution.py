@@ -14,12 +14,15 @@ from dora_pipe.schemas import control, metrics, policy, rounds
 from dora_pipe.schemas.arrow_frame import Layout
 from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.trajectory_codec import (
+    EPISODE_PROGRESS,
     PROGRESS,
     TRAJECTORY,
     TURN_PROGRESS,
+    decode_any_progress,
     decode_progress,
     decode_trajectory,
     decode_turn_progress,
+    encode_any_progress,
     encode_progress,
     encode_trajectory,
     encode_turn_progress,
@@ -217,6 +220,15 @@ def test_column_of_a_call_s_progress_of_another_type_is_refused_by_name(name: st
     row[name] = pa.array([[[1]]])
     with pytest.raises(SchemaError, match="column is list") as found:
         decode_turn_progress(sealed(row))
+    assert found.value.path == f"$.{name}"
+
+
+@pytest.mark.parametrize("name", EPISODE_PROGRESS.schema.names)
+def test_column_of_an_episode_s_progress_of_another_type_is_refused_by_name(name: str) -> None:
+    row = columns_of(encode_any_progress(branched_values.EPISODE_PROGRESS), EPISODE_PROGRESS)
+    row[name] = pa.array([[[1]]])
+    with pytest.raises(SchemaError, match="column is list") as found:
+        decode_any_progress(sealed(row))
     assert found.value.path == f"$.{name}"
 
 

@@ -27,13 +27,14 @@ from dora_pipe.schemas.trajectory_codec import (
     decode_any_progress,
     decode_progress,
     decode_trajectory,
+    encode_any_progress,
     encode_progress,
     encode_trajectory,
     encode_turn_progress,
 )
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, Unknown, encode
 from tests.golden import arrow_values, make, values
-from tests.golden.branched_values import TURN_PROGRESS
+from tests.golden.branched_values import EPISODE_PROGRESS, TURN_PROGRESS
 
 Decode = Callable[[bytes], Any]
 
@@ -47,6 +48,7 @@ ARROW: list[tuple[Decode, bytes]] = [
     (decode_trajectory, encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0]),
     (decode_progress, encode_progress(arrow_values.PROGRESS)),
     (decode_any_progress, encode_turn_progress(TURN_PROGRESS)),
+    (decode_any_progress, encode_any_progress(EPISODE_PROGRESS)),
 ]
 DECODERS = (
     decode_control,

@@ -19,6 +19,7 @@ from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
     PromptCall,
+    PromptReady,
     RewardCall,
     Rewarded,
     TaskCall,
@@ -254,3 +255,17 @@ def test_task_without_training_rows_is_refused() -> None:
 
     with pytest.raises(TaskError, match="no rows"):
         Served(Empty())
+
+
+@pytest.mark.parametrize(("own", "config", "said"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])
+def test_prompt_of_an_episode_says_whether_it_can_be_told_again(
+    own: bool, config: bool, said: bool
+) -> None:
+    task = Scripted(world=True)
+    task.replayable = bool(own)
+    served = Served(task, replayable=bool(config))
+    ready = served.answer(PROMPT)
+    assert isinstance(ready, PromptReady)
+    assert (ready.episode, ready.replayable) == (True, said)
+    assert served.facts().replayable == said
+    assert not Scripted().replayable

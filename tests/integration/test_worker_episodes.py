@@ -1,0 +1,294 @@
+"""Episodes that survive: through deaths of workers and task processes, moves and drains.
+
+A recording engine says what it sampled; the record must say the same, and be the one of a run that
+nothing has disturbed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_pipe.bus.port import Append
+from dora_pipe.producers.tasks.calls import EnvStep
+from dora_pipe.producers.worker.request import Phase, WorkerSetup
+from dora_pipe.producers.worker.request_table import EPISODE_RESTARTS_MAX
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    RequestReleased,
+    Resume,
+    TrajectoryLogged,
+    WorkerLeft,
+)
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.trajectory import EpisodeProgress, Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_any_progress
+from tests.support.agents import RecordingEngine
+from tests.support.games import Games
+from tests.support.worker import TOPICS, Worker, World
+
+NAME = "g0000000000-000"
+ANY = -1
+"""Turns: as many as there are."""
+
+
+class Stage:
+    """A world whose workers play games on recording engines."""
+
+    def __init__(
+        self, seed: int = 10, *, turns: int = 5, most: int = 12, slips: bool = False
+    ) -> None:
+        self.seed, self.turns, self.slips = seed, turns, slips
+        self.engines: list[RecordingEngine] = []
+        self.workers: list[Worker] = []
+        self.attempt = 0
+        self.resume: Resume | None = None
+        self.kv: Blob | None = None
+        self.world = World(lengths=lambda seed, turn: 1 + (seed >> 7) % most, engine=self._engine)
+
+    def _engine(self, setup: WorkerSetup) -> RecordingEngine:
+        engine = RecordingEngine(
+            slots=setup.slots,
+            context_tokens=setup.context_tokens,
+            lengths=self.world.lengths,
+            clock=self.world.clock,
+        )
+        self.engines.append(engine)
+        return engine
+
+    def worker(self) -> Worker:
+        """One more worker, with which the episode goes on."""
+        slip = len(self.workers) if self.slips else 0
+        worker = self.world.start(
+            worker=f"w{len(self.workers)}",
+            tasks=Games(seed=self.seed, turns=self.turns, slip=slip),
+            max_tokens=150,
+            checkpoint_tokens=4,
+            turns_max={"train": 9},
+        )
+        self.workers.append(worker)
+        self.attempt += 1
+        place = self.world.place(worker, 0, attempt=self.attempt, resume=self.resume, kv=self.kv)
+        self.kv = None
+        self.world.decide(place)
+        return worker
+
+    @property
+    def key(self) -> str:
+        return f"{NAME}/{self.attempt}"
+
+    def until(self, worker: Worker, phase: Phase, turns: int) -> None:
+        """Until it is in a phase, behind so many answered turns."""
+        self.world.until(worker, lambda: self._at(worker, phase, turns))
+
+    def _at(self, worker: Worker, phase: Phase, turns: int) -> bool:
+        request = worker.machine.requests.by_key.get(self.key)
+        return (
+            request is not None
+            and request.phase is phase
+            and turns in (ANY, request.sequence.turns_taken)
+            and (phase is not Phase.RUNNING or request.sequence.in_stay)
+        )
+
+    def kill(self, worker: Worker) -> None:
+        """What the orchestrator knows of it is all that is left."""
+        self.resume = worker.machine.requests.progress().get(NAME, self.resume)
+
+    def move(self, worker: Worker) -> None:
+        """Ask for it to go on elsewhere, and wait until it can."""
+        known = len(self.world.facts(RequestReleased))
+        place = self.world.place(worker, 0, attempt=self.attempt)
+        self.world.decide(self.world.move(place, worker))
+        self.world.ticks(worker, 12)
+        released = self.world.facts(RequestReleased)[known:]
+        for one in released:
+            self.resume, self.kv = one.resume or self.resume, one.kv
+        self.kill(worker)
+
+    def stop(self, worker: Worker) -> None:
+        """Its process is asked to stop."""
+        self.world.stop(worker)
+        left = self.world.facts(WorkerLeft)[-1]
+        self.resume = left.progress.get(NAME, self.resume)
+
+    def lose(self, worker: Worker) -> None:
+        """Its task process dies."""
+        assert isinstance(worker.tasks, Games)
+        if self.key in worker.tasks.told:
+            worker.tasks.lose(self.key)
+
+    def finish(self, worker: Worker) -> Trajectory:
+        self.world.until_idle(worker)
+        return self.world.trajectories()[NAME]
+
+
+def alone(stage: Stage) -> Trajectory:
+    """The record of a run that nothing disturbs."""
+    calm = Stage(stage.seed, turns=stage.turns)
+    calm.world.lengths = stage.world.lengths
+    return calm.finish(calm.worker())
+
+
+def check(stage: Stage, trajectory: Trajectory) -> None:
+    """The record is that of an undisturbed run, and every token of it an engine's."""
+    calm = alone(stage)
+    assert list(trajectory.token_ids) == list(calm.token_ids)
+    assert list(trajectory.loss_mask) == list(calm.loss_mask)
+    assert list(trajectory.logprobs) == list(calm.logprobs)
+    assert list(trajectory.sampler_logprobs) == list(calm.sampler_logprobs)
+    assert (trajectory.reward, trajectory.meta.finish) == (calm.reward, calm.meta.finish)
+    assert turns_of(trajectory) == turns_of(calm)
+    check_events(stage, trajectory)
+
+
+def turns_of(trajectory: Trajectory) -> list[tuple[Any, ...]]:
+    """(kind, turn, end, tool, ok) of every turn, whoever has sampled it."""
+    found: list[tuple[Any, ...]] = []
+    for one in trajectory.segments:
+        said = (one.kind, one.turn, one.end, one.tool, one.ok)
+        if found and found[-1][:2] == said[:2] and one.kind == "model":
+            found.pop()
+        found.append(said)
+    return found
+
+
+def check_events(stage: Stage, trajectory: Trajectory) -> None:
+    """Each sampled token of the record is what an engine sampled behind all that stands before."""
+    ids, found = list(trajectory.token_ids), set[int]()
+    for engine in stage.engines:
+        for before, sampled in engine.stays:
+            start = len(before)
+            if before == ids[:start]:
+                pairs = zip(ids[start:], sampled, strict=False)
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                found.update(range(start, start + len(list(same))))
+    assert {at for at, one in enumerate(trajectory.loss_mask) if one} <= found
+
+
+def chain(stage: Stage) -> list[EpisodeProgress]:
+    """All progress records, in order."""
+    records = stage.world.records(TOPICS.progress)
+    found = [decode_any_progress(one.value) for one in records]
+    return [one for one in found if isinstance(one, EpisodeProgress)]
+
+
+# What ends a worker, at each place of an episode
+
+PLACES = [
+    (Phase.RUNNING, 0),
+    (Phase.ENVIRONMENT, 0),
+    (Phase.RUNNING, 1),
+    (Phase.ENVIRONMENT, 2),
+    (Phase.RUNNING, 3),
+]
+
+
+@pytest.mark.parametrize(("phase", "turns"), PLACES)
+@pytest.mark.parametrize("what", ["kill", "move", "stop"])
+def test_episode_goes_on_elsewhere_with_the_same_tokens_answers_and_reward(
+    what: str, phase: Phase, turns: int
+) -> None:
+    stage = Stage(most=40)
+    worker = stage.worker()
+    stage.until(worker, phase, turns)
+    if phase is Phase.RUNNING:
+        stage.world.ticks(worker, 12)
+    else:
+        worker.tasks.held.add(EnvStep)
+    getattr(stage, what)(worker)
+    assert stage.resume is not None
+    other = stage.worker()
+    check(stage, stage.finish(other))
+    assert other.counts["turns told again"] >= turns
+    assert other.counts["progress unusable"] == 0
+    assert [one.trajectory for one in stage.world.facts(TrajectoryLogged)] == [NAME]
+
+
+@pytest.mark.parametrize(("phase", "turns"), [*PLACES, (Phase.REWARDING, ANY)])
+def test_episode_whose_process_dies_is_told_again_and_nothing_is_sampled_twice(
+    phase: Phase, turns: int
+) -> None:
+    stage = Stage(most=40)
+    worker = stage.worker()
+    stage.until(worker, phase, turns)
+    stage.lose(worker)
+    check(stage, stage.finish(worker))
+    assert worker.counts["episodes gone on with"] == 1
+    assert worker.counts["episodes started again"] == 0
+
+
+def test_records_of_an_episode_are_its_trajectory() -> None:
+    stage = Stage(most=40)
+    worker = stage.worker()
+    trajectory = stage.finish(worker)
+    parts = chain(stage)
+    assert [one.start for one in parts][:1] == [0]
+    ids = [token for one in parts for token in one.token_ids]
+    assert ids == list(trajectory.token_ids)[: len(ids)]
+    assert sum(sum(one.loss_mask) for one in parts) == trajectory.sampled
+    ended = [one for one in parts if one.finish]
+    assert len(ended) == sum(one[0] == "model" for one in turns_of(trajectory))
+
+
+def test_environment_that_is_not_what_it_says_is_named_and_its_episode_not_gone_on_with() -> None:
+    stage = Stage(most=40, slips=True)
+    worker = stage.worker()
+    stage.until(worker, Phase.RUNNING, 2)
+    stage.kill(worker)
+    other = stage.worker()
+    stage.world.until(other, lambda: bool(stage.world.facts(RequestFailed)))
+    (gone,) = stage.world.facts(RequestFailed)
+    assert (gone.error, gone.retryable) == ("ReplayDiffers", True)
+    assert gone.message.startswith("the answer to turn ")
+    assert not other.machine.requests.by_key
+
+
+def test_episode_that_is_lost_too_often_is_handed_back() -> None:
+    stage = Stage(most=40)
+    worker = stage.worker()
+    for _ in range(EPISODE_RESTARTS_MAX + 1):
+        stage.until(worker, Phase.RUNNING, 1)
+        stage.lose(worker)
+        stage.world.ticks(worker, 2)
+    (gone,) = stage.world.facts(RequestFailed)
+    assert (gone.error, gone.retryable) == ("EpisodeLost", True)
+
+
+def test_chain_that_is_none_is_counted_and_the_episode_begins_anew() -> None:
+    stage = Stage()
+    nonsense = Append(topic=TOPICS.progress, value=b"nonsense", partition=0)
+    (offset,) = stage.world.writer.append([nonsense])
+    stage.resume = Resume(tokens=5, partition=0, offset=offset)
+    worker = stage.worker()
+    check(stage, stage.finish(worker))
+    assert worker.counts["progress unusable"] == 1
+
+
+BLOWS = st.tuples(st.sampled_from(["kill", "move", "stop", "lose", "hold"]), st.integers(1, 25))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.lists(BLOWS, min_size=2, max_size=7))
+def test_whatever_happens_at_any_moment_the_record_is_that_of_an_undisturbed_run(
+    seed: int, blows: list[tuple[str, int]]
+) -> None:
+    stage = Stage(seed, turns=8, most=12)
+    worker = stage.worker()
+    for what, ticks in blows:
+        stage.world.ticks(worker, ticks)
+        if what == "hold":
+            worker.tasks.held ^= {EnvStep}
+        else:
+            getattr(stage, what)(worker)
+        if stage.world.facts(TrajectoryLogged):
+            break
+        if what in ("kill", "move", "stop"):
+            worker = stage.worker()
+    worker.tasks.held.clear()
+    check(stage, stage.finish(worker))
+    assert all(one.counts["progress unusable"] == 0 for one in stage.workers)
+    assert stage.world.facts(RequestFailed) == []

@@ -1,0 +1,71 @@
+"""Environments whose answers follow from their row and from what they were told, for tests of
+episodes that go on elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    Forget,
+    PromptCall,
+    RewardCall,
+    Rewarded,
+    TaskCall,
+    TaskEvent,
+)
+from tests.support.inline_tasks import InlineTasks
+
+
+@dataclass
+class Games(InlineTasks):
+    """Episodes of a few turns, with tools, mistakes and empty answers, drawn from a seed.
+
+    An environment lives from its prompt to its reward, or until it is lost or forgotten; a turn for
+    one that is not there is a mistake of the worker.
+    """
+
+    seed: int = 0
+    turns: int = 5
+    """Of an episode, at most."""
+    slip: int = 0
+    """Environments answer as those with another one do not."""
+    told: dict[str, list[str]] = field(default_factory=dict)
+    """By request: what its environment has been told."""
+
+    def __post_init__(self) -> None:
+        self.episodes = self.replayable = True
+        self.step, self.reward = self._respond, self._score
+
+    def start(self, effect: TaskCall | Forget) -> None:
+        if isinstance(effect, PromptCall):
+            self.told[effect.request] = []
+        elif isinstance(effect, Forget):
+            self.told.pop(effect.request, None)
+        super().start(effect)
+
+    def lose(self, request: str) -> None:
+        self.told.pop(request, None)
+        super().lose(request)
+
+    def _respond(self, call: EnvStep) -> TaskEvent:
+        said = self.told[call.request]
+        said.append(call.turn.text)
+        name = call.request.partition("/")[0]
+        chance = Random(f"{self.seed} {name} {said} {self.slip}")
+        words = [str(chance.randrange(1, 60)) for _ in range(chance.choice([0, 1, 2, 5]))]
+        return EnvObserved(
+            request=call.request,
+            text=" ".join(words),
+            done=len(said) >= Random(f"{self.seed} {name}").randint(1, self.turns),
+            tool=chance.choice(["", "calc"]),
+            ok=chance.random() < 0.7,
+        )
+
+    def _score(self, call: RewardCall) -> TaskEvent:
+        """By all that the environment was told, and by what is said to have happened."""
+        said = self.told.pop(call.request)
+        value = Random(f"{said} {call.turns}").random()
+        return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(said)})

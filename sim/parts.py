@@ -297,7 +297,10 @@ class WorkerParts:
     ports: Sequence[Any]
     engine: Engine
     single_turn: bool = True
-    """Whether requests have no episodes; only then they move."""
+    """Whether requests have no episodes, or only such as can be told again (a task port answers
+    with `PromptReady(episode=True, replayable=True)`); only then they move. Such an episode goes on
+    by the effects that all others have: `FetchProgress`, `PromptCall`, then `EnvStep` once more for
+    every recorded turn, which must be answered as before (`worker.episodes`)."""
     stop_ids: tuple[int, ...] = (END_TOKEN,)
 
 

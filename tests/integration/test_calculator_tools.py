@@ -78,3 +78,22 @@ def test_a_call_that_cannot_be_made_is_told_and_costs_a_turn(
     seen = ask(port, EnvStep(request="a", token_ids=[*tokenizer.ids("n1 call calculator 7"), 2]))
     assert (seen.tool, seen.ok, seen.done) == ("calculator", False, False)
     assert tokenizer.full_text(seen.token_ids).startswith("<|tool|> <unk>")
+
+
+def test_another_episode_of_the_row_that_is_told_the_same_turns_answers_with_the_same_tokens(
+    port: TaskPort, tokenizer: Tokenizer
+) -> None:
+    turns = [
+        [*tokenizer.ids("n1 call calculator 7 5 "), 2],
+        [*tokenizer.ids("n1 call calculator 7"), 2],
+        [*tokenizer.ids("n2 call calculator 5 9 "), 2],
+    ]
+    heard = []
+    for request in ("a/1", "a/2"):
+        ready = ask(port, PromptCall(request=request, split="train", index=0))
+        assert ready.replayable
+        heard.append([ready.token_ids])
+        for turn in turns:
+            seen = ask(port, EnvStep(request=request, token_ids=turn))
+            heard[-1].append((list(seen.token_ids), seen.tool, seen.ok, seen.done))
+    assert heard[0] == heard[1]

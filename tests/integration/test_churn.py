@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Append
+from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
+from tests.support.games import Games
 
 CHANGES: dict[str, dict[str, object]] = {
     "dora": {"staleness__in_flight_batches": 3.0},
@@ -103,3 +107,29 @@ def test_workers_that_come_and_go_all_the_time_leave_the_run_clean(
         report = clean(cluster)
     assert churn.done.keys() == {"kill", "retire", "drain", "join"}, churn.done
     assert report.finished
+
+
+@KIND
+def test_episodes_that_can_be_told_again_survive_all_that(tmp_path: Path, kind: str) -> None:
+    config = make_config(
+        run__steps=6,
+        timing__lease_s=0.4,
+        groups__attempts_max=40,
+        task__turns_max=8,
+        workers__checkpoint_tokens=4,
+        **CHANGES[kind],
+    )
+    tasks = partial(Games, seed=5, turns=4)
+    machines: list[WorkerMachine] = []
+    with Cluster(tmp_path / "run", config, tasks=tasks, train_ticks=30) as cluster:
+        churn = Churn(cluster, 3)
+        while cluster.roles:
+            for name in cluster.roles.keys() - {ORCHESTRATOR, TRAINER}:
+                machines.append(cluster.roles[name].machine)
+            cluster.ticks(EVERY_TICKS)
+            if ORCHESTRATOR in cluster.roles:
+                churn.turn()
+        assert clean(cluster).finished
+    said = sum(({id(one): one.requests.counts for one in machines}).values(), Counter[str]())
+    assert said["turns told again"] >= 10
+    assert said["progress unusable"] == 0

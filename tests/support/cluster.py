@@ -421,7 +421,7 @@ class Cluster:
         return WorkerParts(
             ports=ports,
             engine=engine,
-            single_turn=not tasks.episodes,
+            single_turn=not tasks.episodes or tasks.replayable,
             stop_ids=self.parts.stop_ids(self.assets),
         )
 

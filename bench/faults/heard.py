@@ -80,7 +80,7 @@ def heard_again(bus: Bus, topics: Topics, told: Path) -> Heard:
         for name, tokens in calls.items():
             again += name in first
             other += first.setdefault(name, tokens) != tokens
-    last = {one.session: one.start for one in answers}
+    last = {".".join(one.session.split(".")[:2]): one.start for one in answers}
     return Heard(
         episodes=len(found),
         lost=sum(_is_lost(one) for one in found),
@@ -105,7 +105,7 @@ def calls_by_start(answers: Iterable[Told]) -> dict[str, dict[CallName, Tokens]]
     found: dict[str, dict[CallName, Tokens]] = defaultdict(dict)
     counted: Counter[tuple[str, Tokens]] = Counter()
     for one in answers:
-        trajectory = one.session.rpartition(".")[0]
+        trajectory = one.session.partition(".")[0]
         occurrence = counted[one.start, one.prompt]
         counted[one.start, one.prompt] += 1
         found[one.start][trajectory, one.prompt, occurrence] = one.tokens

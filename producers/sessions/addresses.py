@@ -40,17 +40,19 @@ class Addresses:
     port: int
     secret: bytes
 
-    def of(self, request: str) -> SessionAddress:
-        """The address of a request's session: always the same."""
-        name = session_name(request)
+    def of(self, request: str, start: int = 0) -> SessionAddress:
+        """The address of a start of a request's agent: always the same."""
+        name = session_name(request, start)
         host = f"[{self.host}]" if ":" in self.host else self.host
         url = f"http://{host}:{self.port}/s/{name}/v1"
         return SessionAddress(base_url=url, api_key=key_of(self.secret, name))
 
 
-def session_name(request: str) -> str:
-    """A request's key (`request.key_of`) as one step of a path."""
-    return request.replace("/", ".")
+def session_name(request: str, start: int = 0) -> str:
+    """A request's key (`request.key_of`) as one step of a path. Each start of its agent has a name
+    of its own: what an earlier one has on its way is no call of this one."""
+    name = request.replace("/", ".")
+    return f"{name}.{start}" if start else name
 
 
 def key_of(secret: bytes, name: str) -> str:

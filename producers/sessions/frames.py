@@ -53,10 +53,12 @@ class Setup(Frame, frozen=True):
 
 
 class Open(Frame, frozen=True):
-    """A session begins; one that is open under this name ends."""
+    """A session begins; one that the request has ends."""
 
     request: str
     source: str
+    start: int = 0
+    """Of its agent's starts: which."""
 
 
 class Close(Frame, frozen=True):

@@ -124,7 +124,7 @@ class SessionPort:
             case OpenSession(request=request, source=source):
                 self._open[request] = source
                 self._opening[request] += 1
-                self._put(Open(request, source))
+                self._put(Open(request, source, effect.start))
             case CloseSession(request=request):
                 if self._open.pop(request, None) is not None:
                     self._put(Close(request))

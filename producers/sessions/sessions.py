@@ -59,6 +59,7 @@ class Session:
     """An open session."""
 
     request: str
+    name: str
     source: Source
     conversations: Conversations | None
     calls: set[int] = field(default_factory=set)
@@ -86,6 +87,8 @@ class Sessions:
         self._send = send
         self._next_call = first_call
         self._open: dict[str, Session] = {}
+        self._names: dict[str, str] = {}
+        """Of every request that has a session."""
         self._opening: dict[str, asyncio.Event] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -102,7 +105,7 @@ class Sessions:
             case Open():
                 self._begin(frame)
             case Close():
-                self._end(session_name(frame.request))
+                self._end(frame.request)
             case Answer():
                 waiting = self._waiting.get(frame.call)
                 if waiting is not None and not waiting.done():
@@ -135,7 +138,7 @@ class Sessions:
         self, session: Session, wanted: CallRequest, prompt_ids: list[int]
     ) -> list[Answer]:
         """What was sampled for each choice of a call, in order. Raises Refused."""
-        if self._open.get(session_name(session.request)) is not session:
+        if self._open.get(session.name) is not session:
             raise ended()
         asked = asked_of(wanted.settings, wanted.stop, session.source.sampling)
         if asked and session.source.task.sampling_asked == "refuse":
@@ -177,23 +180,25 @@ class Sessions:
         return call, self._waiting[call]
 
     def _begin(self, frame: Open) -> None:
-        name = session_name(frame.request)
-        self._end(name)
+        name = session_name(frame.request, frame.start)
+        self._end(frame.request)
         self._ended.pop(name, None)
+        self._names[frame.request] = name
         source = self._sources[frame.source]
         conversations = None if source.chat is None else Conversations(source.chat)
         self._open[name] = Session(
-            request=frame.request, source=source, conversations=conversations
+            request=frame.request, name=name, source=source, conversations=conversations
         )
         self._send(Begun(frame.request))
         opening = self._opening.pop(name, None)
         if opening is not None:
             opening.set()
 
-    def _end(self, name: str) -> None:
-        session = self._open.pop(name, None)
-        if session is None:
+    def _end(self, request: str) -> None:
+        name = self._names.pop(request, None)
+        if name is None:
             return
+        session = self._open.pop(name)
         for call in session.calls:
             waiting = self._waiting.get(call)
             if waiting is not None and not waiting.done():

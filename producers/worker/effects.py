@@ -134,6 +134,8 @@ class AgentCall(OfRequest, frozen=True, kw_only=True):
     split: Split
     index: int
     source: str = ""
+    start: int = 0
+    """As its `OpenSession` has it: each start has an address of its own."""
 
 
 class AgentEnded(OfRequest, frozen=True, kw_only=True):
@@ -150,6 +152,8 @@ class OpenSession(OfRequest, frozen=True, kw_only=True):
     any number of times. Said before its `AgentCall`."""
 
     source: str = ""
+    start: int = 0
+    """Of the agent's starts here: which."""
 
 
 class CallAsked(OfRequest, frozen=True, kw_only=True):

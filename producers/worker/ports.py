@@ -355,7 +355,7 @@ class TaskPort:
 
     def _run_agent(self, effect: AgentCall) -> Iterator[Any]:
         assert self._addresses is not None, "a source with an agent has an endpoint"
-        address = self._addresses.of(effect.request)
+        address = self._addresses.of(effect.request, effect.start)
         call = calls.AgentCall(
             request=effect.request,
             split=effect.split,

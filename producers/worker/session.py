@@ -64,6 +64,8 @@ class Session:
     """By prompt: calls of this start of the agent."""
     numbers: set[int] = field(default_factory=set)
     """Of the calls of this start, as the endpoint counts them."""
+    starts: int = 0
+    """How often its agent was started again here."""
     limited: bool = False
     """It has come to a limit of the run."""
     contexts: tuple[Context, ...] = ()
@@ -82,6 +84,7 @@ class Session:
 
     def start_again(self) -> None:
         """Its agent begins anew, and has heard nothing."""
+        self.starts += 1
         self.used.clear()
         self.asked.clear()
         self.numbers.clear()

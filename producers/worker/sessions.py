@@ -145,10 +145,16 @@ class Sessions:
         self._ask_agent(request)
 
     def _ask_agent(self, request: RequestState) -> None:
-        key, spec = request.key, request.place.spec
-        self._requests.ask(OpenSession(request=key, source=spec.source))
+        key, spec, start = request.key, request.place.spec, _session(request).starts
+        self._requests.ask(OpenSession(request=key, source=spec.source, start=start))
         self._requests.ask(
-            AgentCall(request=key, split=spec.purpose, index=spec.index, source=spec.source)
+            AgentCall(
+                request=key,
+                split=spec.purpose,
+                index=spec.index,
+                source=spec.source,
+                start=start,
+            )
         )
 
     def _agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:

@@ -240,6 +240,20 @@ def test_keys_and_sessions(hi: Stage) -> None:
     assert caught.value.status_code == 410
 
 
+def test_what_an_earlier_start_of_an_agent_asks_is_no_call_of_the_present_one(hi: Stage) -> None:
+    first = hi.open("g-0/9")
+    hi.end("g-0/9")
+    later = hi.open("g-0/9", start=1)
+    with client_of(first) as client, pytest.raises(openai.APIStatusError) as caught:
+        create(client, user="earlier")
+    assert caught.value.status_code == 410
+    with client_of((later[0], first[1])) as client, pytest.raises(openai.NotFoundError):
+        create(client)
+    with client_of(later) as client:
+        create(client, user="present")
+    assert [one.caller for one in hi.calls if one.request == "g-0/9"] == ["present"]
+
+
 def test_calls_that_wait_hear_of_the_end_of_their_session(assets: Path) -> None:
     with stage(assets, lambda asked: None) as one:
         address = one.open("g-0/0")

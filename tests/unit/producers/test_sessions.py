@@ -254,6 +254,7 @@ def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_f
     driver.ask(1, [1, 2, 7])
     effects = driver.give(EpisodeLost(request=KEY, message="killed"))
     assert [type(one) for one in effects] == [CloseSession, Forget, OpenSession, AgentCall]
+    assert [one.start for one in effects[2:]] == [1, 1], "what the first still asks is not its call"
     (again,) = driver.ask(0, [1, 2])
     assert isinstance(again, AnswerCall) and (again.call, list(again.token_ids)) == (0, [7])
     assert driver.ask(1, [1, 2, 7]) == []

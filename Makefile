@@ -206,6 +206,22 @@ agents: setup ## Make .venv-agents: LangGraph and OpenAI's Agents SDK (see examp
 test-agents: agents ## Agents of frameworks, from their model to their replay (110 MB beside .venv)
 	@$(BIN)/pytest -q tests/slow/test_agents_of_frameworks.py $(ARGS)
 
+# Environments of verifiers, likewise. Its harnesses are programs that import much, and often: compiled.
+VERIFIERS := .venv-verifiers
+VERIFIERS_WANTED = $$(sha256sum < requirements/verifiers.txt | cut -c1-16)
+.PHONY: verifiers test-verifiers
+
+verifiers: setup ## Make .venv-verifiers: verifiers 0.4 (see examples/verifiers)
+	@if [ "$$(cat $(VERIFIERS)/.stamp 2>/dev/null)" != "$(VERIFIERS_WANTED)" ]; then \
+	  echo "verifiers: $(VERIFIERS), packages of requirements/verifiers.txt checked by their hashes" >&2; \
+	  rm -rf $(VERIFIERS); \
+	  $(UV) venv -q -p $(BIN)/python $(VERIFIERS); \
+	  $(UV) pip install -q --compile-bytecode -p $(VERIFIERS)/bin/python --require-hashes -r requirements/verifiers.txt; \
+	  echo "$(VERIFIERS_WANTED)" > $(VERIFIERS)/.stamp; fi
+
+test-verifiers: verifiers ## Environments of verifiers, from their model to their replay (330 MB beside .venv)
+	@$(BIN)/pytest -q tests/unit/adapters/test_verifiers.py tests/slow/test_verifiers_example.py $(ARGS)
+
 # Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
@@ -241,6 +257,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt
 	$(LOCK) --no-deps requirements/adapters.in -c requirements/dev.txt -o requirements/adapters.txt
 	$(LOCK) requirements/agents.in -o requirements/agents.txt
+	$(LOCK) requirements/verifiers.in -o requirements/verifiers.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt

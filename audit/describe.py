@@ -30,7 +30,7 @@ from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import error_class
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
 
 Description = dict[str, Any]
@@ -268,9 +268,8 @@ class _Describer:
                 "reward": trajectory.reward,
                 "reward error": meta.reward_error,
                 "reward parts": msgspec.json.encode(meta.reward_parts).decode(),
-                "rewarded by": None if meta.rewarded_by == "task" else meta.rewarded_by,
                 "answer": meta.reward_answer or None,
-                "agent's answer": meta.agent_answer and one_line(meta.agent_answer, CUT_AT),
+                **_given_by_agent(meta),
                 "finish": meta.finish,
                 "error": meta.error,
                 "tokens": f"{len(trajectory.token_ids)} ({trajectory.sampled} sampled)",
@@ -355,6 +354,16 @@ def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
     for segment in trajectory.segments:
         number += segment.kind == "prompt"
         yield max(0, number), segment
+
+
+def _given_by_agent(meta: Meta) -> dict[str, Any]:
+    """What an agent gave back, where it gave something."""
+    given: dict[str, Any] = {}
+    if meta.rewarded_by == "agent":
+        given["rewarded by"] = "its agent"
+    if meta.agent_answer is not None:
+        given["agent's answer"] = one_line(meta.agent_answer, CUT_AT)
+    return given
 
 
 def _branches(trajectory: Trajectory) -> Description:

@@ -311,6 +311,9 @@ def _check_agents(config: Config) -> Iterator[Problem]:
     for task in config.tasks:
         if task.agent and task.command:
             yield Problem(text="task.command: stands in place of task.agent; one has to go")
+        if task.is_agent and (task.agent or task.command):
+            key = "agent" if task.agent else "command"
+            yield Problem(text=f"task.{key}: `{task.kind}` is its own agent")
         if task.agent and not re.fullmatch(r"[^:]+:[^:]+", task.agent):
             yield Problem(
                 text=f"task.agent: `{task.agent}` is not of the form module:function",

@@ -90,8 +90,8 @@ class Task(Section, frozen=True, kw_only=True):
     number of groups each task has had its share of them, to within one group."""
     kind: str
     """`arithmetic`, `calculator`, `dataset` (once `jsonl`), an environment of others
-    (`gymnasium:ID`, `textarena:ID`, `reasoning-gym:NAME`, `openenv:URL`; docs/environments.md), or
-    `module:attribute` of your own."""
+    (`gymnasium:ID`, `textarena:ID`, `reasoning-gym:NAME`, `openenv:URL`, `verifiers:NAME`;
+    docs/environments.md), or `module:attribute` of your own."""
     data: str | tuple[str, ...] = ""
     """Training data: a file, a glob, a directory that `save_to_disk` wrote, `hf:NAME:CONFIG` of the
     Hugging Face hub, or several; empty where the task makes its own rows. See docs/data.md."""
@@ -209,7 +209,12 @@ class Task(Section, frozen=True, kw_only=True):
     @property
     def has_agent(self) -> bool:
         """Whether its trajectories are sessions of an agent."""
-        return bool(self.agent or self.command)
+        return bool(self.agent or self.command or self.is_agent)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it brings its agent itself."""
+        return self.kind.startswith("verifiers:")
 
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0

@@ -31,7 +31,7 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute
 from dora_pipe.producers.tasks.background import call_user_code
 from dora_pipe.producers.tasks.messages import NoAnswer
-from dora_pipe.producers.tasks.port import Reward, Row
+from dora_pipe.producers.tasks.port import Reward, Row, Task
 
 GIVEN: Final = ("base_url", "api_key", "row")
 """What an agent's function may take, by name."""
@@ -130,14 +130,40 @@ class CommandAgent:
             return _result(result)
 
 
-Agent = FunctionAgent | CommandAgent
+class AgentTask(Task):
+    """A task of `config.model.Task.is_agent`: an episode calls the model itself."""
+
+    async def play(self, base_url: str, api_key: str, row: Row) -> Any:
+        """What an agent's function gives back."""
+        raise NotImplementedError
 
 
-def open_agent(task: model.Task) -> Agent | None:
+class OwnAgent:
+    """A task that is its own agent."""
+
+    def __init__(self, task: AgentTask) -> None:
+        self._task = task
+
+    @property
+    def source(self) -> Any:
+        """What decides what it does, for the digest of the reward."""
+        return type(self._task)
+
+    async def run(self, asked: AgentAsked) -> Any:
+        """What it gives back."""
+        return await self._task.play(asked.base_url, asked.api_key, asked.row)
+
+
+Agent = FunctionAgent | CommandAgent | OwnAgent
+
+
+def open_agent(config: model.Task, task: Task) -> Agent | None:
     """The agent that a task has, if it has one. Raises as `FunctionAgent`."""
-    if task.agent:
-        return FunctionAgent(task.agent)
-    return CommandAgent(task.command, task.directory) if task.command else None
+    if isinstance(task, AgentTask):
+        return OwnAgent(task)
+    if config.agent:
+        return FunctionAgent(config.agent)
+    return CommandAgent(config.command, config.directory) if config.command else None
 
 
 async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:

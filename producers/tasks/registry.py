@@ -39,6 +39,7 @@ ADAPTERS: Final[Mapping[str, str]] = {
     "textarena": "textarena:TextArenaTask",
     "reasoning-gym": "reasoning_gym:ReasoningGymTask",
     "openenv": "openenv:OpenEnvTask",
+    "verifiers": "verifiers:VerifiersTask",
 }
 """What stands before the colon of `task.kind` for environments of others: the module of
 `producers.adapters`, and its class, which is given what stands behind the colon."""

@@ -119,7 +119,7 @@ class TaskServer:
         if not len(self._rows["train"]):
             raise TaskError("the training data has no rows", hint="see task.data and task.filter")
         self._episodes: dict[int, Environment] = {}
-        self._agent = open_agent(config)
+        self._agent = open_agent(config, task)
         self._background = Background()
         self._threads = Threads(config.threads if config.threads > 1 else THREADS_ELSEWHERE)
         self._reward_threads = Threads(config.reward_threads)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
 from dora_pipe.config import model
 from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Row, Task
 from dora_pipe.producers.tasks.registry import open_task
+
+
+def installed(package: str) -> bool:
+    """Whether a package of this name is installed here."""
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def task_of(kind: str, *, chat: bool = False, **options: Any) -> Task:

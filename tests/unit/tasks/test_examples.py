@@ -28,9 +28,9 @@ def table(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text())
 
 
-NEED_MORE = ("chat-math", "guess-the-number", "mcp", "openenv", "reasoning-gym")
-"""Data that are made, servers, packages: test_chat_math.py and test_examples_of_others.py in
-tests/slow run them."""
+NEED_MORE = ("chat-math", "guess-the-number", "mcp", "openenv", "reasoning-gym", "verifiers")
+"""Data that are made, servers, packages: test_chat_math.py, test_examples_of_others.py and
+test_verifiers_example.py in tests/slow run them."""
 
 WITH_DATA = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name not in NEED_MORE)
 """Those whose data are in the repository."""

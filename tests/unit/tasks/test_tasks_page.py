@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import re
 import shutil
@@ -22,6 +21,7 @@ from dora_pipe.config.several import sections_of
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.producers.tasks.port import Environment, Row
 from dora_pipe.producers.tasks.registry import ADAPTERS, dataset_digest, open_task
+from tests.support.adapters_of_others import installed
 from tests.support.data_files import TEXT, write_jsonl
 from tests.support.tidy import ROOT
 
@@ -32,8 +32,8 @@ BROUGHT, _, _ = PAGE.partition("## My environment is slow")
 
 BLOCKS = [one for one in re.findall(r"```toml\n(.*?)```", BROUGHT, re.DOTALL) if "kind" in one]
 
-OTHERS = {"textarena": "textarena", "reasoning-gym": "reasoning_gym"}
-"""Packages that the developers' lock lacks, and their modules."""
+OTHERS = ("textarena", "reasoning-gym", "verifiers")
+"""Packages that the developers' lock lacks; verifiers has an environment and tests of its own."""
 
 HEAD = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
 
@@ -126,21 +126,17 @@ def address() -> Iterator[str]:
         server.kill()
 
 
-def _there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def test_the_page_has_a_configuration_for_each_thing_that_a_user_brings() -> None:
-    assert len(BLOCKS) == PAGE.count("\n## I have ") == 12
+    assert len(BLOCKS) == PAGE.count("\n## I have ") == 13
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_every_configuration_of_the_page_opens(
     folder: Path, block: str, request: pytest.FixtureRequest
 ) -> None:
-    missing = [one for one, module in OTHERS.items() if one in block and not _there(module)]
+    missing = [one for one in OTHERS if f"{one}:" in block and not installed(one)]
     if missing:
-        pytest.skip(f"{missing[0]} is not here: make test-adapters")
+        pytest.skip(f"{missing[0]} is not here: make test-adapters test-verifiers")
     if "openenv:" in block:
         block = block.replace("http://127.0.0.1:8765", request.getfixturevalue("address"))
     path = folder / "run.toml"

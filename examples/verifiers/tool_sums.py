@@ -1,0 +1,46 @@
+"""The same sums with a tool: a taskset of verifiers whose model calls a calculator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+from calculator_server import Calculator
+from sums import Numbers, SumsConfig, answered, rows
+
+__all__ = ["ToolSums"]
+
+
+class ToolSum(vf.Task[Numbers]):
+    """What a row is worth."""
+
+    @vf.reward
+    async def exact(self, trace: vf.Trace) -> float:
+        """Whether the answer is the sum."""
+        return answered(trace, sum(self.data.numbers))
+
+    @vf.metric
+    async def calls(self, trace: vf.Trace) -> float:
+        """How often the model was asked."""
+        return float(trace.num_turns)
+
+
+class ToolSumsConfig(SumsConfig):
+    """The tool's server, beside what plain sums have."""
+
+    most: int = 5
+    tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
+
+
+class ToolSums(vf.Taskset[ToolSum, ToolSumsConfig]):
+    """Sums of up to `most` numbers; all tasks share one server of the tool."""
+
+    def load(self) -> Iterator[ToolSum]:
+        """The tasks, which follow from the seed."""
+        for row in rows(self.config):
+            yield ToolSum(row, self.config.task)
+
+    @classmethod
+    def toolsets(cls, config: ToolSumsConfig) -> list[vf.Toolset]:
+        """The calculator."""
+        return [Calculator(config.tools)]

@@ -1,0 +1,274 @@
+"""Environments of verifiers as tasks: `verifiers:NAME`. It decides what of an episode is the
+reward, and what of its errors is nobody's fault.
+
+NAME is a taskset: a package that is installed beside verifiers, or a module beside the
+configuration. Its environment and harness are the rollout, as verifiers runs them (see
+`verifiers_rollouts`); its rewards are the trajectory's. A row is what a task of the taskset says of
+itself, with its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.adapters.packages import packages_of
+from dora_pipe.producers.adapters.verifiers_rollouts import (
+    MODEL,
+    SessionInterception,
+    run_programs_here,
+    session_client,
+)
+from dora_pipe.producers.tasks.agents import AgentTask
+from dora_pipe.producers.tasks.calls import one_line
+from dora_pipe.producers.tasks.port import Retry, Reward, Row, Split
+
+VERSION: Final = "0.4."
+"""Of verifiers; its interfaces change with the second number."""
+
+_OUTSIDE: Final = ("InterceptionError", "SandboxError", "ToolsetError", "TunnelError")
+"""Errors of verifiers that are nobody's fault: the rollout starts again."""
+
+_SERVER_ERROR: Final = 500
+
+
+class VerifiersError(Exception):
+    """An episode that verifiers could not finish or score."""
+
+
+class VerifiersTask(AgentTask):
+    """The task `verifiers:NAME`.
+
+    Example: ``VerifiersTask("gsm8k", env={"agent": {"harness": {"id": "null"}}})``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        env: Mapping[str, Any] | None = None,
+        eval_taskset: Mapping[str, Any] | None = None,
+        count: int | None = None,
+        eval_count: int = 64,
+    ) -> None:
+        """`env`: verifiers' own section of that name. `eval_taskset`: keys of its `taskset` that
+        are others for evaluation; without, the first `eval_count` tasks are evaluated and not
+        trained. `count`: so many are trained; None: all. Raises ConfigError where verifiers or the
+        taskset is not there, and for what they refuse."""
+        self._kind = f"verifiers:{name}"
+        self._vf = _verifiers(self._kind)
+        said = dict(env or {})
+        self._env = self._opened(said, name)
+        self._seat = _seat(self._vf, self._kind, self._env, said)
+        self._tasks = self._read(name, said, eval_taskset, count, eval_count)
+        _let_programs_find(type(self._env.taskset).__module__)
+        run_programs_here(importlib.import_module("verifiers.v1.runtimes"))
+        self._stack = AsyncExitStack()
+        self._serving: asyncio.Task[None] | None = None
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """See Task."""
+        return [
+            {
+                "split": split,
+                "at": at,
+                "task": one.data.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+            }
+            for at, one in enumerate(self._tasks[split])
+        ]
+
+    def check(self) -> None:
+        """Whether harness, task and runtime go together."""
+        pairing = importlib.import_module("verifiers.v1.utils.compile")
+        runtime = getattr(self._env.config, self._seat).runtime
+        try:
+            pairing.validate_pairing(
+                self._harness(), self._kind_of_task(), runtime, tools=self._tools()
+            )
+        except ValueError as error:
+            raise self._refused(error) from error
+
+    async def play(self, base_url: str, api_key: str, row: Row) -> Reward:
+        """An episode of the environment, whose model is the session's."""
+        await self._served()
+        with session_client(self._vf, base_url, api_key) as client:
+            context = self._vf.ModelContext(model=MODEL, client=client)
+            task = self._tasks[row["split"]][row["at"]]
+            return reward_of(await self._env.run_episode(task, context), self._seat)
+
+    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
+        """0, of what a limit of the run has ended before verifiers could score it."""
+        return 0.0
+
+    def packages(self) -> Mapping[str, str]:
+        """See Task: verifiers, and where taskset, environment, harness and tools come from."""
+        objects = (self._env, self._env.taskset, self._harness(), *self._tools())
+        kinds = (self._kind_of_task(), *map(type, objects))
+        return packages_of("verifiers", *(one.__module__ for one in kinds))
+
+    def reward_sources(self) -> Sequence[Any]:
+        """This module, and which packages."""
+        return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
+
+    def _harness(self) -> Any:
+        return self._vf.load_harness(self._env.config.agent_harnesses()[self._seat])
+
+    def _kind_of_task(self) -> Any:
+        return type(self._env.taskset).task_type()
+
+    def _tools(self) -> list[Any]:
+        """Servers of tools, of each task and of all together."""
+        taskset = self._env.taskset
+        own = self._kind_of_task().toolsets(taskset.config.task)
+        return [*own, *taskset.toolsets(taskset.config)]
+
+    def _opened(self, said: Mapping[str, Any], name: str) -> Any:
+        try:
+            return self._vf.load_environment(self._config(said, name))
+        except ModuleNotFoundError as error:
+            if "not found (tried to import" not in str(error):
+                raise  # one that a package itself misses
+            raise ConfigError(
+                f"task.kind: `{self._kind}`: {one_line(str(error))}",
+                hint=f"install it where verifiers is ({sys.executable}), or put "
+                f"{name.replace('-', '_')}.py beside the configuration",
+            ) from None
+        except (ValueError, TypeError, AttributeError) as error:  # pydantic's are ValueErrors
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> ConfigError:
+        return ConfigError(f"task.options.env: `{self._kind}`: {one_line(str(error))}")
+
+    def _config(self, said: Mapping[str, Any], name: str, **taskset: Any) -> Any:
+        tasks = {**said.get("taskset", {}), **taskset, "id": name}
+        return self._vf.resolve_env_config({**said, "taskset": tasks})
+
+    def _read(
+        self,
+        name: str,
+        said: Mapping[str, Any],
+        eval_taskset: Mapping[str, Any] | None,
+        count: int | None,
+        eval_count: int,
+    ) -> dict[Split, list[Any]]:
+        if count is None and not self._env.taskset.bounded:
+            raise ConfigError(
+                f"task.kind: `{self._kind}` has tasks without end",
+                hint="task.options.count says how many are trained",
+            )
+        trained: Iterator[Any] = iter(self._env.taskset)
+        if eval_taskset is None:
+            evaluated = list(itertools.islice(trained, eval_count))
+        else:
+            other = self._vf.load_taskset(self._config(said, name, **eval_taskset).taskset)
+            evaluated = list(itertools.islice(other, eval_count))
+        train = list(itertools.islice(trained, count))
+        if not train:
+            raise ConfigError(
+                f"task.kind: `{self._kind}` has {len(evaluated)} tasks, and all are evaluated",
+                hint="task.options.eval_count, or task.options.eval_taskset",
+            )
+        return {"train": train, "eval": evaluated}
+
+    async def _served(self) -> None:
+        """Servers for harnesses, and of tools that tasks share, are there from the first episode to
+        the end of the process."""
+        if self._serving is None or (self._serving.done() and self._serving.exception()):
+            self._serving = asyncio.ensure_future(self._serve())
+        await asyncio.shield(self._serving)
+
+    async def _serve(self) -> None:
+        await self._stack.enter_async_context(self._env.serving())
+        inner = self._env._interception
+        self._env._interception = SessionInterception(self._vf, inner)
+
+
+def reward_of(episode: Any, seat: str) -> Reward:
+    """The mean over a seat's traces of what their rewards sum up to; these are parts of it, beside
+    the metrics. Raises Retry, VerifiersError."""
+    if not episode.ok:
+        raise _failure([*episode.errors, *(one for of in episode.traces for one in of.errors)])
+    # The seat of an environment that has one is not named.
+    traces = [one for one in episode.traces if one.agent.name in (seat, "", None)]
+    unknown = {name for one in traces for name, given in one.rewards.items() if given is None}
+    if unknown or not any(one.rewards for one in traces):
+        raise VerifiersError(f"not scored: {', '.join(sorted(unknown)) or 'it has no reward'}")
+    parts: dict[str, list[float]] = {}
+    for trace in traces:
+        rewards = {name: given.value for name, given in trace.rewards.items()}
+        for name, number in (*trace.metrics.items(), *rewards.items()):
+            if number is not None and math.isfinite(number):
+                parts.setdefault(name, []).append(float(number))
+    value = sum(one.reward for one in traces) / len(traces)
+    return Reward(value=value, parts={name: sum(of) / len(of) for name, of in parts.items()})
+
+
+def _verifiers(kind: str) -> Any:
+    """The package's interface. Raises ConfigError where it is not there, or is another one."""
+    hint = (
+        "task.python names the interpreter of a virtual environment with"
+        f' "verifiers=={VERSION}*" and msgspec'
+    )
+    try:
+        vf = importlib.import_module("verifiers.v1")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "verifiers":
+            raise
+        raise ConfigError(
+            f"task.kind: `{kind}`: verifiers is not installed in {sys.executable}", hint=hint
+        ) from None
+    version = importlib.metadata.version("verifiers")
+    if not version.startswith(VERSION):
+        raise ConfigError(f"task.kind: `{kind}`: verifiers is {version}", hint=hint)
+    return vf
+
+
+def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
+    """The one seat that the policy plays. Raises ConfigError where it is not one, or where nobody
+    has said in what it runs."""
+    seats = {name: one for name, one in env.config if isinstance(one, vf.AgentConfig)}
+    free = [name for name, one in seats.items() if one.client is None]
+    if len(free) != 1:
+        raise ConfigError(
+            f"task.kind: `{kind}`: the policy would play {', '.join(free) or 'no seat'}",
+            hint="all seats but one have a `client`: task.options.env.SEAT.client",
+        )
+    seat: str = free[0]
+    if seats[seat].runtime.type == "prime" and "runtime" not in said.get(seat, {}):
+        raise ConfigError(
+            f"task.kind: `{kind}`: nobody says what runs the programs of `{seat}`",
+            hint=f'task.options.env.{seat}.runtime.type: "subprocess" (this machine), "docker", '
+            '... ("prime" if nothing is said to verifiers)',
+        )
+    return seat
+
+
+def _failure(errors: Sequence[Any]) -> Exception:
+    """The first error as this project's: whether it may be tried again."""
+    if not errors:
+        return VerifiersError("the episode failed without an error")
+    first = errors[0]
+    said = one_line(f"{first.type}: {first.message}")
+    outside = first.type in _OUTSIDE or (first.status_code or 0) >= _SERVER_ERROR
+    return Retry(said) if outside else VerifiersError(said)
+
+
+def _let_programs_find(module: str) -> None:
+    """Servers of tools are programs of their own: they find what stands beside the
+    configuration."""
+    file = getattr(sys.modules[module.partition(".")[0]], "__file__", None)
+    if file is None or "site-packages" in Path(file).parts:
+        return
+    folder = Path(file).parent.parent if Path(file).name == "__init__.py" else Path(file).parent
+    paths = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

@@ -1,0 +1,175 @@
+"""Rollouts of verifiers as sessions of a worker: where their model calls go, and what their local
+programs run in. Decides when a rollout that a limit of the run has cut ends.
+
+Verifiers puts a server of its own between a harness and the model, which forwards what the harness
+asks in whichever dialect to the endpoint of the rollout's client. Here that is the session's
+address, with its key; the connections are shared by all rollouts of a process.
+
+A program of a harness (PEP 723) is one script, which verifiers gives an environment of its own by
+`uv sync`, once per process and from a package index. Where all that it asks for is installed beside
+verifiers it runs right there, and nothing is looked up anywhere. Programs and tool servers die with
+the task's process.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import itertools
+import os
+import re
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+MODEL: Final = "policy"
+
+_KEY_VARIABLE: Final = "DORA_PIPE_API_KEY_"
+"""Names of variables that hold keys begin so. Verifiers reads keys from the environment, and hands
+none that has `API_KEY` in its name to programs."""
+
+_METADATA: Final = re.compile(r"(?m)^# /// script\s*$\n((?:^#(?:| .*)$\n)+?)^# ///\s*$")
+
+_DIE_WITH: Final = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def session_client(vf: Any, base_url: str, api_key: str) -> Iterator[Any]:
+    """The client of a session, as verifiers is configured with one."""
+    variable = f"{_KEY_VARIABLE}{next(_numbers)}"
+    os.environ[variable] = api_key
+    try:
+        yield vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
+    finally:
+        del os.environ[variable]
+
+
+class SessionInterception:
+    """An `Interception` of verifiers that sends each rollout to its own session.
+
+    Example: ``SessionInterception(vf, inner).acquire(rollout_session)``.
+    """
+
+    def __init__(self, vf: Any, inner: Any) -> None:
+        """`inner`: what serves the rollouts."""
+        self._inner = inner
+        # A client per endpoint would be kept for ever: they share the one of an endpoint that is
+        # nobody's, with its connections.
+        self._shared = vf.EvalClientConfig(base_url="http://session.invalid", api_key_var="-")
+        _cut_by_a_limit.__annotations__["trace"] = vf.Trace  # by which it is called
+
+    @asynccontextmanager
+    async def acquire(self, session: Any) -> AsyncIterator[Any]:
+        """See verifiers; a seat with a client of its own keeps it."""
+        own = session.ctx
+        if not own.client.api_key_var.startswith(_KEY_VARIABLE):
+            async with self._inner.acquire(session) as slot:
+                yield slot
+            return
+        session.ctx = dataclasses.replace(own, client=self._shared)
+        async with self._inner.acquire(session) as slot:
+            client = copy.copy(session.client)
+            client.base_url = own.client.base_url
+            client.api_key = os.environ[own.client.api_key_var]
+            session.ctx, session.client = own, client
+            session.trace_stops.append(_cut_by_a_limit)
+            yield slot
+
+
+def _cut_by_a_limit(trace: Any) -> bool:
+    """A stop of verifiers: what was sampled last is cut, and not by what its program asked for. The
+    next call would be refused; stopped before it, a rollout is finished and scored as it is."""
+    if not trace.calls or trace.calls[-1].finish_reason != "length":
+        return False
+    sampling = trace.calls[-1].sampling
+    return sampling is None or sampling.max_tokens is None
+
+
+def run_programs_here(runtimes: Any) -> None:
+    """From now on verifiers' subprocess runtime is the one below; `runtimes` is its module."""
+    if getattr(runtimes.SubprocessRuntime, "here", False):
+        return
+
+    class HereRuntime(runtimes.SubprocessRuntime):  # type: ignore[misc]
+        """See the top."""
+
+        here = True
+
+        async def run(self, argv: list[str], env: dict[str, str]) -> Any:
+            return await super().run(_dying(argv), env)
+
+        async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+            await super().run_background(_dying(argv), env, log)
+
+        async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
+            return await super().open_process(_dying(argv), env)
+
+        async def prepare_uv_script(
+            self, script: str | bytes, env: dict[str, str] | None = None, **options: Any
+        ) -> list[str]:
+            text = script if isinstance(script, str) else script.decode()
+            if missing_of(text):
+                found: list[str] = await super().prepare_uv_script(script, env, **options)
+                return found
+            return [sys.executable, str(_written(text, Path(self.scripts_dir)))]
+
+    runtimes.SubprocessRuntime = HereRuntime
+
+
+def _dying(argv: list[str]) -> list[str]:
+    if sys.platform != "linux":
+        return argv
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH, str(os.getpid()), *argv]
+
+
+@functools.lru_cache(maxsize=64)
+def missing_of(script: str) -> tuple[str, ...]:
+    """What a script's metadata asks for and this interpreter has not; of one that has no metadata
+    all of it is missing.
+
+    Example: ``missing_of(script) == ("mcp==2.0.0",)``.
+    """
+    # Verifiers brings it; this project does not ask for it.
+    requirement = importlib.import_module("packaging.requirements").Requirement
+    block = _METADATA.search(script)
+    if block is None:
+        return ("metadata",)
+    said = tomllib.loads(re.sub(r"(?m)^# ?", "", block[1]))
+    asked = [requirement(one) for one in said.get("dependencies", ())]
+    python = requirement(f"python{said.get('requires-python', '')}")
+    version = ".".join(map(str, sys.version_info[:3]))
+    missing = [] if python.specifier.contains(version) else [str(python)]
+    return (*missing, *(str(one) for one in asked if not _installed(one)))
+
+
+def _installed(asked: Any) -> bool:
+    if asked.marker is not None and not asked.marker.evaluate():
+        return True
+    try:
+        version = importlib.metadata.version(asked.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return not asked.extras and bool(asked.specifier.contains(version, prereleases=True))
+
+
+def _written(script: str, folder: Path) -> Path:
+    """The file that holds a script; written at once, whoever else does."""
+    path = folder / f"{hashlib.sha256(script.encode()).hexdigest()}.py"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = path.with_suffix(f".{os.getpid()}.{next(_numbers)}")
+        mine.write_text(script)
+        mine.replace(path)
+    return path

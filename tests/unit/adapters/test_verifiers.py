@@ -1,0 +1,245 @@
+"""Environments of verifiers as tasks. What needs verifiers itself is skipped where there is no
+.venv-verifiers; `make test-verifiers` makes it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dora_pipe.config.checks import problems_of
+from dora_pipe.config.model import Task
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.adapters.verifiers import VerifiersError, reward_of
+from dora_pipe.producers.adapters.verifiers_rollouts import (
+    SessionInterception,
+    missing_of,
+    session_client,
+)
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Retry
+from tests.support.adapters_of_others import installed, task_of
+from tests.support.cluster import make_config
+from tests.support.tidy import ROOT
+
+PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
+EXAMPLE = ROOT / "examples" / "verifiers"
+LOCAL: dict[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+there = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-verifiers: make test-verifiers")
+
+
+def script(*asked: str, python: str = ">=3.10") -> str:
+    words = ", ".join(f'"{one}"' for one in asked)
+    head = f'# requires-python = "{python}"\n# dependencies = [{words}]'
+    return f"# /// script\n{head}\n# ///\nx = 1\n"
+
+
+def test_a_script_runs_here_when_all_that_it_asks_for_is_here() -> None:
+    assert missing_of(script("msgspec", "pytest>=1")) == ()
+    assert missing_of(script("msgspec<0.1", "no-such-thing", "pytest")) == (
+        "msgspec<0.1",
+        "no-such-thing",
+    )
+    assert missing_of(script(python=">=4")) == ("python>=4",)
+    assert missing_of(script("no-such-thing; sys_platform == 'win32'")) == ()
+    assert missing_of("x = 1\n") == ("metadata",)
+
+
+@pytest.mark.skipif(installed("verifiers"), reason="it is here")
+def test_verifiers_that_is_missing_is_named_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="verifiers is not installed in") as refused:
+        task_of("verifiers:sums")
+    assert "task.python" in str(refused.value.hint)
+
+
+def test_an_agent_beside_the_environment_s_own_is_refused() -> None:
+    assert Task(kind="verifiers:sums").has_agent
+    config = make_config(task__kind="verifiers:sums", task__agent="agent:run")
+    found = [one.text for one in problems_of(config)]
+    assert "task.agent: `verifiers:sums` is its own agent" in found
+
+
+@dataclass(kw_only=True)
+class Client:
+    base_url: str
+    api_key_var: str
+    api_key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    client: Any
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """As verifiers' `RolloutSession`."""
+
+    ctx: Context
+    client: Any = None
+    trace_stops: list[Any] = field(default_factory=list)
+
+
+class Inner:
+    """As verifiers' interception: one client for each endpoint, kept."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    @asynccontextmanager
+    async def acquire(self, session: Rollout) -> AsyncIterator[str]:
+        config = session.ctx.client
+        session.client = self.kept.setdefault(config.base_url, Client(**vars(config)))
+        yield "slot"
+
+
+VF = SimpleNamespace(EvalClientConfig=Client, Trace=object)
+
+
+def test_each_rollout_calls_its_own_session_and_no_client_is_kept_for_it() -> None:
+    inner = Inner()
+    interception = SessionInterception(VF, inner)
+
+    async def play(url: str, key: str) -> tuple[str, str, str]:
+        with session_client(VF, url, key) as config:
+            rollout = Rollout(ctx=Context(client=config))
+            async with interception.acquire(rollout) as slot:
+                await asyncio.sleep(0)
+                assert slot == "slot" and rollout.ctx.client is config
+                return rollout.client.base_url, rollout.client.api_key, config.api_key_var
+
+    async def both() -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+        return await asyncio.gather(play("http://a/v1", "ka"), play("http://b/v1", "kb"))
+
+    first, second = asyncio.run(both())
+    assert (first[:2], second[:2]) == (("http://a/v1", "ka"), ("http://b/v1", "kb"))
+    assert len(inner.kept) == 1 and all("API_KEY" in one[2] for one in (first, second))
+    assert not {first[2], second[2]} & os.environ.keys()
+
+
+def test_a_seat_with_a_client_of_its_own_keeps_it() -> None:
+    inner, judge = Inner(), Client(base_url="http://judge/v1", api_key_var="JUDGE_KEY")
+    rollout = Rollout(ctx=Context(client=judge))
+
+    async def play() -> None:
+        async with SessionInterception(VF, inner).acquire(rollout):
+            assert rollout.client.base_url == "http://judge/v1" and not rollout.trace_stops
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("finish", "asked", "stopped"),
+    [("length", None, True), ("length", 8, False), ("stop", None, False)],
+)
+def test_what_a_limit_of_the_run_has_cut_is_stopped(
+    finish: str, asked: int | None, stopped: bool
+) -> None:
+    rollout = Rollout(ctx=Context(client=None))
+    call = SimpleNamespace(finish_reason=finish, sampling=SimpleNamespace(max_tokens=asked))
+
+    async def play() -> bool:
+        with session_client(VF, "http://a/v1", "k") as config:
+            rollout.ctx = Context(client=config)
+            async with SessionInterception(VF, Inner()).acquire(rollout):
+                (stop,) = rollout.trace_stops
+                assert not stop(SimpleNamespace(calls=[]))
+                return bool(stop(SimpleNamespace(calls=[call])))
+
+    assert asyncio.run(play()) is stopped
+
+
+def trace(seat: str, *, metrics: dict[str, float] | None = None, **rewards: float | None) -> Any:
+    given = {
+        name: None if value is None else SimpleNamespace(value=value)
+        for name, value in rewards.items()
+    }
+    return SimpleNamespace(
+        agent=SimpleNamespace(name=seat),
+        rewards=given,
+        metrics=metrics or {},
+        reward=sum(one.value for one in given.values() if one is not None),
+        errors=[],
+    )
+
+
+def episode(*traces: Any, ok: bool = True, errors: tuple[Any, ...] = ()) -> Any:
+    return SimpleNamespace(ok=ok, traces=list(traces), errors=list(errors))
+
+
+def test_the_reward_is_the_mean_of_the_policy_s_traces_with_its_parts() -> None:
+    played = episode(
+        trace("solver", exact=1.0, short=0.5, metrics={"calls": 2.0, "odd": float("nan")}),
+        trace("solver", exact=0.0, short=0.5, metrics={"calls": 4.0}),
+        trace("judge", fair=9.0),
+    )
+    found = reward_of(played, "solver")
+    assert found.value == 1.0
+    assert found.parts == {"calls": 3.0, "exact": 0.5, "short": 0.5}
+    assert reward_of(episode(trace("", exact=1.0)), "agent").value == 1.0
+    for unscored in (trace("", exact=None), trace("")):
+        with pytest.raises(VerifiersError, match="not scored"):
+            reward_of(episode(unscored), "agent")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "again"),
+    [
+        ("SandboxError", None, True),
+        ("ProviderError", 503, True),
+        ("ProviderError", 400, False),
+        ("TaskError", None, False),
+    ],
+)
+def test_what_failed_outside_is_tried_again(kind: str, status: int | None, again: bool) -> None:
+    error = SimpleNamespace(type=kind, message="no", status_code=status)
+    with pytest.raises(Retry if again else VerifiersError, match=f"{kind}: no"):
+        reward_of(episode(ok=False, errors=(error,)), "agent")
+
+
+def opened(**task: Any) -> TaskPool:
+    given = {"kind": "verifiers:sums", "python": str(PYTHON), "directory": str(EXAMPLE), **task}
+    return TaskPool(Task(**given))
+
+
+@there
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"kind": "verifiers:no_such"}, "taskset 'no_such' not found"),
+        ({"options": {}}, "nobody says what runs the programs of `agent`"),
+        ({"options": {"env": {"agnt": {}}}}, "agnt"),
+        ({"options": {"env": {"agent": {**LOCAL, "harness": {"id": "codex"}}}}}, "container"),
+        (
+            {"options": {"env": {"agent": LOCAL, "taskset": {"count": 8}}}},
+            "8 tasks, and all are evaluated",
+        ),
+    ],
+)
+def test_what_cannot_be_played_is_refused_before_anything_starts(
+    task: dict[str, Any], said: str
+) -> None:
+    with opened(**task) as pool, pytest.raises((ConfigError, TaskError), match=re.escape(said)):
+        pool.wait()
+
+
+@there
+@pytest.mark.slow
+def test_the_configuration_of_the_page_opens() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text().partition("## Verifiers")[2]
+    block = tomllib.loads(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])["task"]
+    with opened(**{**block, "python": str(PYTHON)}) as pool:
+        facts = pool.wait()
+    assert (facts.train_rows, facts.eval_rows) == (1024 - 64, 64)
+    assert facts.packages.keys() == {"verifiers", "tool-sums", "calculator-server"}
+    assert not facts.single_turn

@@ -194,6 +194,8 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
     away += f" agents {status.with_agent}" if status.with_agent else ""
     if status.calls_open:
         away += f" calls {status.calls_open} ({duration(status.call_open_s)})"
+    for one in status.failing:
+        away += f" {one.url or one.task} fails ({duration((at_ns - one.since_ns) / 1e9)})"
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     reused = f" reused {worker.tokens.reused_share:.0%}" if worker.tokens.reused else ""

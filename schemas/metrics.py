@@ -78,6 +78,28 @@ class AskedCall(msgspec.Struct, frozen=True, array_like=True):
     """`slots`, `tokens`, or the words of another phase of a request."""
 
 
+class FailingPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A server of a task, or the task's processes on the worker's machine, that has failed and has
+    not answered since.
+
+    Example: ``FailingPlace(task="games", url="tcp://games-1:7000", failures=3, since_ns=...,
+    left_alone=True, why="the connection ended")``
+    """
+
+    task: str
+    """Its name, or its kind where it is the only one."""
+    url: str = ""
+    """Empty: its processes here."""
+    failures: int
+    """In a row."""
+    since_ns: int
+    """When the first of them was, wall clock."""
+    left_alone: bool = False
+    """Nothing is asked of it for now; else it is tried with one process."""
+    why: str
+    """The last of them."""
+
+
 class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker does now."""
 
@@ -127,6 +149,8 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that the engine of this incarnation has prefilled; 0 where it does not count."""
     prompt_tokens_reused: int = 0
     """Tokens it need not prefill: keys and values of equal beginnings were kept."""
+    failing: tuple[FailingPlace, ...] = ()
+    """Where its tasks run and do not work; at most 8 of them."""
 
 
 def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:

@@ -26,6 +26,9 @@ BRANCHES_MAX: Final = 3
 """Groups, requests or workers that one sentence leads to; the others are counted."""
 
 
+OF_TASKS: Final = ("prompt", "environment", "reward", "agent")
+"""Waits of a worker for what its tasks do."""
+
 NOT_SAID_NS: Final = -1
 """The beginning of a wait that follows from the state and has not been said yet."""
 
@@ -35,7 +38,7 @@ class Node:
     """A sentence of the answer, and the sentences that say why."""
 
     kind: str
-    """`role`, `wait`, `group`, `trajectory`, `worker`, `version`, `bound` or `more`."""
+    """`role`, `wait`, `group`, `trajectory`, `worker`, `version`, `bound`, `task` or `more`."""
     id: str
     text: str
     since_s: float | None = None
@@ -91,10 +94,12 @@ class Chain:
             return Node(kind=kind, id=name, text=f"{name}: the run is over")
         present = self._decided(heard) if name == ORCHESTRATOR else heard.status.waits
         nodes = tuple(self._wait(one) for one in present)
+        failing = self._failing(heard)
         if not present or not present[0].still:
             text = f"{name}: {self._work(name, heard)}"
-            return Node(kind=kind, id=name, text=text, because=nodes)
+            return Node(kind=kind, id=name, text=text, because=(*failing, *nodes))
         first = nodes[0]
+        led_to = (*first.because, *nodes[1:])
         return Node(
             kind=kind,
             id=name,
@@ -102,7 +107,24 @@ class Chain:
             since_s=first.since_s,
             alarm=first.alarm,
             wait=present[0].name,
-            because=(*first.because, *nodes[1:]),
+            because=((*failing, *led_to) if present[0].name in OF_TASKS else (*led_to, *failing)),
+        )
+
+    def _failing(self, heard: LastStatus) -> tuple[Node, ...]:
+        """Where a worker's tasks run and do not work."""
+        status = heard.status
+        places = status.failing if isinstance(status, WorkerStatus) else ()
+        return tuple(
+            Node(
+                kind="task",
+                id=one.url or one.task,
+                text=f"task {one.task}: {one.url or 'its processes'}"
+                f" {'left alone' if one.left_alone else 'tried with one process'},"
+                f" {counted(one.failures, 'failure')} in a row since"
+                f" {self._ago(one.since_ns)}: {one.why}",
+                since_s=self._ago_s(one.since_ns),
+            )
+            for one in places
         )
 
     def _heard(self, name: str) -> LastStatus | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from dora_pipe.core.console import own_name
-from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.frames import framed
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX
 from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE, Interpreter
@@ -124,6 +124,15 @@ class SocketLink:
         """See Link."""
         os.close(self.inbox)
         self._socket.close()
+
+
+def open_link(url: str, interpreter: Interpreter, *, token: bytes, task: str) -> Link:
+    """To a server, or without an `url` a process here. Raises TaskError."""
+    try:
+        return SocketLink(url, token) if url else ProcessLink(interpreter, task)
+    except OSError as error:
+        what = f"{url} cannot be reached" if url else "no task process can be started"
+        raise TaskError(f"{what}: {error}") from error
 
 
 def how_it_ended(status: int) -> str:

@@ -19,8 +19,6 @@ from collections import deque
 from types import TracebackType
 from typing import Final
 
-from msgspec.structs import replace
-
 from dora_pipe.config import model
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
@@ -53,8 +51,9 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import Link, ProcessLink, SocketLink, token_of
-from dora_pipe.producers.tasks.servers import BAD_MAX, Servers
+from dora_pipe.producers.tasks.links import open_link, token_of
+from dora_pipe.producers.tasks.servers import BAD_MAX, Places, shows, words_of
+from dora_pipe.schemas.metrics import FailingPlace
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -108,7 +107,7 @@ class TaskPool:
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
         self._token = token_of(task.url_token_file) if task.url else b""
-        self._servers = Servers(task.urls)
+        self._places = Places(task.urls, task.name or task.kind, self._clock.wall_ns)
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
@@ -130,7 +129,7 @@ class TaskPool:
         self._closed = False
         self.deaths = 0
         """Processes that died or were killed for a time-out, since the start."""
-        self._start()
+        self._start_missing(self._clock.now_ns())
 
     # What the loop calls.
 
@@ -144,6 +143,11 @@ class TaskPool:
         """Whether calls or events wait for the next `poll`."""
         pinned = any(child.pinned for child in self._children if child.roomy)
         return bool(self._events or pinned or (self._queue and self._takers()))
+
+    @property
+    def failing(self) -> list[FailingPlace]:
+        """Its servers, or its processes here, that have failed and not answered since."""
+        return self._places.failing(self._clock.now_ns())
 
     @property
     def pending(self) -> int:
@@ -328,11 +332,12 @@ class TaskPool:
             frames, ended = child.read()
             child.heard |= bool(frames)
             for frame in frames:
-                self._answered(child, frame, now_ns)
+                if child in self._children:
+                    self._answered(child, frame, now_ns)
         except ValueError as error:
             self._end_process(child, now_ns, "ProcessDied", f"its process wrote no answer: {error}")
             return
-        if ended:
+        if ended and child in self._children:
             self._end_process(child, now_ns, "ProcessDied", "")
 
     def _answered(self, child: Child, frame: Up, now_ns: int) -> None:
@@ -363,8 +368,9 @@ class TaskPool:
         if frame.event.request != call.request:
             raise ValueError(f"an answer to {frame.event.request} for {call.request}")
         self._deaths_in_a_row = 0
-        self._judge(child, frame.event, now_ns)
         self._settle(child, call, frame.event)
+        if not call.forgotten:  # else it may be but the end of a call that was abandoned
+            self._judge(child, frame.event, now_ns)
 
     def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
         """Take the call that it works on in its main thread."""
@@ -396,13 +402,26 @@ class TaskPool:
         self._events.append(event)
 
     def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
-        """Of a server: one where call after call fails is left alone, with its episodes to end."""
-        works = self._servers.answered(child.link.url, event)
-        child.bad = 0 if works else child.bad + 1
-        if child.link.url and child.bad >= BAD_MAX and not child.exhausted:
-            why = f"{BAD_MAX} calls in a row failed there"
-            self._servers.failed(child.link.url, now_ns, why)
-            self._retire(child, Exhausted(f"{child.link.url}: {why}"), now_ns)
+        """What an answer says of who gave it."""
+        works = shows(event)
+        if works:
+            child.bad = 0
+            self._places.worked(child.link.url)
+        elif works is False:
+            self._went_wrong(child, words_of(event), now_ns)
+
+    def _went_wrong(self, child: Child, what: str, now_ns: int) -> None:
+        """A call failed for what is no fault of its task's code. A process where call after call
+        does ends with the episodes that it has; a place where they do is left alone."""
+        place, child.bad = child.link.url, child.bad + 1
+        everywhere = self._places.bad(place) >= BAD_MAX
+        if child.exhausted or not (everywhere or child.bad >= BAD_MAX):
+            return
+        why = one_line(f"{BAD_MAX} calls in a row failed there, the last with {what}")
+        self._places.failed(place, now_ns, why)
+        for one in list(self._children):
+            if one is child or (everywhere and one.link.url == place and not one.exhausted):
+                self._retire(one, Exhausted(f"{place} {why}".strip()), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
@@ -453,18 +472,23 @@ class TaskPool:
         others = child.deferred or any(number != call.episode for number in child.episodes)
         if not others or len(child.hung) >= HUNG_CALLS_MAX:
             self._end_process(child, now_ns, call.late, self._late(call))
+            self._went_wrong(child, f"{call.late}: {self._late(call)}", now_ns)
             return
         child.pass_over(now_ns)
         self._blame(call, call.late, self._late(call))
+        self._went_wrong(child, f"{call.late}: {self._late(call)}", now_ns)
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:
         """Each has a limit of its own. A process that does not cancel them cannot be used."""
-        for call in child.late(now_ns):
+        late = child.late(now_ns)
+        for call in late:
             if call.forgotten:
                 self._end_process(child, now_ns, "", "its background calls cannot be cancelled")
                 return
             self._blame(call, call.late, self._late(call))
             child.abandon(call, now_ns)
+        for call in late:
+            self._went_wrong(child, f"{call.late}: {self._late(call)}", now_ns)
 
     def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
         """Kill a process, take the answers it still gave, and settle what it leaves behind.
@@ -480,7 +504,8 @@ class TaskPool:
         child.release()
         message = message or ended
         if child.link.url:
-            self._servers.failed(child.link.url, now_ns, message)
+            if not child.exhausted:
+                self._places.failed(child.link.url, now_ns, message)
             error = "" if error == "ProcessDied" else error  # it may be the network
         answered_after_all = error in LATE and len(child.sent) < last
         alone = not child.link.url and not any(one.threaded for one in child.deferred.values())
@@ -537,7 +562,7 @@ class TaskPool:
         self.deaths += 1
         self._deaths_in_a_row += 1
         self._last_death = message
-        most = DEATHS_MAX if self._facts or not self._servers else UNREACHED_MAX
+        most = DEATHS_MAX if self._facts or not self._places.elsewhere else UNREACHED_MAX
         if self._deaths_in_a_row >= most:
             raise TaskError(
                 f"{most} task processes in a row died without answering anything; the last:"
@@ -549,30 +574,13 @@ class TaskPool:
         self._start_at_ns = now_ns + int(pause_s * _NS)
 
     def _start_missing(self, now_ns: int) -> None:
-        if self._missing and now_ns >= self._start_at_ns:
-            self._start()
-
-    @property
-    def _missing(self) -> int:
-        return self._task.processes - sum(not child.exhausted for child in self._children)
-
-    def _start(self) -> None:
-        now_ns = self._clock.now_ns()
-        while self._missing > 0:
+        while now_ns >= self._start_at_ns:
             used = [one.link.url for one in self._children if not one.exhausted]
-            url = self._servers.choose(used, now_ns)
-            if url is None:
+            url = self._places.choose(used, now_ns)
+            if url is None or len(used) >= self._task.processes:
                 break
-            self._children.append(Child.start(self._task, self._link(url), self._selector, now_ns))
-
-    def _link(self, url: str) -> Link:
-        try:
-            if url:
-                return SocketLink(url, self._token)
-            return ProcessLink(self._interpreter, self._task.name)
-        except OSError as error:
-            what = f"{url} cannot be reached" if url else "no task process can be started"
-            raise TaskError(f"{what}: {error}") from error
+            link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
+            self._children.append(Child.start(self._task, link, self._selector, now_ns))
 
     def _end_episode(self, request: str) -> None:
         self._ends_ns.pop(request, None)
@@ -587,12 +595,3 @@ class TaskPool:
 
     def _fail(self, request: str, error: str, message: str) -> None:
         self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
-
-
-def survey(task: model.Task, *, clock: Clock | None = None) -> TaskFacts:
-    """Digests and sizes of a task's data, found out in a process of its own.
-
-    Raises ConfigError or TaskError where the task cannot be opened.
-    """
-    with TaskPool(replace(task, processes=1), clock=clock) as pool:
-        return pool.wait()

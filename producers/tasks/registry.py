@@ -58,7 +58,7 @@ def open_task(config: model.Task) -> Task:
     `task.rewards`, and for a built-in task of `task.reward`, as a scorer: `rewards.registry`); a
     Task object is taken as it is. Raises ConfigError for an unknown kind or option (with the
     nearest name), TaskError where the user's module or data cannot be used. A user's module
-    runs in the calling process: roles ask a pool instead (`pool.survey`).
+    runs in the calling process: roles ask a pool instead (`TaskPool.facts`).
     """
     factory = _factory(config.kind)
     given = {key: getattr(config, key) for key in HANDED}

@@ -1,18 +1,20 @@
-"""The servers of a task (`task.url`): which of them may be asked, and what has to be left alone.
+"""Where a task runs, on its servers (`task.url`) or here: which of these places may be asked, and
+which has to be left alone.
 
-It decides nothing but that: a server that fails is not asked for a while, for longer each time,
-and then with one process, to see.
+It decides nothing but that: a place that fails is not asked for a while, for longer each time, and
+then with one process, to see.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from dora_pipe.producers.tasks.calls import Answered, EpisodeLost, TaskFailed
+from dora_pipe.producers.tasks.calls import Answered, EpisodeLost, PromptReady, TaskFailed
 from dora_pipe.schemas.control import INFRASTRUCTURE
+from dora_pipe.schemas.metrics import FailingPlace
 
 LOG = logging.getLogger(__name__)
 
@@ -21,14 +23,19 @@ PAUSE_MAX_S: Final = 30.0
 """After the first, second, ... failure in a row: twice as long each time."""
 
 BAD_MAX: Final = 8
-"""Calls in a row that a process's environments let time out, or gave up (`Retry`), before its
-server counts as failed."""
+"""Calls in a row that timed out or were given up (`Retry`), of a process or in a place, before the
+place counts as failed."""
+
+HERE: Final = ""
+"""The place of a task without servers."""
+
+WHY_CHARACTERS_MAX: Final = 200
 
 _NS: Final = 1_000_000_000
 
 
 class Breaker:
-    """Failures of one server. Closed, it may be asked; open, it may not; half-open, it may be asked
+    """Failures of one place. Closed, it may be asked; open, it may not; half-open, it may be asked
     once, to see.
 
     Example::
@@ -38,47 +45,72 @@ class Breaker:
     """
 
     def __init__(self) -> None:
-        self._failures = 0
+        self.failures = 0
+        """In a row."""
+        self.bad = 0
+        """Calls in a row that failed there, since it counted as failed last."""
+        self.since_ns = 0
+        """When the first of the failures was: wall clock."""
+        self.why = ""
+        """The last of them."""
         self._open_until_ns = 0
 
     @property
     def proven(self) -> bool:
         """Whether it is closed: it has answered since it failed."""
-        return self._failures == 0
+        return self.failures == 0
 
     def allows(self, now_ns: int) -> bool:
         """Whether it may be asked: it is closed or half-open."""
         return now_ns >= self._open_until_ns
 
-    def failed(self, now_ns: int) -> float:
+    def failed(self, now_ns: int, why: str = "", *, wall_ns: int = 0) -> float:
         """It did; gives the seconds for which it is left alone."""
-        pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0**self._failures)
-        self._failures += 1
+        pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0**self.failures)
+        self.since_ns = self.since_ns if self.failures else wall_ns
+        self.failures, self.bad, self.why = self.failures + 1, 0, why
         self._open_until_ns = now_ns + int(pause_s * _NS)
         return pause_s
 
     def worked(self) -> None:
         """It answered a call."""
-        self._failures = 0
+        self.failures = self.bad = 0
 
 
-class Servers:
-    """The servers of a task; of none where it runs here.
+class Places:
+    """The servers of a task, or `HERE` alone.
 
-    Example: ``Servers(["tcp://games-1:7000"]).choose([], now_ns) == "tcp://games-1:7000"``.
+    Example: ``Places(["tcp://games-1:7000"], "games", clock.wall_ns).choose([], now_ns)``.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._breakers = {url: Breaker() for url in urls}
+    def __init__(self, urls: Sequence[str], task: str, wall_ns: Callable[[], int]) -> None:
+        """`task`: what it is called."""
+        self._task, self._wall_ns = task, wall_ns
+        self._breakers = {url: Breaker() for url in urls or (HERE,)}
 
-    def __bool__(self) -> bool:
-        return bool(self._breakers)
+    @property
+    def elsewhere(self) -> bool:
+        """Whether they are servers."""
+        return HERE not in self._breakers
+
+    def failing(self, now_ns: int) -> list[FailingPlace]:
+        """Those that have failed, and not answered since."""
+        return [
+            FailingPlace(
+                task=self._task,
+                url=url,
+                failures=one.failures,
+                since_ns=one.since_ns,
+                left_alone=not one.allows(now_ns),
+                why=one.why[:WHY_CHARACTERS_MAX],
+            )
+            for url, one in self._breakers.items()
+            if not one.proven
+        ]
 
     def choose(self, used: Iterable[str], now_ns: int) -> str | None:
         """Where the next process is to be: of those that may be asked the one with the fewest of
-        `used`, an URL per process; empty: here; None: nowhere, for now."""
-        if not self._breakers:
-            return ""
+        `used`, a place per process; None: nowhere, for now."""
         at = Counter(used)
         may = [
             url
@@ -89,15 +121,30 @@ class Servers:
 
     def failed(self, url: str, now_ns: int, why: str) -> None:
         """Leave one alone."""
-        if url in self._breakers:
-            pause_s = self._breakers[url].failed(now_ns)
-            LOG.warning("task: %s is left alone for %g s: %s", url, pause_s, why)
+        pause_s = self._breakers[url].failed(now_ns, why, wall_ns=self._wall_ns())
+        place = url or f"task {self._task}".strip()
+        LOG.warning("task: %s is left alone for %g s: %s", place, pause_s, why)
 
-    def answered(self, url: str, event: Answered | EpisodeLost) -> bool:
-        """Whether an answer shows that it works; then it may be asked as others may."""
-        error = event.error if isinstance(event, TaskFailed) else ""
-        if isinstance(event, EpisodeLost) or error in INFRASTRUCTURE:
-            return False
-        if url in self._breakers:
-            self._breakers[url].worked()
-        return True
+    def bad(self, url: str) -> int:
+        """A call failed there; how many in a row have."""
+        self._breakers[url].bad += 1
+        return self._breakers[url].bad
+
+    def worked(self, url: str) -> None:
+        """A call was answered there; it may be asked as others may."""
+        self._breakers[url].worked()
+
+
+def words_of(event: Answered | EpisodeLost) -> str:
+    """What failed, for one line."""
+    error = event.error if isinstance(event, TaskFailed) else type(event).__name__
+    return f"{error}: {getattr(event, 'message', '')}"
+
+
+def shows(event: Answered | EpisodeLost) -> bool | None:
+    """Whether an answer shows that what gave it works; None for one that shows nothing: an episode
+    that has begun may still fail at its first step."""
+    if isinstance(event, PromptReady) and event.episode:
+        return None
+    error = event.error if isinstance(event, TaskFailed) else ""
+    return not isinstance(event, EpisodeLost) and error not in INFRASTRUCTURE

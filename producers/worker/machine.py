@@ -56,7 +56,7 @@ from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
-from dora_pipe.schemas.metrics import Cost, WorkerStatus
+from dora_pipe.schemas.metrics import Cost, FailingPlace, WorkerStatus
 from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
@@ -132,6 +132,7 @@ class WorkerMachine:
         cost: Callable[[], Cost],
         kv_used: Callable[[], int],
         prompt_tokens: Callable[[], PromptTokens] = PromptTokens,
+        failing: Callable[[], tuple[FailingPlace, ...]] = tuple,
     ) -> None:
         self.setup = setup
         self.requests = Requests(setup)
@@ -152,6 +153,7 @@ class WorkerMachine:
         self._cost = cost
         self._kv_used = kv_used
         self._prompt_tokens = prompt_tokens
+        self._failing = failing
         self._draining = ""
         self._leaving = ""
         self._leave_by_ns = 0
@@ -479,6 +481,7 @@ class WorkerMachine:
             calls_before=calls.before,
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
+            failing=self._failing(),
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
         goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -67,6 +68,7 @@ from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.identity import source_of
+from dora_pipe.schemas.metrics import FailingPlace
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.model_dir import asset_files
@@ -76,6 +78,9 @@ LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
 
+
+FAILING_SAID_MAX: Final = 8
+"""Places of tasks that a status names, those that fail."""
 
 REJOINS_MAX: Final = 8
 """Fences that a process survives; a worker that is fenced more often than that is not well."""
@@ -262,7 +267,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         addresses = None if endpoint is None else endpoint.addresses
         tasks = task_ports(pools, tokenizer, chats, addresses)
         ports: list[Port] = [tasks] if endpoint is None else [tasks, endpoint]
-        return epoch, _serve(here, setup, writer, engine, ports)
+        return epoch, _serve(here, setup, writer, engine, ports, failing=partial(_failing, pools))
 
 
 def task_ports(
@@ -310,14 +315,27 @@ def _endpoint(
     return stack.enter_context(closing(SessionPort(setup)))
 
 
+def _failing(pools: Pools) -> tuple[FailingPlace, ...]:
+    """Where tasks run and do not work; a task with data of two sources has a pool for each."""
+    found = {(one.task, one.url): one for _, pool in pools for one in pool.failing}
+    return tuple(found.values())[:FAILING_SAID_MAX]
+
+
 def _serve(
-    here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, asked: Sequence[Port]
+    here: _Worker,
+    setup: WorkerSetup,
+    writer: Writer,
+    engine: Engine,
+    asked: Sequence[Port],
+    *,
+    failing: Callable[[], tuple[FailingPlace, ...]],
 ) -> Outcome:
     machine = WorkerMachine(
         setup,
         cost=here.meter.cost,
         kv_used=lambda: engine.kv_used_tokens,
         prompt_tokens=lambda: engine.prompt_tokens,
+        failing=failing,
     )
     runtime = Runtime(
         machine,

@@ -132,6 +132,24 @@ STATUS_SESSIONS = msgspec.structs.replace(
 )
 """A worker of sessions, most of whose agents think."""
 
+STATUS_FAILING = msgspec.structs.replace(
+    STATUS_OFF_ENGINE,
+    failing=(
+        metrics.FailingPlace(
+            task="games",
+            url="tcp://games-1:7000",
+            failures=3,
+            since_ns=AT_NS - 12_000_000_000,
+            left_alone=True,
+            why="the connection to tcp://games-1:7000 ended",
+        ),
+        metrics.FailingPlace(
+            task="shell", failures=1, since_ns=AT_NS, why="8 calls in a row failed there"
+        ),
+    ),
+)
+"""A worker one of whose servers is left alone, and whose own processes are tried again."""
+
 STATUS_CALLS = msgspec.structs.replace(
     STATUS_SESSIONS,
     calls_oldest=(metrics.AskedCall(f"{GROUP}-001", 4, AT_NS - 1_500_000_000, "slots"),),

@@ -23,7 +23,7 @@ from dora_pipe.producers.tasks.calls import (
     Rewarded,
     TaskFailed,
 )
-from dora_pipe.producers.tasks.pool import TaskPool, survey
+from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
 from tests.support.task_pool import (
     LIMIT_S,
@@ -32,6 +32,7 @@ from tests.support.task_pool import (
     gather,
     prompt,
     score,
+    survey,
     task,
     write_module,
 )

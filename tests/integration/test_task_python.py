@@ -15,10 +15,10 @@ from dora_pipe.config import model
 from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, Rewarded
-from dora_pipe.producers.tasks.pool import TaskPool, survey
+from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
 from tests.integration.test_environments_page import block
-from tests.support.task_pool import ask, pid_of, prompt, score, wait_until_gone
+from tests.support.task_pool import ask, pid_of, prompt, score, survey, wait_until_gone
 
 MODULE = """
 import os, sys

@@ -60,6 +60,7 @@ PARTS = (
     ("Wait", "metrics"),
     ("Blocker", "metrics"),
     ("AskedCall", "metrics"),
+    ("FailingPlace", "metrics"),
     ("Cost", "metrics"),
 )
 

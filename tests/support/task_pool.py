@@ -10,6 +10,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Rewarded,
     TaskEvent,
+    TaskFacts,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
 
@@ -101,6 +102,12 @@ def task(
         reward_timeout_s=limit_s,
         environment_timeout_s=limit_s,
     )
+
+
+def survey(task: model.Task) -> TaskFacts:
+    """Digests and sizes of a task's data."""
+    with TaskPool(task) as pool:
+        return pool.wait()
 
 
 def score(request: str, text: str, index: int = 0) -> RewardCall:

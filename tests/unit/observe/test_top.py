@@ -10,7 +10,7 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import bar, short, sparkline
 from dora_pipe.observe.top import STOPPED_NS, Line, Panel, Screen, frame, step_line
 from dora_pipe.schemas.control import TakenGroup
-from dora_pipe.schemas.metrics import Blocker, Wait
+from dora_pipe.schemas.metrics import Blocker, FailingPlace, Wait
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS
@@ -64,6 +64,17 @@ def test_agents_that_think_and_their_oldest_open_call_are_told() -> None:
     stage.status("w0", epoch, active=2, with_agent=9, calls_open=3, **since)
     (line,) = _texts(_shown(stage).workers)[1:]
     assert line == "w0 v0  generating 2/4+0 agents 9 calls 3 (12.0 s) 0 tok/s kv 25%"
+
+
+def test_servers_that_fail_are_told_with_the_time_since_when() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    stage.assign("w0", epoch, 0)
+    since_ns = stage.now_ns - 12_000_000_000
+    place = FailingPlace(task="games", url="tcp://g:7", failures=3, since_ns=since_ns, why="gone")
+    stage.status("w0", epoch, active=2, failing=(place,))
+    (line,) = _texts(_shown(stage).workers)[1:]
+    assert line == "w0 v0  generating 2/4+0 tcp://g:7 fails (12.0 s) 0 tok/s kv 25%"
 
 
 def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:

@@ -13,7 +13,7 @@ from dora_pipe.orchestrator.state import Group, Request, State, Worker
 from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.metrics import AskedCall, WorkerStatus
+from dora_pipe.schemas.metrics import AskedCall, FailingPlace, WorkerStatus
 from dora_pipe.schemas.trajectory import TurnProgress
 from tests.support.stats_stage import COST
 from tests.support.worker import spec_of
@@ -56,6 +56,31 @@ def test_a_worker_says_how_many_agents_think_and_how_long_the_oldest_call_is_ope
 
 def test_a_worker_without_sessions_says_nothing_of_them() -> None:
     assert _text(_picture()) == "w0: samples 2 requests of version 3, 1 ahead of its slots"
+
+
+def test_a_server_that_fails_is_named_below_its_worker_since_when_and_for_what() -> None:
+    place = FailingPlace(
+        task="games",
+        url="tcp://games-1:7000",
+        failures=3,
+        since_ns=AT_NS - 11_000_000_000,
+        left_alone=True,
+        why="the connection ended",
+    )
+    here = FailingPlace(task="shell", failures=1, since_ns=AT_NS, why="8 calls in a row failed")
+    (found,) = (one for one in roles_of(_picture(failing=(place, here))) if one.id == "w0")
+    assert [(one.kind, one.text) for one in found.because] == [
+        (
+            "task",
+            "task games: tcp://games-1:7000 left alone, 3 failures in a row since 12.0 s: "
+            "the connection ended",
+        ),
+        (
+            "task",
+            "task shell: its processes tried with one process, 1 failure in a row since "
+            "1.0 s: 8 calls in a row failed",
+        ),
+    ]
 
 
 RESUME = Resume(tokens=40, partition=0, offset=9)

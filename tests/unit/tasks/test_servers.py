@@ -1,12 +1,19 @@
 """A server that fails is left alone, each time for longer, until it answers."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.tasks.calls import Rewarded, TaskFailed
-from dora_pipe.producers.tasks.servers import PAUSE_MAX_S, Breaker, Servers
+from dora_pipe.producers.tasks.calls import EpisodeLost, PromptReady, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.servers import HERE, PAUSE_MAX_S, Breaker, Places, shows
+from dora_pipe.schemas.metrics import FailingPlace
 
 _NS = 1_000_000_000
+
+
+def places_of(*urls: str) -> Places:
+    return Places(urls, "games", itertools.count(17).__next__)
 
 
 def test_server_that_fails_is_asked_once_after_a_pause_that_grows() -> None:
@@ -41,22 +48,58 @@ def test_nobody_is_left_alone_for_longer_than_the_bound(events: list[str | int])
 
 
 def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() -> None:
-    servers = Servers(["a", "b"])
+    places = places_of("a", "b")
     used: list[str] = []
     for _ in range(4):
-        used.append(servers.choose(used, 0) or "nowhere")
+        used.append(places.choose(used, 0) or "nowhere")
     assert sorted(used) == ["a", "a", "b", "b"]
-    servers.failed("a", 0, "it died")
-    assert servers.choose(["b", "b", "b"], 0) == "b"
-    assert servers.choose(["b", "b", "b"], _NS) == "a"
-    assert servers.choose(["a", "b"], _NS) == "b"  # one of `a` is there, and not proven
-    servers.failed("b", _NS, "it died")
-    assert servers.choose(["a"], _NS) is None
-    assert servers.answered("a", Rewarded(request="r", reward=1.0, raw=None, parts={}))
-    assert servers.choose(["a"], _NS) == "a"
-    assert not servers.answered("b", TaskFailed(request="r", error="Retry", message=""))
-    assert servers.answered("b", TaskFailed(request="r", error="ValueError", message=""))
+    places.failed("a", 0, "it died")
+    assert places.choose(["b", "b", "b"], 0) == "b"
+    assert places.choose(["b", "b", "b"], _NS) == "a"
+    assert places.choose(["a", "b"], _NS) == "b"  # one of `a` is there, and not proven
+    places.failed("b", _NS, "it died")
+    assert places.choose(["a"], _NS) is None
+    places.worked("a")
+    assert places.choose(["a"], _NS) == "a"
 
 
-def test_without_servers_processes_are_here() -> None:
-    assert Servers([]).choose([], 0) == ""
+def test_without_servers_processes_are_here_and_are_left_alone_like_any() -> None:
+    places = places_of()
+    assert not places.elsewhere
+    assert places.choose([HERE], 0) == HERE
+    places.failed(HERE, 0, "call after call failed")
+    assert places.choose([], 0) is None
+    assert places.choose([], _NS) == HERE
+    assert places.choose([HERE], _NS) is None
+
+
+def test_a_place_that_fails_is_named_with_its_first_failure_and_its_last_until_it_works() -> None:
+    places = places_of("a", "b")
+    assert places.failing(0) == []
+    places.failed("a", 0, "it died")
+    places.failed("a", _NS, "x" * 1000)
+    said = FailingPlace(
+        task="games", url="a", failures=2, since_ns=17, left_alone=True, why="x" * 200
+    )
+    assert places.failing(_NS) == [said]
+    assert [one.left_alone for one in places.failing(3 * _NS)] == [False]
+    places.worked("a")
+    assert places.failing(_NS) == []
+
+
+def test_calls_that_fail_are_counted_in_a_row() -> None:
+    places = places_of("a")
+    assert [places.bad("a") for _ in range(3)] == [1, 2, 3]
+    places.worked("a")
+    assert places.bad("a") == 1
+    places.failed("a", 0, "enough")
+    assert places.bad("a") == 1
+
+
+def test_the_beginning_of_an_episode_shows_nothing_and_an_error_of_the_code_that_it_runs() -> None:
+    assert shows(Rewarded(request="r", reward=1.0, raw=None, parts={}))
+    assert shows(TaskFailed(request="r", error="ValueError", message=""))
+    assert shows(TaskFailed(request="r", error="Retry", message="")) is False
+    assert shows(EpisodeLost(request="r", message="")) is False
+    assert shows(PromptReady(request="r", text="go", episode=True)) is None
+    assert shows(PromptReady(request="r", text="go", episode=False))

@@ -1,0 +1,64 @@
+"""A task whose calls fail one after the other for what is outside: it is left alone and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.producers.tasks import pool as pool_module
+from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.schemas.metrics import FailingPlace
+from tests.support.task_pool import LIMIT_S, ask, prompt, score, task, write_module
+
+BAD = 2
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(pool_module, "BAD_MAX", BAD)
+    return write_module(tmp_path)
+
+
+def the_place(pool: TaskPool) -> FailingPlace:
+    (place,) = pool.failing
+    assert (place.task, place.url) == ("odd_task:Odd", "")
+    assert place.why.startswith(f"{BAD} calls in a row failed there, the last with TimedOut")
+    assert place.since_ns > 0
+    return place
+
+
+def test_rewards_that_hang_one_after_the_other_leave_the_task_alone_until_one_works(
+    folder: Path,
+) -> None:
+    with TaskPool(task(folder, limit_s=LIMIT_S)) as pool:
+        for at in range(BAD):
+            assert pool.failing == []
+            failed = ask(pool, score(str(at), "forever"))
+            assert isinstance(failed, TaskFailed)
+            assert failed.error == "TimedOut"
+        assert the_place(pool).failures == 1
+        assert isinstance(ask(pool, score("c", "one")), Rewarded), "asked again after a while"
+        assert pool.failing == []
+
+
+def test_steps_that_hang_count_although_every_episode_begins(folder: Path) -> None:
+    with TaskPool(task(folder, limit_s=LIMIT_S, episodes=True)) as pool:
+        for name in "ab":
+            assert isinstance(ask(pool, prompt(name)), PromptReady)
+            failed = ask(pool, EnvStep(request=name, turn=Turn(text="sleep for ever")))
+            assert isinstance(failed, TaskFailed)
+        assert the_place(pool).failures == 1
+        assert isinstance(ask(pool, prompt("c")), PromptReady)
+        assert pool.failing, "an episode that has begun shows nothing"
+        ask(pool, EnvStep(request="c", turn=Turn(text="go")))
+        assert pool.failing == []
+
+
+def test_what_the_tasks_code_does_wrong_leaves_nobody_alone(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        for at in range(2 * BAD):
+            assert isinstance(ask(pool, score(str(at), "raise")), TaskFailed)
+        assert pool.failing == []

@@ -236,7 +236,7 @@ axe: ## axe-core into .axe/, checked by its hash, for the tests of the pages (np
 	@mkdir -p .axe && cd .axe && npm pack --silent $(AXE) >/dev/null
 	@cd .axe && echo "$(AXE_SHA256)  axe-core-4.14.1.tgz" | sha256sum -c - >&2 && tar xzf axe-core-4.14.1.tgz
 
-ui-shots: setup ## The pictures of docs/observe.md from a run: make ui-shots RUN=runs/demo (chromium)
+ui-shots: setup ## The pictures of the pages from a run, of agents or not: make ui-shots RUN=runs/demo (chromium)
 	@$(BIN)/python -m tests.support.ui_shots $(RUN)
 
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)

@@ -19,9 +19,9 @@ SHORT = ("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompt
 
 
 def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:
-    page = (EXAMPLE / "README.md").read_text()
+    page = (EXAMPLE / "README.md").read_text().replace("\\\n   ", "")
     lines = [*map(str.split, re.findall(r"^\$ dora-pipe (.*)$", page, re.M))]
-    init, sft, run, audit, replay, show = lines
+    init, sft, run, evaluated, audit, replay, show = lines
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "own_agent").symlink_to(EXAMPLE)
     warm = f"model.path={tmp_path / 'build' / 'own-agent' / 'warm'}"
@@ -29,7 +29,7 @@ def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:
     model = f"model.path={tmp_path / 'build' / 'own-agent' / 'model'}"
     sft = [model if word.startswith("model.path=") else word for word in sft]
     sft[sft.index("--steps") + 1] = "8"
-    for words in (init, sft, [*run, *short], audit, replay, show):
+    for words in (init, sft, [*run, *short], evaluated, audit, replay, show):
         assert call(tmp_path, *words) == 0, (tmp_path / "said").read_text()
     assert_clean(tmp_path, "own-agent")
     said = (tmp_path / "said").read_text()

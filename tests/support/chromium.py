@@ -119,15 +119,29 @@ class Page:
                 **text,
             )
 
-    def screenshot(self, path: Path) -> None:
-        """What it looks like now, as PNG or WebP by the file's name."""
+    def screenshot(self, path: Path, selector: str = "") -> None:
+        """What it looks like now, as PNG or WebP by the file's name; of a selector's elements."""
         kinds: dict[str, dict[str, Any]] = {
             ".png": {"format": "png"},
             ".webp": {"format": "webp", "quality": 60},
         }
         kind = kinds[path.suffix]
+        if selector:
+            kind["clip"] = {**self._place(selector), "scale": 1}
         found = self._call("Page.captureScreenshot", captureBeyondViewport=True, **kind)
         path.write_bytes(base64.b64decode(found["data"]))
+
+    def _place(self, selector: str) -> dict[str, float]:
+        """Where the elements of a selector lie on the page, and what is between them; px."""
+        found = self.run(
+            f"[...document.querySelectorAll({json.dumps(selector)})]"
+            ".map((one) => one.getBoundingClientRect())"
+            ".map((one) => [one.left + scrollX, one.top + scrollY, one.right + scrollX,"
+            " one.bottom + scrollY])"
+        )
+        left, top, right, bottom = zip(*found, strict=True)
+        x, y = min(left), min(top)
+        return {"x": x, "y": y, "width": max(right) - x, "height": max(bottom) - y}
 
     def shot_whole(self, path: Path, width: int, height_max: int = 6000) -> None:
         """The whole page in one picture."""

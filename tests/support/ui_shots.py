@@ -1,4 +1,5 @@
-"""Takes the screenshots of docs/observe.md: `make ui-shots RUN=runs/demo`.
+"""Takes the screenshots of docs/observe.md: `make ui-shots RUN=runs/demo`; of a run of agents, that
+of docs/agents.md: `make ui-shots RUN=runs/own-agent`.
 
 Each page is drawn by the server on that run, in Chromium, at the width that its name says.
 """
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from dora_pipe.cli.commands.observe import source_opener
 from dora_pipe.core.console import RUNS
@@ -23,6 +25,9 @@ from tests.support.tidy import ROOT
 FOLDER = ROOT / "docs" / "images"
 WIDTH, NARROW = 1280, 400
 HEIGHT_MAX = 1250
+
+TREE = "svg[aria-label^='Calls over time'], fieldset.modes, :has(> ul.contexts)"
+"""Calls over time, and the tokens as the tree of their contexts."""
 
 
 @contextmanager
@@ -44,19 +49,37 @@ def shots(run: str, folder: Path) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     with served(run) as (worker, address), tempfile.TemporaryDirectory() as own:
-        listed = worker.ask(parse_query("/trajectories?fate=trained&sort=-tokens&limit=1"))
-        (row,) = listed["rows"]
-        step = row[listed["columns"].index("step")]
+        row = _first(worker, "/trajectories?fate=trained&sort=-contexts&limit=1")
+        if row["contexts"]:
+            _tree(own, f"{address}#/0/trajectory/{row['trajectory']}", folder)
+            return
+        row = _first(worker, "/trajectories?fate=trained&sort=-tokens&limit=1")
         pages = {
             "ui-overview": ("overview", WIDTH),
-            "ui-step": (f"step/{step}", WIDTH),
-            "ui-trajectory": (f"trajectory/{row[0]}", WIDTH),
+            "ui-step": (f"step/{row['step']}", WIDTH),
+            "ui-trajectory": (f"trajectory/{row['trajectory']}", WIDTH),
             "ui-narrow": ("overview", NARROW),
         }
         with browser(Path(own)) as page:
             for name, (place, width) in pages.items():
                 _shot(page, f"{address}#/0/{place}", width, folder / f"{name}.webp")
             page.leave()
+
+
+def _first(worker: QueryWorker, query: str) -> dict[str, Any]:
+    listed = worker.ask(parse_query(query))
+    return dict(zip(listed["columns"], listed["rows"][0], strict=True))
+
+
+def _tree(own: str, address: str, folder: Path) -> None:
+    """The contexts of an agent's trajectory."""
+    with browser(Path(own)) as page:
+        page.size(WIDTH, HEIGHT_MAX)
+        page.open(address)
+        page.settle()
+        page.run("new Promise((done) => setTimeout(done, 1000))")
+        page.screenshot(folder / "ui-contexts.webp", TREE)
+        page.leave()
 
 
 def _shot(page: Page, address: str, width: int, path: Path) -> None:

@@ -184,8 +184,7 @@ class WorkerMachine:
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """Take the inputs in order, then start whatever has become possible."""
-        out = self.requests.out = Outputs()
-        self.requests.now_ns = now.mono_ns
+        out = self.requests.begin_turn(now.mono_ns)
         for one in inputs:
             if not self.finished:
                 self._handle(one, now)

@@ -81,6 +81,8 @@ class RequestTable:
         self.by_key: dict[str, RequestState] = {}
         self.now_ns = 0
         """Monotonic; of this turn."""
+        self.turn = 0
+        """Counts them."""
         self.ended = 0
         """Requests that were here and are not any more."""
         self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
@@ -92,6 +94,11 @@ class RequestTable:
         self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
         self._calls = 0
         self.off_engine = OffEngine()
+
+    def begin_turn(self, now_ns: int) -> Outputs:
+        """From now on it is so late, and nothing is to happen outside yet."""
+        self.now_ns, self.turn, self.out = now_ns, self.turn + 1, Outputs()
+        return self.out
 
     def in_phase(self, *phases: Phase) -> int:
         """How many requests are in one of these phases."""

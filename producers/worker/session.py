@@ -66,6 +66,8 @@ class Session:
     """Of the calls of this start, as the endpoint counts them."""
     starts: int = 0
     """How often its agent was started again here."""
+    begun: int = -1
+    """`RequestTable.turn` in which its agent was started, last."""
     limited: bool = False
     """It has come to a limit of the run."""
     contexts: tuple[Context, ...] = ()

@@ -147,6 +147,7 @@ class Sessions:
     def _ask_agent(self, request: RequestState) -> None:
         key, spec, start = request.key, request.place.spec, _session(request).starts
         self._requests.ask(OpenSession(request=key, source=spec.source, start=start))
+        _session(request).begun = self._requests.turn
         self._requests.ask(
             AgentCall(
                 request=key,
@@ -188,6 +189,9 @@ class Sessions:
     def _asked(self, request: RequestState, event: CallAsked, now: Now) -> None:
         """Answer it from the record, or have it sampled."""
         session = _session(request)
+        if session.begun == self._requests.turn:  # what has just begun anew cannot have called
+            self._requests.counts["calls too late"] += 1
+            return
         if event.call in session.numbers:
             self._requests.counts["calls asked twice"] += 1
             return

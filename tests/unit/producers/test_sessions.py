@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.core.runtime import Outputs, Published
+from dora_pipe.core.runtime import Published
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
@@ -65,7 +65,7 @@ class Driver:
 
     def give(self, *events: Any) -> list[Any]:
         """The effects of these events."""
-        self.requests.out = Outputs()
+        self.requests.begin_turn(NOW.mono_ns)
         for event in events:
             if isinstance(event, Published):
                 taken = self.sessions.handle_published(event, NOW)
@@ -261,6 +261,16 @@ def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_f
     driver.sample(f"{KEY}#1", [8])
     (answer,) = driver.log(f"{KEY}#1", 5)
     assert isinstance(answer, AnswerCall) and (answer.call, list(answer.token_ids)) == (1, [8])
+
+
+def test_call_that_is_heard_with_the_death_of_its_agent_is_none_of_the_next_start() -> None:
+    driver = called(7)
+    late = CallAsked(request=KEY, call=1, token_ids=[1, 2])
+    effects = driver.give(EpisodeLost(request=KEY, message="killed"), late)
+    assert [type(one) for one in effects] == [CloseSession, Forget, OpenSession, AgentCall]
+    assert driver.requests.counts["calls too late"] == 1
+    (again,) = driver.ask(2, [1, 2])
+    assert isinstance(again, AnswerCall) and list(again.token_ids) == [7]
 
 
 def test_acknowledgement_of_a_call_that_was_dropped_is_ignored() -> None:

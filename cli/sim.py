@@ -197,6 +197,7 @@ def _drawn(drawn: Scenario) -> dict[str, Any]:
         "may join": ", ".join(one.name for one in drawn.workers[drawn.first :]),
         "lease s": timing.lease_s,
         "episodes": drawn.episodes,
+        "agents": f"{sum(one.has_agent for one in config.tasks)} of {len(config.tasks)} tasks",
     }
 
 

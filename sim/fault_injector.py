@@ -1,7 +1,7 @@
 """The faults of a run: what strikes when, as its seed has drawn it.
 
 Three kinds: what befalls single appends and polls (`FaultyBus`), single calls of task, engine and
-handover (`FaultyParts`), and what strikes a role or the whole world at a time of its own
+handover (`faulty_parts`), and what strikes a role or the whole world at a time of its own
 (`FaultInjector.strike`).
 `calm` ends all of it: whoever is stopped goes on, whoever is dead is started again.
 """
@@ -10,47 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.bus.memory import AppendFault, FaultPlan
 from dora_pipe.bus.port import Append
-from dora_pipe.core.errors import InvariantBroken, PolicyError
-from dora_pipe.producers.engines.port import Kv, WeightsLoaded
-from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.tasks.calls import (
-    EnvStep,
-    EpisodeLost,
-    GroupCall,
-    PromptCall,
-    RewardCall,
-    TaskCall,
-    TaskEvent,
-    TaskFailed,
-)
-from dora_pipe.producers.worker.kv_handover import KvLabel, MemoryHandover
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.control import Command
-from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import encode
-from dora_pipe.sim.parts import (
-    MS,
-    Delays,
-    PlainParts,
-    SimTasks,
-    Site,
-    WorkerPlan,
-    group_rewards_of,
-    observed_of,
-    prompt_of,
-    reward_of,
-)
+from dora_pipe.sim.agents import Agents
+from dora_pipe.sim.parts import TimedTaskPort
 from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, Role
 from dora_pipe.sim.scenario import HANGING, Scenario
 from dora_pipe.sim.world import World
-from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 STEPS_MIN: Final = 10
 """A user stops no run before it has so many steps."""
@@ -75,16 +48,11 @@ TRIES_MAX: Final = 400
 JUMP_NS: Final = 3600 * 10**9
 """A wall clock jumps by at most so much, either way."""
 
-HANG_NS: Final = 1500 * MS
-"""A reward's time limit."""
-
 HANG_SHARE: Final = 0.05
 """Calls that hang, where such faults are enabled."""
 
 FOR_EVER_NS: Final = 10**15
 """Eleven days: no seed lasts so long."""
-
-TURNS_MEAN: Final = 2
 
 
 class FaultInjector:
@@ -298,120 +266,6 @@ class FaultyBus:
 _APPENDS: Final = ("append-refused", "append-unknown", "append-torn", "delayed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultyParts(PlainParts):
-    """`PlainParts` whose task and engine fail as the injector's seed says, until it is over."""
-
-    injector: FaultInjector
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "handover", _FaultyHandover(self.injector))
-
-    @property
-    def single_turn(self) -> bool:
-        """See `PlainParts`."""
-        return not self.injector.scenario.episodes
-
-    def tasks(self, site: Site) -> SimTasks:
-        """A pool whose calls may raise, hang, or lose their episode."""
-        faulty = _FaultyTasks(self.injector, site, self.delays)
-        return SimTasks(site.clock, answer=faulty.answer, delay_ns=faulty.delay_ns)
-
-    def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
-        """An engine that may not get its weights."""
-        return _FaultyEngine(
-            self.injector,
-            slots=plan.slots,
-            context_tokens=plan.context_tokens,
-            versions_resident=plan.versions,
-            lengths=self.lengths,
-            clock=site.clock,
-        )
-
-
-class _FaultyTasks:
-    def __init__(self, injector: FaultInjector, site: Site, delays: Delays) -> None:
-        self._injector = injector
-        self._chance = site.chance
-        self._delays = delays
-        self._failing: dict[str, str] = {}
-
-    def delay_ns(self, call: TaskCall) -> int:
-        """How long this call takes; whether it fails is decided here."""
-        if self._hangs(call):
-            return self._injector.hang_ns()
-        kind = self._kind(call)
-        if kind and self._injector.befalls(kind):
-            self._failing[call.request] = kind
-            if kind == "reward-hangs":
-                return HANG_NS
-        return int(self._delays.of_task(call) * (0.5 + self._chance.random()))
-
-    def _hangs(self, call: TaskCall) -> bool:
-        """Nothing ends it but that it is forgotten."""
-        return isinstance(call, EnvStep | RewardCall) and self._injector.befalls(HANGING)
-
-    def answer(self, call: TaskCall) -> TaskEvent:
-        """What comes of it."""
-        kind, name = self._failing.pop(call.request, ""), call.request
-        if kind == "episode-lost":
-            return EpisodeLost(request=name, message="its process ended")
-        if kind == "reward-hangs":
-            return TaskFailed(request=name, error="TimedOut", message="timed out")
-        if kind:
-            return TaskFailed(request=name, error="ValueError", message="no number in it")
-        if isinstance(call, PromptCall):
-            return prompt_of(call, episode=self._injector.scenario.episodes)
-        if isinstance(call, EnvStep):
-            return observed_of(call, done=self._chance.randrange(TURNS_MEAN) == 0)
-        if isinstance(call, GroupCall):
-            return group_rewards_of(call)
-        assert isinstance(call, RewardCall), "agents run nowhere here"
-        return reward_of(call)
-
-    def _kind(self, call: TaskCall) -> str:
-        """The fault that a call of its kind may have."""
-        if isinstance(call, PromptCall):
-            return "prompt-fails"
-        if isinstance(call, EnvStep):
-            return "episode-lost"
-        return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
-
-
-class _FaultyHandover(MemoryHandover):
-    """Caches get lost on their way, or are found to be damaged."""
-
-    def __init__(self, injector: FaultInjector) -> None:
-        super().__init__()
-        self._injector = injector
-
-    def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """See `Handover`."""
-        if self._injector.befalls("handover-full"):
-            return Lost(NO_ROOM)
-        return super().put(label, kv)
-
-    def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """See `Handover`."""
-        if self._injector.befalls("handover-lost"):
-            return Lost(GONE)
-        if self._injector.befalls("handover-damaged"):
-            return Lost(OTHER_DIGEST)
-        return super().fetch(label, blob)
-
-
-class _FaultyEngine(SimulatedEngine):
-    def __init__(self, injector: FaultInjector, **sizes: Any) -> None:
-        super().__init__(**sizes)
-        self._injector = injector
-
-    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        """See the port."""
-        if self._injector.befalls("policy-unreadable"):
-            raise PolicyError(f"no weights at {weights.name}")
-        return super().load(weights, version=version, digest=digest)
-
-
 Strike = Callable[[FaultInjector], bool | None]
 """Strikes; False where there was nothing to strike."""
 
@@ -486,6 +340,22 @@ def _depart(injector: FaultInjector, role: Role) -> None:
     injector.world.kill(role)
 
 
+def _task_process_dies(injector: FaultInjector, role: Role) -> bool:
+    ports = [one for one in role.ports if isinstance(one, TimedTaskPort)]
+    if not any([one.lose("its process ended") for one in ports]):
+        return False
+    injector.world.wake(role)
+    return True
+
+
+def _endpoint_dies(injector: FaultInjector, role: Role) -> bool:
+    ports = [one for one in role.ports if isinstance(one, Agents)]
+    for one in ports:
+        one.lose_endpoint("the endpoint's process ended with status -9")
+    injector.world.wake(role)
+    return bool(ports)
+
+
 def _command_pause(injector: FaultInjector) -> None:
     injector.command("pause")
     injector.world.after(injector._while(), lambda: injector.command("resume"))
@@ -550,6 +420,8 @@ _STRIKES: Final[dict[str, Strike]] = {
     "drain": _at("worker", _drain),
     "terminate": _at("worker", _terminate),
     "depart": _at("worker", _depart),
+    "task-process-dies": _at("worker", _task_process_dies),
+    "endpoint-dies": _at("worker", _endpoint_dies),
     "command-pause": _command_pause,
     "command-bound": _command_bound,
     "command-moves": _command_moves,

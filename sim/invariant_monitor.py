@@ -18,6 +18,9 @@ from dora_pipe.core.runtime import CaughtUp, Machine, Now, Outputs
 from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State
+from dora_pipe.producers.tasks.calls import Forget
+from dora_pipe.producers.worker.machine import WorkerMachine
+from dora_pipe.producers.worker.request_table import OFF_ENGINE_MIN_NS
 from dora_pipe.schemas.control import RoleStarted, WorkerJoined, WorkerLeft, decode_control
 from dora_pipe.schemas.metrics import (
     OrchestratorStatus,
@@ -28,6 +31,7 @@ from dora_pipe.schemas.metrics import (
 )
 from dora_pipe.schemas.rounds import (
     GENESIS_CHAIN,
+    Dispatch,
     Fence,
     LeaseExpired,
     Move,
@@ -39,6 +43,8 @@ from dora_pipe.schemas.rounds import (
 )
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
+from dora_pipe.sim.agents import Agents
+from dora_pipe.sim.call_checks import CallChecks
 from dora_pipe.sim.checks import LiveLedger
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
 
@@ -62,6 +68,7 @@ class InvariantMonitor:
 
     def __init__(self, topics: Topics, *, heartbeat_ns: int, lease_ns: int) -> None:
         self.ledger = LiveLedger(topics.run, self.wrong)
+        self.calls = CallChecks(self.wrong)
         self.kinds: Counter[str] = Counter()
         """Records, decisions and observations by kind."""
         self.on_move: Callable[[str, str], None] = lambda source, target: None
@@ -104,13 +111,18 @@ class InvariantMonitor:
                 self._status(record)
             else:
                 self.kinds[record.topic.rpartition(".")[2]] += 1
+                self.calls.landed(record, -1 if role is None else role.number)
 
     def wrap(self, role: Role, machine: Machine) -> Machine:
-        """The machine; the orchestrator's behind one that passes its inputs on to this monitor."""
-        if not isinstance(machine, OrchestratorMachine):
-            return machine
-        heard = self._heard_by[role.number] = _Heard()
-        return _ObservedMachine(machine, self, heard)
+        """The machine; the orchestrator's, and a worker's that runs agents, behind one that lets
+        this monitor know."""
+        if isinstance(machine, OrchestratorMachine):
+            heard = self._heard_by[role.number] = _Heard()
+            return _ObservedOrchestrator(machine, self, heard)
+        agents = [port for port in role.ports if isinstance(port, Agents)]
+        if isinstance(machine, WorkerMachine) and agents:
+            return _ObservedWorker(machine, self, agents[0])
+        return machine
 
     def at_end(self) -> None:
         """The run is over: every group has its fate."""
@@ -179,7 +191,9 @@ class InvariantMonitor:
                 self._lease(one)
         for decision in round_.decisions:
             self.kinds[f"decided {type(decision).__struct_config__.tag}"] += 1
-            if isinstance(decision, Fence):
+            if isinstance(decision, Dispatch):
+                self.calls.dispatched(decision.spec)
+            elif isinstance(decision, Fence):
                 self._expect_progress(decision)
             elif isinstance(decision, Move):
                 moves.append(decision)
@@ -276,6 +290,17 @@ class InvariantMonitor:
             if round_.state_digest != digest_of(state):
                 self.wrong("digest", f"round {round_.ordinal} says another state than there is")
 
+    def says(self, outputs: Outputs, idle: set[str]) -> None:
+        """A worker says how many requests need no slot: these sessions are among them, but for
+        those that it has just given up."""
+        records = (one.record for one in outputs.publish)
+        found = [self._decoded(one) for one in records if one.topic == self._topics.metrics]
+        idle -= {one.request for one in outputs.effects if isinstance(one, Forget)}
+        for one in found:
+            if one.tokens_total and one.off_engine < len(idle):
+                what = f"{one.off_engine} requests need no slot, the agents of {len(idle)} think"
+                self.wrong("waiting", f"{one.worker} says that {what}")
+
     def _lease(self, one: LeaseExpired) -> None:
         silent_ns = self._heard.silent_ns.get((one.worker, one.epoch), 0)
         if silent_ns < self._lease_ns - LEASE_SLACK_NS:
@@ -305,25 +330,17 @@ class _Heard:
         """What it knew of their requests then."""
 
 
-class _ObservedMachine:
-    """A machine whose inputs somebody else hears too."""
+class _Observed:
+    """A machine behind which this monitor looks on."""
 
-    def __init__(
-        self, machine: OrchestratorMachine, monitor: InvariantMonitor, heard: _Heard
-    ) -> None:
+    def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._monitor = monitor
-        self._heard = heard
 
     def positions(self) -> Mapping[TopicPartition, int]:
         return self._machine.positions()
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        self._monitor.reacts(self._heard, inputs, now)
-        outputs = self._machine.react(inputs, now)
-        self._monitor.decides(self._heard, outputs)
-        self._monitor.digests(outputs, self._machine.state)
-        return outputs
+        return self._machine.react(inputs, now)
 
     def wake_at(self) -> int:
         return self._machine.wake_at()
@@ -331,3 +348,36 @@ class _ObservedMachine:
     @property
     def finished(self) -> bool:
         return self._machine.finished
+
+
+class _ObservedOrchestrator(_Observed):
+    """One whose inputs somebody else hears too."""
+
+    def __init__(
+        self, machine: OrchestratorMachine, monitor: InvariantMonitor, heard: _Heard
+    ) -> None:
+        super().__init__(machine)
+        self._orchestrator = machine
+        self._monitor = monitor
+        self._heard = heard
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        self._monitor.reacts(self._heard, inputs, now)
+        outputs = super().react(inputs, now)
+        self._monitor.decides(self._heard, outputs)
+        self._monitor.digests(outputs, self._orchestrator.state)
+        return outputs
+
+
+class _ObservedWorker(_Observed):
+    """One that runs agents."""
+
+    def __init__(self, machine: WorkerMachine, monitor: InvariantMonitor, agents: Agents) -> None:
+        super().__init__(machine)
+        self._monitor = monitor
+        self._agents = agents
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        outputs = super().react(inputs, now)
+        self._monitor.says(outputs, set(self._agents.idle(now.mono_ns - OFF_ENGINE_MIN_NS)))
+        return outputs

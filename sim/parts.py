@@ -42,9 +42,12 @@ from dora_pipe.producers.engines.simulated import (
     SimulatedEngine,
     long_tailed_length,
 )
+from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks.calls import (
+    AgentCall,
     EnvObserved,
     EnvStep,
+    EpisodeLost,
     Forget,
     GroupCall,
     GroupRewarded,
@@ -54,6 +57,7 @@ from dora_pipe.producers.tasks.calls import (
     Rewarded,
     TaskCall,
     TaskEvent,
+    TaskFailed,
 )
 from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
@@ -65,6 +69,7 @@ from dora_pipe.schemas.metrics import Cost
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.sim.agents import Agents
 from dora_pipe.sim.role import NEVER_NS, SimPort
 from dora_pipe.store.store import PolicyStore
 
@@ -162,6 +167,7 @@ class SimTasks:
     """A task pool without processes: every call is answered by `answer`, after `delay_ns` of it.
 
     Calls of an episode end with its `EnvStep`s as `answer` says. What is forgotten is not answered.
+    Agents run in `agents`.
     """
 
     def __init__(
@@ -170,10 +176,14 @@ class SimTasks:
         *,
         answer: Callable[[TaskCall], TaskEvent],
         delay_ns: Callable[[TaskCall], int],
+        agents: Agents | None = None,
     ) -> None:
         self._clock = clock
         self._answer = answer
         self._delay_ns = delay_ns
+        self._agents = agents
+        self._episodes: dict[str, None] = {}
+        self._lost: list[EpisodeLost] = []
         self._calls: dict[str, tuple[int, TaskCall]] = {}
         self._due_ns = NEVER_NS
 
@@ -189,8 +199,14 @@ class SimTasks:
     def start(self, effect: TaskCall | Forget) -> None:
         """Take a call, or forget one."""
         if isinstance(effect, Forget):
-            if self._calls.pop(effect.request, None) is not None:
-                self._settle()
+            self._forget(effect.request)
+            return
+        if isinstance(effect, PromptCall | AgentCall):
+            self._forget(effect.request)
+        assert effect.request not in self._calls, f"{effect.request} has a call already"
+        if isinstance(effect, AgentCall):
+            assert self._agents is not None, "agents run nowhere here"
+            self._agents.begin(effect)
             return
         due_ns = self._clock.now_ns() + self._delay_ns(effect)
         self._calls[effect.request] = due_ns, effect
@@ -203,16 +219,44 @@ class SimTasks:
         now_ns = self._clock.now_ns()
         ready = [name for name, (due_ns, _) in self._calls.items() if due_ns <= now_ns]
         events = [self._answer(self._calls.pop(name)[1]) for name in ready]
+        for event in events:
+            if isinstance(event, PromptReady) and event.episode:
+                self._episodes[event.request] = None
+            elif isinstance(event, Rewarded | TaskFailed | EpisodeLost):
+                self._episodes.pop(event.request, None)
+        events, self._lost = [*self._lost, *events], []
         self._settle()
         return events
+
+    def lose(self, message: str) -> bool:
+        """A process dies, and with it all its episodes and agents; whether it had any."""
+        agents = self._agents.many if self._agents is not None else 0
+        lost = list(self._episodes)
+        for name in lost:
+            self._forget(name)
+            self._lost.append(EpisodeLost(request=name, message=message))
+        if self._agents is not None:
+            self._agents.lose(message)
+        self._settle()
+        return bool(lost or agents)
 
     def close(self) -> None:
         """Forget everything."""
         self._calls.clear()
+        self._lost.clear()
         self._due_ns = NEVER_NS
 
+    def _forget(self, request: str) -> None:
+        self._episodes.pop(request, None)
+        self._lost = [one for one in self._lost if one.request != request]
+        if self._agents is not None:
+            self._agents.forget(request)
+        if self._calls.pop(request, None) is not None:
+            self._settle()
+
     def _settle(self) -> None:
-        self._due_ns = min((due_ns for due_ns, _ in self._calls.values()), default=NEVER_NS)
+        due_ns = min((due_ns for due_ns, _ in self._calls.values()), default=NEVER_NS)
+        self._due_ns = self._clock.now_ns() if self._lost else due_ns
 
 
 def prompt_of(call: PromptCall, *, episode: bool = False) -> PromptReady:
@@ -228,10 +272,15 @@ def observed_of(call: EnvStep, *, done: bool) -> EnvObserved:
     return EnvObserved(request=call.request, text="8 9", done=done, tool="tool", ok=True)
 
 
+ADDRESSES: Final = Addresses(host="sim", port=1, secret=b"sim")
+"""What agents are told; none of them uses it."""
+
+
 class TimedTaskPort:
     """Production's task port on `SimTasks`, with its due time."""
 
     def __init__(self, inner: Port, tasks: SimTasks) -> None:
+        self.lose = tasks.lose
         self.effects = inner.effects
         self.start = inner.start
         self.poll = inner.poll
@@ -361,7 +410,7 @@ def answer_of(call: TaskCall) -> TaskEvent:
         return observed_of(call, done=True)
     if isinstance(call, GroupCall):
         return group_rewards_of(call)
-    assert isinstance(call, RewardCall), "agents run nowhere here"
+    assert isinstance(call, RewardCall), "agents are no calls of a pool"
     return reward_of(call)
 
 
@@ -414,10 +463,12 @@ class PlainParts:
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
         """Production's ports, paced."""
         engine = self.engine(site, plan)
-        tasks = self.tasks(site)
+        agents = self.agents(site)
+        tasks = self.tasks(site, agents)
         return WorkerParts(
             ports=[
-                TimedTaskPort(TaskPort(tasks, Numbers()), tasks),
+                TimedTaskPort(TaskPort(tasks, Numbers(), addresses=ADDRESSES), tasks),
+                *([] if agents is None else [agents]),
                 self._codec(site),
                 self._progress(site),
                 self._groups(site),
@@ -454,9 +505,14 @@ class PlainParts:
             clock=site.clock,
         )
 
-    def tasks(self, site: Site) -> SimTasks:
+    def agents(self, site: Site) -> Agents | None:
+        """The agents of a worker, and its endpoint; None where the run has none."""
+        return None
+
+    def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
         """The task pool of a worker."""
-        return SimTasks(site.clock, answer=self.answer, delay_ns=self.delays.of_task)
+        delay_ns = self.delays.of_task
+        return SimTasks(site.clock, answer=self.answer, delay_ns=delay_ns, agents=agents)
 
     def _codec(self, site: Site) -> SimPort:
         return PacedPort(

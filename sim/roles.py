@@ -31,7 +31,7 @@ from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import WorkerSetup
-from dora_pipe.producers.worker.role import params_by_source, turns_by_source
+from dora_pipe.producers.worker.role import agents_by_source, params_by_source, turns_by_source
 from dora_pipe.schemas.control import (
     DataSet,
     RoleStarted,
@@ -245,6 +245,7 @@ def _worker_setup(
     site: Site, epoch: int, plan: WorkerPlan, made: WorkerParts, decisions_from: int
 ) -> WorkerSetup:
     config = site.config
+    agents = agents_by_source(config)
     return WorkerSetup(
         topics=site.topics,
         worker=plan.name,
@@ -262,6 +263,9 @@ def _worker_setup(
         decisions_from=decisions_from,
         digests={source: one.digest for source, one in data_of(config).items()},
         params=params_by_source(config, made.stop_ids, {}),
+        agents=frozenset(agents),
+        calls_max={source: one.calls_max for source, one in agents.items()},
+        calls_open_max={source: one.calls_open_max for source, one in agents.items()},
         versions_resident=made.engine.versions_resident,
     )
 

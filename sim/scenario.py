@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.model import Config, RewardUse
+from dora_pipe.sim.agents import AGENT_HANGS, AGENT_LOST, AGENT_RAISES, AGENT_WANDERS
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
 
 FAULTS: Final[dict[str, str]] = {
@@ -58,12 +59,26 @@ FAULTS: Final[dict[str, str]] = {
     "move-target-dies": "the worker that a request moves to dies meanwhile",
     "command-moves": "a user switches moves off or on",
     "policy-unreadable": "a worker cannot load its weights",
-    "environment-hangs": "a turn, a tool or a reward hangs, and nobody ends it",
+    "environment-hangs": "a turn, a tool, a reward or an agent hangs, and nobody ends it",
+    "task-process-dies": "a task process dies, with all its episodes and agents",
+    "retry": "what makes a prompt or takes a turn says `Retry` for good",
+    "endpoint-dies": "the process that agents call dies",
+    "agent-lost": "an agent's process dies, or it says `Retry`",
+    "agent-raises": "an agent raises",
+    "agent-wanders": "an agent asks for something else than when it ran before",
 }
 """Every fault, and what it is."""
 
-HANGING: Final = "environment-hangs"
+HANGING: Final = AGENT_HANGS
 """Only where groups do not wait for everybody; so it is drawn apart."""
+
+OF_EPISODES: Final = ("task-process-dies", "retry")
+"""Only where there are episodes or agents: drawn apart, too."""
+
+OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
+"""Only where there are agents."""
+
+APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS)
 
 STRIKING: Final = (
     "kill-worker",
@@ -108,6 +123,12 @@ CURRICULUM_SHARE: Final = 0.25
 IMPATIENT_SHARE: Final = 0.25
 """Of seeds whose groups have spare siblings; and of those whose groups have a bounded time."""
 
+AGENTS_SHARE: Final = 0.25
+"""Of seeds some of whose tasks are agents."""
+
+RESIDENT_SHARE: Final = 0.3
+"""Of these, whose workers host several versions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -137,10 +158,11 @@ class Scenario:
     """The faults stop after so long at the latest."""
 
 
-def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
+def draw(seed: int, *, steps: int = 10, resident: bool = False, agents: bool = True) -> Scenario:
     """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``
 
-    With `resident`, most workers host several versions at once; all else stays what it was.
+    With `resident`, most workers host several versions at once; without `agents` no task is one,
+    and no fault is of those that agents brought. All else stays what it was.
     """
     chance = Random(f"dora-pipe sim {seed}")
     slow = chance.choice(SLOW)
@@ -149,7 +171,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
     store = msgspec.structs.replace(config.store, keep_every=keep_every)
     config = _several(seed, msgspec.structs.replace(config, store=store))
     config = _curriculum(seed, _together(seed, config))
-    names = sorted(FAULTS.keys() - {HANGING})
+    names = sorted(FAULTS.keys() - set(APART))
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
     faults[chance.choice(STRIKING)] = 1.0
@@ -164,7 +186,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
     plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
     if resident:
         plans = _resident(seed, plans)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         config=config,
         workers=plans,
@@ -179,6 +201,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
         episodes=chance.random() < 0.2,
         faulty_ns=chance.choice((5, 10, 20)) * 1000 * MS * slow,
     )
+    return _agents(scenario) if agents else scenario
 
 
 def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
@@ -296,6 +319,41 @@ def _impatient(seed: int, config: Config, slow: int) -> Config:
         seconds_max=seconds if chance.random() < IMPATIENT_SHARE else None,
     )
     return msgspec.structs.replace(config, groups=groups)
+
+
+def _agents(scenario: Scenario) -> Scenario:
+    """The same with agents in place of tasks in one of four seeds, and what befalls these and
+    episodes; drawn apart."""
+    chance = Random(f"dora-pipe sim agents {scenario.seed}")
+    config, faults = scenario.config, dict(scenario.faults)
+    some = chance.random() < AGENTS_SHARE
+    kinds = (OF_EPISODES if scenario.episodes or some else ()) + (OF_AGENTS if some else ())
+    for name in kinds:
+        if chance.random() < 0.5:
+            faults[name] = chance.choice((0.3, 1.0))
+    if not some:
+        return replace(scenario, faults=faults)
+    workers, config = scenario.workers, _with_agents(chance, config)
+    if chance.random() < RESIDENT_SHARE:
+        workers = _resident(scenario.seed, workers)
+    return replace(scenario, config=config, faults=faults, workers=workers)
+
+
+def _with_agents(chance: Random, config: Config) -> Config:
+    """Its first task is an agent, and most others are; what they may sample is enough for some."""
+    first, *more = [
+        msgspec.structs.replace(
+            task,
+            agent="sim:agent" if not place or chance.random() < 0.6 else "",
+            calls_max=chance.choice((3, 64)),
+            calls_open_max=chance.choice((1, 2, 8)),
+        )
+        for place, task in enumerate(config.tasks)
+    ]
+    tokens = chance.choice((48, 256))
+    sampling = msgspec.structs.replace(config.sampling, max_tokens=tokens)
+    more_tasks = tuple(more) or msgspec.UNSET
+    return msgspec.structs.replace(config, task=first, more_tasks=more_tasks, sampling=sampling)
 
 
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:

@@ -7,8 +7,6 @@ which checker found what, and can be played again: nothing depends on anything b
 
 from __future__ import annotations
 
-import hashlib
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +16,14 @@ from typing import Any, Final, get_args
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
-from dora_pipe.producers.engines.simulated import END_TOKEN, VOCABULARY, mix64
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.sim.call_checks import strange_token
 from dora_pipe.sim.checks import CHECKS, Wrong
-from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector, FaultyParts
+from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
+from dora_pipe.sim.faulty_parts import FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
 from dora_pipe.sim.scenario import FAULTS, Scenario, draw
@@ -53,9 +51,6 @@ MORE_STEPS: Final = 10
 FRAMES_MAX: Final = 10_000
 """Who waits for its bus sleeps inside its turn, and everybody else goes on in there: a seed full of
 zombies in a bad network has scores of sleepers inside each other, of a dozen frames each."""
-
-TOLERANCE: Final = 1e-4
-"""Of log-probs, which the log keeps as 32-bit floats."""
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """How a role says that its own state is broken."""
@@ -144,7 +139,10 @@ class SeedRun:
     def _play(self) -> None:
         scenario = self.scenario
         parts = FaultyParts(
-            delays=scenario.delays, steps_max=scenario.steps_max, injector=self.injector
+            delays=scenario.delays,
+            steps_max=scenario.steps_max,
+            injector=self.injector,
+            witness=self.monitor.calls,
         )
         world = self.world = World(
             scenario.config,
@@ -219,7 +217,7 @@ class SeedRun:
 
     def _result(self, check: str, what: str) -> SeedResult:
         world, ledger = self.world, self.monitor.ledger
-        states = ledger.states()
+        states = ledger.states() + self.monitor.calls.counted
         for _, role in [] if world is None else world.ends:
             who = role.name if role.exclusive else "worker"
             states[f"{who}: {role.end.partition(':')[0]}"] += 1
@@ -254,11 +252,6 @@ def waiting(world: World, said: Mapping[str, str]) -> str:
     return "; ".join(found)
 
 
-# C1, token by token. The simulated engine's tokens are a function of (weights digest, seed,
-# position), so a trajectory that was mixed from two versions, resumed from another request's
-# progress or sampled under another seed equals none.
-
-
 def check_tokens(world: World, wrong: Wrong) -> None:
     """Every trajectory in the log; those that cannot be read are not ours."""
     for record in records_of(world.bus, horizon_of(world.bus, world.topics).trajectories):
@@ -271,27 +264,6 @@ def check_tokens(world: World, wrong: Wrong) -> None:
             version = trajectory.version
             what = f"{trajectory.trajectory}: token {place} is not one of version {version}"
             wrong("C1", what)
-
-
-def strange_token(trajectory: Trajectory) -> int | None:
-    """The first sampled position that is not its version's; None if all are."""
-    digest = hashlib.sha256(trajectory.digest.encode()).digest()
-    key = int.from_bytes(digest[:8], "big") ^ trajectory.meta.seed
-    tokens, mask, logprobs = trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs
-    base = mix64(key)
-    for place in range(trajectory.meta.prompt_tokens, len(tokens)):
-        if not mask[place]:
-            continue
-        drawn = mix64(base ^ place)
-        token = drawn % (VOCABULARY - 1)
-        token += token >= END_TOKEN
-        logprob = -math.log(VOCABULARY) * ((drawn >> 32) + 1) / 2**32
-        found = logprobs[place]
-        if tokens[place] not in (token, END_TOKEN) or found is None:
-            return place
-        if abs(found - logprob) > TOLERANCE:
-            return place
-    return None
 
 
 # What many seeds have met between them, and what none has
@@ -316,6 +288,7 @@ def _tags(union: Any, prefix: str) -> list[str]:
 _STATES: Final = (
     *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed", "released")),
     *(f"group {fate}" for fate in get_args(Fate)),
+    *(f"call {how}" for how in ("answered", "answered again", "refused")),
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
     *(f"staleness {number}" for number in range(4)),
     *(f"worker: {how}" for how in ("left", "fenced", "replaced", "failed", "killed")),

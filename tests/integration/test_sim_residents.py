@@ -38,7 +38,7 @@ def test_workers_that_are_drained_leave_although_a_cancelled_reward_hangs_for_ev
 
 def test_such_workers_change_nothing_else_of_a_seed() -> None:
     for seed in range(50):
-        plain, several = draw(seed), draw(seed, resident=True)
+        plain, several = draw(seed, agents=False), draw(seed, agents=False, resident=True)
         assert several.config == plain.config
         assert several.faults == plain.faults
         assert {one.versions for one in plain.workers} == {1}

@@ -1,0 +1,409 @@
+"""Agents of a world, and the endpoint that they call, without processes; decides what they ask.
+
+A program is a generator: it yields the calls that it makes at once, and is sent what they were
+answered. It is a function of its trajectory and of these answers, so that one that starts again,
+wherever, asks for the same; one that wanders asks for something else from some call on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Any, Final, Protocol
+
+from dora_pipe.core.clock import Clock
+from dora_pipe.producers.tasks.calls import AgentCall as PoolCall
+from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
+from dora_pipe.producers.worker.effects import (
+    AgentEnded,
+    AnswerCall,
+    CallAsked,
+    CloseSession,
+    OpenSession,
+    RefuseCall,
+)
+from dora_pipe.producers.worker.sessions import TOO_MANY_OPEN
+from dora_pipe.schemas.contexts import prompt_digest
+from dora_pipe.sim.role import NEVER_NS
+
+ROUNDS_MAX: Final = 6
+"""A program calls, alone or several times at once, so often."""
+
+TRIES_MAX: Final = 8
+"""A call that is refused because too many wait is made again so often."""
+
+LONG: Final = 160
+"""Tokens of a sequence that a program compacts."""
+
+SYSTEM: Final = (90, 91, 92, 93)
+"""What begins the prompts of sub-agents: all of a run share it."""
+
+AGENT_RAISES: Final = "agent-raises"
+AGENT_LOST: Final = "agent-lost"
+AGENT_WANDERS: Final = "agent-wanders"
+AGENT_HANGS: Final = "environment-hangs"
+"""What may befall an agent: `Agents.befalls` is asked with these."""
+
+LOST_MESSAGES: Final = ("its process ended", "Retry: its tools are away")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A call of a program."""
+
+    prompt: list[int]
+    max_tokens: int | None = None
+
+
+Heard = AnswerCall | RefuseCall
+Program = Generator[list[Ask], list[Heard], Rewarded | str | None]
+"""It returns its reward, its answer, or neither; what it raises is `AgentError`."""
+
+Draws = Callable[[int], Random]
+"""The chance of a round of a program; of its end, with -1."""
+
+
+class AgentError(Exception):
+    """What a program raises."""
+
+
+class Witness(Protocol):
+    """Hears what every program of an incarnation is told."""
+
+    def began(self, incarnation: int, request: str) -> None:
+        """A program begins, or begins again: it has been told nothing."""
+        ...
+
+    def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
+        """A call is made."""
+        ...
+
+    def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
+        """A call is refused."""
+        ...
+
+    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
+        """A call is answered."""
+        ...
+
+
+class NoWitness:
+    """Nobody looks."""
+
+    def began(self, incarnation: int, request: str) -> None:
+        """See `Witness`."""
+
+    def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
+        """See `Witness`."""
+
+    def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
+        """See `Witness`."""
+
+    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
+        """See `Witness`."""
+
+
+# What a program asks for
+
+
+def program(call: PoolCall, draws: Draws) -> Program:
+    """Goes on with what was said, branches off it, sums it up, and has sub-agents.
+
+    Raises AgentError: behind a refusal about every other one does.
+    """
+    row, end = call.index, draws(-1)
+    said = [[*SYSTEM[: row % 3], 3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]]
+    refused = False
+    for number in range(end.randint(1, ROUNDS_MAX)):
+        asks = _asks(draws(number), said)
+        heard = yield asks
+        for ask, one in zip(asks, heard, strict=True):
+            if isinstance(one, AnswerCall):
+                said.append([*ask.prompt, *one.token_ids])
+            else:
+                refused = True
+        if refused:
+            break
+    if refused and end.random() < 0.5:
+        raise AgentError("a call was refused")
+    kind, digest = end.choice(("reward", "text", "")), int(prompt_digest(said[-1])[:8], 16)
+    if kind == "reward":
+        value = float(digest % 2)
+        return Rewarded(request=call.request, reward=value, raw=value, parts={"own": value})
+    return str(digest) if kind else None
+
+
+def _asks(chance: Random, said: Sequence[list[int]]) -> list[Ask]:
+    """The calls of a round, made at once."""
+    kinds = ("extend", "extend", "extend", "branch", "compact", "parallel", "again")
+    kind, newest = chance.choice(kinds), said[-1]
+    if kind == "compact" or (len(newest) > LONG and chance.random() < 0.9):
+        return [Ask([*said[0][: chance.randint(1, 6)], *_tokens(chance, 4)], _most(chance))]
+    if kind == "branch":
+        base = chance.choice(said)
+        return [Ask([*base[: chance.randint(1, len(base))], *_tokens(chance, 2)], _most(chance))]
+    if kind == "parallel":
+        bases = [chance.choice((SYSTEM, *said[-3:])) for _ in range(chance.randint(2, 3))]
+        return [Ask([*base, *_tokens(chance, 3)], _most(chance)) for base in bases]
+    ask = Ask([*newest, *_tokens(chance, chance.choice((0, 1, 4)))], _most(chance))
+    return [ask, ask] if kind == "again" else [ask]
+
+
+def _tokens(chance: Random, most: int) -> list[int]:
+    return [chance.randrange(3, 96) for _ in range(most)]
+
+
+def _most(chance: Random) -> int | None:
+    return chance.choice((None, 2, 6, 16))
+
+
+# Programs that run
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """A program that runs."""
+
+    call: PoolCall
+    program: Program
+    asks: dict[int, Ask] = field(default_factory=dict)
+    """Of its present round, by number, in the order in which it made them."""
+    heard: dict[int, Heard] = field(default_factory=dict)
+    tries: int = 0
+    waits: int = 0
+    """Calls that have left it and are not answered."""
+    idle_ns: int = 0
+    """Since when there are none."""
+    again: bool = False
+    """It is not its first."""
+    raises: bool = False
+    """It raises where it would return."""
+
+
+class Agents:
+    """A port: the agents of a worker's incarnation, and its endpoint; `tasks.SimTasks` begins and
+    forgets them. `think_ns` is how long one takes before whatever it does."""
+
+    effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        seed: int,
+        incarnation: int,
+        chance: Random,
+        think_ns: Callable[[], int],
+        befalls: Callable[[str], bool] = lambda kind: False,
+        hang_ns: Callable[[], int] = lambda: 0,
+        witness: Witness | None = None,
+    ) -> None:
+        self._clock = clock
+        self._seed = seed
+        self._incarnation = incarnation
+        self._chance = chance
+        self._think_ns = think_ns
+        self._befalls = befalls
+        self._hang_ns = hang_ns
+        self._witness = witness or NoWitness()
+        self._open: set[str] = set()
+        self._lives: dict[str, _Life] = {}
+        self._begun: set[str] = set()
+        self._later: list[tuple[int, int, Any]] = []
+        self._serial, self._numbers = count(), count()
+
+    # As a port
+
+    def start(self, effect: OpenSession | AnswerCall | RefuseCall | CloseSession) -> None:
+        """See the effects."""
+        match effect:
+            case OpenSession():
+                self._open.add(effect.request)
+            case CloseSession():
+                self._open.discard(effect.request)
+                self._drop(effect.request, CallAsked)
+            case AnswerCall() | RefuseCall():
+                self._hear(effect)
+
+    def poll(self) -> list[Any]:
+        """What is due."""
+        now_ns, events = self._clock.now_ns(), list[Any]()
+        while self._later and self._later[0][0] <= now_ns:
+            event = heapq.heappop(self._later)[2]
+            events.append(event)
+            life = self._lives.get(event.request)
+            if isinstance(event, AgentEnded | TaskFailed):
+                self._lives.pop(event.request, None)
+            elif life is not None and isinstance(event, CallAsked) and event.call in life.asks:
+                self._witness.asked(self._incarnation, event.request, event.token_ids)
+                life.waits += 1
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is due."""
+        return self._clock.now_ns() >= self.due_ns()
+
+    def due_ns(self) -> int:
+        """See `SimPort`."""
+        return self._later[0][0] if self._later else NEVER_NS
+
+    def close(self) -> None:
+        """All end."""
+        self._lives.clear()
+        self._later.clear()
+
+    # As task processes
+
+    def begin(self, call: PoolCall) -> None:
+        """Run a program from its beginning."""
+        name = call.request
+        assert name not in self._lives, f"the agent of {name} runs"
+        self._witness.began(self._incarnation, name)
+        life = _Life(call=call, program=program(call, self._draws(name.partition("/")[0])))
+        life.raises, life.again = self._befalls(AGENT_RAISES), name in self._begun
+        life.idle_ns = self._clock.now_ns()
+        self._lives[name] = life
+        self._begun.add(name)
+        if self._befalls(AGENT_LOST):
+            message = self._chance.choice(LOST_MESSAGES)
+            self._say(EpisodeLost(request=name, message=message), 3 * self._think_ns())
+        self._go_on(life, None)
+
+    def forget(self, request: str) -> None:
+        """A program is ended, and nothing more is heard of it."""
+        self._lives.pop(request, None)
+        self._drop(request)
+
+    def lose(self, message: str) -> None:
+        """Their process dies: what they asked for last may still be on its way."""
+        for name in list(self._lives):
+            asked = [event for _, _, event in self._later if event.request == name]
+            self.forget(name)
+            self._say(EpisodeLost(request=name, message=message), 0)
+            for event in asked:
+                if isinstance(event, CallAsked) and self._chance.random() < 0.5:
+                    self._say(event, 0)
+
+    def lose_endpoint(self, message: str) -> None:
+        """The endpoint's process dies: every session is over, also one whose program has just
+        returned."""
+        for name in sorted(self._open & self._lives.keys()):
+            ended = [
+                event
+                for _, _, event in self._later
+                if event.request == name and isinstance(event, AgentEnded)
+            ]
+            self.forget(name)
+            for event in ended:
+                self._say(event, 0)
+            self._say(EpisodeLost(request=name, message=message), 0)
+        self._open.clear()
+
+    @property
+    def many(self) -> int:
+        """Programs that run."""
+        return len(self._lives)
+
+    def idle(self, since_ns: int) -> list[str]:
+        """Requests that need no slot since then: their program, a first one, waits for nothing."""
+        found = self._lives.items()
+        return [
+            name
+            for name, life in found
+            if not (life.waits or life.again) and life.idle_ns <= since_ns
+        ]
+
+    def _draws(self, trajectory: str) -> Draws:
+        """What a program draws, always the same; if it wanders, from some round on something else.
+
+        Its end it draws in either case as ever: so many rounds, and what it returns.
+        """
+        salt, after = "", 0
+        if self._befalls(AGENT_WANDERS):
+            salt, after = str(self._chance.random()), self._chance.randrange(3)
+        seed = f"agent {self._seed} {trajectory}"
+        return lambda number: Random(f"{seed} {number} {salt if number >= after else ''}")
+
+    def _go_on(self, life: _Life, heard: list[Heard] | None) -> None:
+        name = life.call.request
+        try:
+            asks = life.program.send(heard) if heard is not None else next(life.program)
+        except StopIteration as end:
+            self._end(life, end.value)
+            return
+        except AgentError as error:
+            self._fail(name, str(error))
+            return
+        numbers = [next(self._numbers) for _ in asks]
+        life.asks, life.heard = dict(zip(numbers, asks, strict=True)), {}
+        life.tries = 0
+        hangs = self._hang_ns() if self._befalls(AGENT_HANGS) else 0
+        for number in self._chance.sample(numbers, len(numbers)):
+            self._ask(name, number, life.asks[number], hangs + self._think_ns())
+
+    def _ask(self, name: str, number: int, ask: Ask, delay_ns: int) -> None:
+        asked = CallAsked(
+            request=name,
+            call=number,
+            token_ids=ask.prompt,
+            max_tokens=ask.max_tokens,
+            api="generate",
+        )
+        self._say(asked, delay_ns)
+
+    def _hear(self, heard: Heard) -> None:
+        life = self._lives.get(heard.request)
+        if life is None or heard.call not in life.asks:
+            return  # asked by one that is not there any more
+        assert heard.call not in life.heard, f"call {heard.call} is answered twice"
+        ask = life.asks[heard.call]
+        life.waits -= 1
+        life.idle_ns = self._clock.now_ns()
+        if isinstance(heard, AnswerCall):
+            self._witness.told(self._incarnation, ask.prompt, heard)
+        else:
+            self._witness.refused(self._incarnation, heard.request, ask.prompt)
+            if heard.code == TOO_MANY_OPEN and life.tries < TRIES_MAX:
+                self._ask_again(life, heard.call)
+                return
+        life.heard[heard.call] = heard
+        if len(life.heard) == len(life.asks):
+            self._go_on(life, [life.heard[number] for number in life.asks])
+
+    def _ask_again(self, life: _Life, refused: int) -> None:
+        """Make a call again, in its place among those of its round."""
+        life.tries += 1
+        ask, number = life.asks[refused], next(self._numbers)
+        life.asks = {number if old == refused else old: one for old, one in life.asks.items()}
+        self._ask(life.call.request, number, ask, life.tries * (1 + self._think_ns()))
+
+    def _end(self, life: _Life, value: Rewarded | str | None) -> None:
+        name = life.call.request
+        if life.raises:
+            self._fail(name, "a bug of its own")
+            return
+        rewarded = value if isinstance(value, Rewarded) else None
+        text = value if isinstance(value, str) else None
+        self._last(AgentEnded(request=name, rewarded=rewarded, text=text))
+
+    def _fail(self, name: str, message: str) -> None:
+        self._last(TaskFailed(request=name, error="ValueError", message=message))
+
+    def _last(self, event: AgentEnded | TaskFailed) -> None:
+        self._drop(event.request)
+        self._say(event, self._think_ns())
+
+    def _say(self, event: Any, delay_ns: int) -> None:
+        due_ns = self._clock.now_ns() + delay_ns
+        heapq.heappush(self._later, (due_ns, next(self._serial), event))
+
+    def _drop(self, request: str, kind: type = object) -> None:
+        """Do not say what is of a request, and of this kind."""
+        self._later = [
+            one for one in self._later if one[2].request != request or not isinstance(one[2], kind)
+        ]
+        heapq.heapify(self._later)

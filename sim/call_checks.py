@@ -1,0 +1,219 @@
+"""What must hold of the calls of agents, asked of every answer and of every record.
+
+The checks know what the programs of `agents` were told, the records as they land, and the seeds
+that were dispatched; they look at no worker's state. An answer is named by what it follows from:
+its trajectory, its prompt's tokens, and how many calls of this start of the agent had the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
+
+from dora_pipe.bus.port import Record
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.producers.engines.simulated import END_TOKEN, VOCABULARY, mix64
+from dora_pipe.producers.worker.effects import AnswerCall
+from dora_pipe.schemas.contexts import context_of, place_of, prompt_digest
+from dora_pipe.schemas.identity import call_seed, group_of, trajectory_seed
+from dora_pipe.schemas.rounds import GroupSpec
+from dora_pipe.schemas.trajectory import Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
+
+TOLERANCE: Final = 1e-4
+"""Of log-probs, which the log keeps as 32-bit floats."""
+
+Answered = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and tokens of an answer."""
+
+
+@dataclass(slots=True)
+class _Start:
+    """What one start of an agent was told."""
+
+    asked: Counter[str] = field(default_factory=Counter)
+    """Calls that were not refused, by digest of the prompt."""
+    seeds: set[int] = field(default_factory=set)
+    """Of the answers."""
+    told: list[Answered] = field(default_factory=list)
+
+
+class CallChecks:
+    """A `Witness`; `wrong` is called with a check of `checks.CHECKS` and what does not hold."""
+
+    def __init__(self, wrong: Callable[[str, str], None]) -> None:
+        self.counted: Counter[str] = Counter()
+        """What became of calls."""
+        self._wrong = wrong
+        self._specs: dict[str, GroupSpec] = {}
+        self._starts: dict[tuple[int, str], _Start] = {}
+        self._durable: defaultdict[tuple[str, int], set[tuple[int, ...]]] = defaultdict(set)
+        self._said: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def dispatched(self, spec: GroupSpec) -> None:
+        """A group is there."""
+        self._specs[spec.group] = spec
+
+    def landed(self, record: Record, incarnation: int) -> None:
+        """A record of a progress topic, or a trajectory, is in the log."""
+        try:
+            if record.topic.endswith(".progress"):
+                found = decode_any_progress(record.value)
+                if isinstance(found, TurnProgress):
+                    answer = tuple(found.token_ids)
+                    self._durable[found.trajectory, found.call.seed].add(answer)
+            else:
+                self._trajectory(decode_trajectory(record.value), incarnation)
+        except SchemaError:
+            return  # what was put there to be found
+
+    # Answers
+
+    def began(self, incarnation: int, request: str) -> None:
+        """See `Witness`."""
+        self._starts[incarnation, request] = _Start()
+
+    def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
+        """See `Witness`."""
+        self._starts[incarnation, request].asked[prompt_digest(prompt)] += 1
+
+    def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
+        """See `Witness`."""
+        self.counted["call refused"] += 1
+        self._starts[incarnation, request].asked[prompt_digest(prompt)] -= 1
+
+    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
+        """See `Witness`."""
+        self.counted["call answered"] += 1
+        start = self._starts[incarnation, answer.request]
+        tokens, trajectory = tuple(answer.token_ids), answer.request.partition("/")[0]
+        spec = self._specs[group_of(trajectory)]
+        who = f"{trajectory}: the answer to a call of {len(prompt)} tokens"
+        seed = self._seed(start, trajectory, prompt, answer)
+        if seed is None:
+            self._wrong("C1", f"{who} is not one of version {spec.version}")
+            return
+        start.seeds.add(seed)
+        start.told.append((tuple(prompt), tokens))
+        if tokens not in self._durable[trajectory, seed]:
+            self._wrong("calls", f"{who} is not in the log")
+        self.counted["call answered again"] += (trajectory, seed) in self._said
+        before = self._said.setdefault((trajectory, seed), tokens)
+        size = min(len(before), len(tokens))
+        if before[:size] != tokens[:size]:
+            self._wrong("calls", f"{who} was another one before")
+
+    def _seed(
+        self, start: _Start, trajectory: str, prompt: Sequence[int], answer: AnswerCall
+    ) -> int | None:
+        """That of an answer, which is of any of the calls that were asked with its prompt; None if
+        it is of none."""
+        spec, digest = self._specs[group_of(trajectory)], prompt_digest(prompt)
+        own = trajectory_seed(spec.seed, int(trajectory.rpartition("-")[2]))
+        seeds = (call_seed(own, digest, one) for one in range(start.asked[digest]))
+        tokens, logprobs = answer.token_ids, answer.logprobs
+        for seed in seeds:
+            strange = strange_place(spec.digest, seed, len(prompt), tokens, logprobs)
+            if seed not in start.seeds and strange is None:
+                return seed
+        return None
+
+    # Records
+
+    def _trajectory(self, one: Trajectory, incarnation: int) -> None:
+        start = self._starts.get((incarnation, f"{one.trajectory}/{one.meta.attempt}"))
+        if start is None:
+            return
+        who, answers = one.trajectory, list(answers_of(one))
+        found, told = Counter(answers), Counter(start.told)
+        for odd, what in ((found - told, "more than"), (told - found, "less than")):
+            if odd:
+                self._wrong("calls", f"{who} has {odd.total()} answers {what} its agent has heard")
+        tokens, sampled = sum(len(said) for _, said in start.told), sum(one.loss_mask)
+        if tokens != sampled:
+            self._wrong("calls", f"{who} has {sampled} sampled tokens, its agent heard {tokens}")
+        length = length_of(answers)
+        if one.length != length:
+            self._wrong("contexts", f"{who} has {one.length} tokens where {length} are enough")
+
+
+def answers_of(trajectory: Trajectory) -> Iterator[Answered]:
+    """Prompt and tokens of every call of a record, in the order in which they were answered."""
+    contexts = trajectory.meta.contexts
+    for call in trajectory.meta.calls:
+        number, size = place_of(call, contexts)
+        ids = context_of(trajectory, number).token_ids[: size + call.end - call.start].tolist()
+        yield tuple(ids[:size]), tuple(ids[size:])
+
+
+def length_of(answers: Sequence[Answered]) -> int:
+    """Tokens of a record in which nothing stands twice that these answers share.
+
+    A call goes on with a context whose whole is the beginning of its prompt, the longest such one;
+    else it opens one behind as much of another as its prompt begins with.
+    """
+    contexts: list[tuple[int, ...]] = []
+    length = 0
+    for prompt, tokens in answers:
+        equal = [_common(prompt, one) for one in contexts]
+        whole = [at for at, one in enumerate(contexts) if equal[at] == len(one)]
+        at = max(whole, key=lambda one: equal[one]) if whole else len(contexts)
+        shared = equal[at] if whole else max(equal, default=0)
+        contexts[at : at + 1] = [(*prompt, *tokens)]
+        length += len(prompt) - shared + len(tokens)
+    return length
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# C1, token by token. The simulated engine's tokens are a function of (weights digest, seed,
+# position), so a trajectory that was mixed from two versions, resumed from another request's
+# progress or sampled under another seed equals none.
+
+
+def strange_place(
+    digest: str,
+    seed: int,
+    start: int,
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+) -> int | None:
+    """The first of these tokens, by its place among them, that weights do not sample there; None if
+    all are. They stand behind `start` others."""
+    base = mix64(int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big") ^ seed)
+    for place, (token, found) in enumerate(zip(tokens, logprobs, strict=True)):
+        drawn = mix64(base ^ (start + place))
+        right = drawn % (VOCABULARY - 1)
+        right += right >= END_TOKEN
+        logprob = -math.log(VOCABULARY) * ((drawn >> 32) + 1) / 2**32
+        if token not in (right, END_TOKEN) or found is None or abs(found - logprob) > TOLERANCE:
+            return place
+    return None
+
+
+def strange_token(trajectory: Trajectory) -> int | None:
+    """The first sampled place in a record that is not its version's; None if all are."""
+    meta, digest = trajectory.meta, trajectory.digest
+    tokens, logprobs = trajectory.token_ids, trajectory.logprobs
+    stretches = [
+        (call.start, call.end, call.seed, place_of(call, meta.contexts)[1]) for call in meta.calls
+    ]
+    if not stretches:
+        stretches = [
+            (one.start, one.end, meta.seed, one.start)
+            for one in trajectory.segments
+            if one.kind == "model"
+        ]
+    for start, end, seed, before in stretches:
+        place = strange_place(digest, seed, before, tokens[start:end], logprobs[start:end])
+        if place is not None:
+            return start + place
+    return None

@@ -1,0 +1,185 @@
+"""Parts of a world that fail as its seed says: single calls of task, engine and handover."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.port import Kv, WeightsLoaded
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.tasks.calls import (
+    EnvStep,
+    EpisodeLost,
+    GroupCall,
+    PromptCall,
+    RewardCall,
+    TaskCall,
+    TaskEvent,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.kv_handover import KvLabel, MemoryHandover
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.sim.agents import Agents, Witness
+from dora_pipe.sim.fault_injector import FaultInjector
+from dora_pipe.sim.parts import (
+    MS,
+    Delays,
+    PlainParts,
+    SimTasks,
+    Site,
+    WorkerPlan,
+    group_rewards_of,
+    observed_of,
+    prompt_of,
+    reward_of,
+)
+from dora_pipe.sim.scenario import HANGING
+from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
+
+HANG_NS: Final = 1500 * MS
+"""A reward's time limit."""
+
+TURNS_MEAN: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyParts(PlainParts):
+    """`PlainParts` whose task and engine fail as the injector's seed says, until it is over."""
+
+    injector: FaultInjector
+    witness: Witness | None = None
+    """Hears what agents are told."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handover", _FaultyHandover(self.injector))
+
+    @property
+    def single_turn(self) -> bool:
+        """Episodes stay where they are, agents are started again elsewhere."""
+        scenario = self.injector.scenario
+        return not scenario.episodes or all(one.has_agent for one in scenario.config.tasks)
+
+    def agents(self, site: Site) -> Agents | None:
+        """Agents that may be lost, hang, raise, or ask for something else."""
+        scenario, injector = self.injector.scenario, self.injector
+        if not any(one.has_agent for one in scenario.config.tasks):
+            return None
+        think_ns = self.delays.task_ns + self.delays.slow_ns
+        return Agents(
+            site.clock,
+            seed=scenario.seed,
+            incarnation=site.number,
+            chance=site.chance,
+            think_ns=lambda: int(think_ns * (0.5 + site.chance.random())),
+            befalls=injector.befalls,
+            hang_ns=injector.hang_ns,
+            witness=self.witness,
+        )
+
+    def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
+        """A pool whose calls may raise, hang, or lose their episode."""
+        faulty = _FaultyTasks(self.injector, site, self.delays)
+        answer, delay_ns = faulty.answer, faulty.delay_ns
+        return SimTasks(site.clock, answer=answer, delay_ns=delay_ns, agents=agents)
+
+    def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
+        """An engine that may not get its weights."""
+        return _FaultyEngine(
+            self.injector,
+            slots=plan.slots,
+            context_tokens=plan.context_tokens,
+            versions_resident=plan.versions,
+            lengths=self.lengths,
+            clock=site.clock,
+        )
+
+
+class _FaultyTasks:
+    def __init__(self, injector: FaultInjector, site: Site, delays: Delays) -> None:
+        self._injector = injector
+        self._chance = site.chance
+        self._delays = delays
+        self._failing: dict[str, str] = {}
+
+    def delay_ns(self, call: TaskCall) -> int:
+        """How long this call takes; whether it fails is decided here."""
+        if self._hangs(call):
+            return self._injector.hang_ns()
+        kind = self._kind(call)
+        if kind and self._injector.befalls(kind):
+            self._failing[call.request] = kind
+            if kind == "reward-hangs":
+                return HANG_NS
+        return int(self._delays.of_task(call) * (0.5 + self._chance.random()))
+
+    def _hangs(self, call: TaskCall) -> bool:
+        """Nothing ends it but that it is forgotten."""
+        return isinstance(call, EnvStep | RewardCall) and self._injector.befalls(HANGING)
+
+    def answer(self, call: TaskCall) -> TaskEvent:
+        """What comes of it."""
+        kind, name = self._failing.pop(call.request, ""), call.request
+        if kind in ("episode-lost", "retry"):
+            what = "its process ended" if kind == "episode-lost" else "Retry: it is away"
+            return EpisodeLost(request=name, message=what)
+        if kind == "reward-hangs":
+            return TaskFailed(request=name, error="TimedOut", message="timed out")
+        if kind:
+            return TaskFailed(request=name, error="ValueError", message="no number in it")
+        if isinstance(call, PromptCall):
+            return prompt_of(call, episode=self._injector.scenario.episodes)
+        if isinstance(call, EnvStep):
+            return observed_of(call, done=self._chance.randrange(TURNS_MEAN) == 0)
+        if isinstance(call, GroupCall):
+            return group_rewards_of(call)
+        assert isinstance(call, RewardCall), "agents are no calls of a pool"
+        return reward_of(call)
+
+    def _kind(self, call: TaskCall) -> str:
+        """The fault that a call of its kind may have."""
+        if isinstance(call, PromptCall | EnvStep) and self._says_retry():
+            return "retry"
+        if isinstance(call, PromptCall):
+            return "prompt-fails"
+        if isinstance(call, EnvStep):
+            return "episode-lost"
+        return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
+
+    def _says_retry(self) -> bool:
+        return "retry" in self._injector.scenario.faults and self._chance.random() < 0.5
+
+
+class _FaultyHandover(MemoryHandover):
+    """Caches get lost on their way, or are found to be damaged."""
+
+    def __init__(self, injector: FaultInjector) -> None:
+        super().__init__()
+        self._injector = injector
+
+    def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
+        """See `Handover`."""
+        if self._injector.befalls("handover-full"):
+            return Lost(NO_ROOM)
+        return super().put(label, kv)
+
+    def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
+        """See `Handover`."""
+        if self._injector.befalls("handover-lost"):
+            return Lost(GONE)
+        if self._injector.befalls("handover-damaged"):
+            return Lost(OTHER_DIGEST)
+        return super().fetch(label, blob)
+
+
+class _FaultyEngine(SimulatedEngine):
+    def __init__(self, injector: FaultInjector, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._injector = injector
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        """See the port."""
+        if self._injector.befalls("policy-unreadable"):
+            raise PolicyError(f"no weights at {weights.name}")
+        return super().load(weights, version=version, digest=digest)

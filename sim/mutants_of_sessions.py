@@ -1,0 +1,136 @@
+"""Mutant bugs of sessions, where a worker decides about the calls of agents; see `mutants`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from dora_pipe.core.runtime import Now, Published
+from dora_pipe.producers.worker import sessions
+from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
+from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
+from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
+from dora_pipe.producers.worker.request_table import RequestTable
+from dora_pipe.producers.worker.requests import Requests
+from dora_pipe.producers.worker.session import CallKey, Session
+from dora_pipe.producers.worker.sessions import Sessions
+from dora_pipe.schemas.contexts import prompt_digest
+from dora_pipe.sim.planting import Patches
+
+
+def _answered_early(patches: Patches) -> None:
+    def encoded(self: Sessions, call: RequestState, event: ProgressEncoded, now: Now) -> None:
+        self._encoded(call, event, now)
+        where = {"topic": "", "partition": call.place.spec.partition, "offset": 0}
+        self._durable(call, Published(tag="", **where), now)
+
+    table = {**sessions._TRANSITIONS, (Phase.ANSWERING, ProgressEncoded): encoded}
+    patches.put(sessions, "_TRANSITIONS", table)
+
+
+def _occurrences_go_on(patches: Patches) -> None:
+    right = Session.start_again
+
+    def start_again(self: Session) -> None:
+        asked = self.asked.copy()
+        right(self)
+        self.asked = asked
+
+    patches.put(Session, "start_again", start_again)
+
+
+def _late_call_counts(patches: Patches) -> None:
+    right = Sessions._ask_agent
+
+    def ask_agent(self: Sessions, request: RequestState) -> None:
+        right(self, request)
+        sessions._session(request).begun = -1
+
+    patches.put(Sessions, "_ask_agent", ask_agent)
+
+
+def _calls_of_the_newest(patches: Patches) -> None:
+    right = Requests.fill
+
+    def fill(self: Requests, *versions: int) -> None:
+        for one in self.by_key.values():
+            if one.call is not None and one.phase is Phase.WAITING and versions:
+                one.hosted = Hosted(versions[-1], one.hosted.digest)
+        right(self, *versions)
+
+    patches.put(Requests, "fill", fill)
+
+
+def _shared_twice(patches: Patches) -> None:
+    right = ContextTree.place
+
+    def place(self: ContextTree, prompt: Sequence[int]) -> CallPlace:
+        found = right(self, prompt)
+        return CallPlace(found.context, -1, 0, list(prompt)) if found.shared else found
+
+    patches.put(ContextTree, "place", place)
+
+
+def _unasked_kept(patches: Patches) -> None:
+    right = Sessions._make
+
+    def make(self: Sessions, request: RequestState) -> None:
+        session = sessions._session(request)
+        session.used.update(range(len(session.tree.turns)))
+        right(self, request)
+
+    patches.put(Sessions, "_make", make)
+
+
+def _open_call_lost(patches: Patches) -> None:
+    def asked(self: Sessions, request: RequestState, event: CallAsked, now: Now) -> None:
+        session, digest = sessions._session(request), prompt_digest(event.token_ids)
+        if CallKey(digest, session.asked[digest]) in session.open:
+            session.asked[digest] += 1
+        else:
+            self._asked(request, event, now)
+
+    table = {**sessions._TRANSITIONS, (Phase.AGENT, CallAsked): asked}
+    patches.put(sessions, "_TRANSITIONS", table)
+
+
+def _calls_stay(patches: Patches) -> None:
+    def end_session(self: RequestTable, request: RequestState) -> None:
+        if request.session is not None and request.phase is Phase.AGENT:
+            self.close_session(request)
+
+    patches.put(RequestTable, "end_session", end_session)
+
+
+def _thinking_holds(patches: Patches) -> None:
+    patches.put(RequestTable, "_on_engine", lambda self, request: True)
+
+
+OF_SESSIONS: Final = (
+    ("answered-early", "an answer leaves before its record is in the log", _answered_early),
+    (
+        "occurrences-go-on",
+        "calls of an agent that starts again are sampled as further ones",
+        _occurrences_go_on,
+    ),
+    (
+        "late-call-counts",
+        "what a dead agent had asked counts for the one that starts again",
+        _late_call_counts,
+    ),
+    ("calls-of-the-newest", "calls are sampled by the newest version here", _calls_of_the_newest),
+    (
+        "shared-twice",
+        "what contexts share stands in the record twice",
+        _shared_twice,
+    ),
+    ("unasked-kept", "recorded calls that nobody asks again are trained", _unasked_kept),
+    (
+        "open-call-lost",
+        "a call that is sampled while its agent starts again is not answered",
+        _open_call_lost,
+    ),
+    ("calls-stay", "a session that moves leaves its open calls where it was", _calls_stay),
+    ("thinking-holds", "an agent that thinks holds a slot's place", _thinking_holds),
+)
+"""Name, what is wrong, and what plants it."""

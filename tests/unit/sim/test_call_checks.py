@@ -1,0 +1,149 @@
+"""Negative controls: what is changed in what a sound run of agents says is found, by its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.port import Record
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.runtime import Machine
+from dora_pipe.producers.worker.effects import AnswerCall
+from dora_pipe.schemas.rounds import Dispatch, decode_round
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.sim.call_checks import CallChecks, answers_of, length_of, strange_token
+from dora_pipe.sim.fault_injector import FaultInjector
+from dora_pipe.sim.faulty_parts import FaultyParts
+from dora_pipe.sim.role import Role
+from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.world import SECOND_NS, World
+
+Step = tuple[str, tuple[Any, ...]]
+"""A method of `CallChecks`, and what it is called with."""
+
+SEED = 9
+"""Runs agents, a few of which have sub-agents."""
+
+
+@dataclass
+class Recorder:
+    """Keeps what the checks would be told of a run."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def appended(self, records: Sequence[Record], role: Role | None) -> None:
+        for record in records:
+            if record.topic.endswith(".decisions"):
+                for one in decode_round(record.value).decisions:
+                    if isinstance(one, Dispatch):
+                        self.steps.append(("dispatched", (one.spec,)))
+            elif record.topic.endswith((".progress", ".trajectories")):
+                self.steps.append(("landed", (record, -1 if role is None else role.number)))
+
+    def wrap(self, role: Role, machine: Machine) -> Machine:
+        return machine
+
+    def began(self, *said: Any) -> None:
+        self.steps.append(("began", said))
+
+    def asked(self, *said: Any) -> None:
+        self.steps.append(("asked", said))
+
+    def refused(self, *said: Any) -> None:
+        self.steps.append(("refused", said))
+
+    def told(self, *said: Any) -> None:
+        self.steps.append(("told", said))
+
+
+@pytest.fixture(scope="module")
+def sound() -> list[Step]:
+    scenario = replace(draw(SEED), faults={})
+    seen = Recorder()
+    parts = FaultyParts(
+        delays=scenario.delays,
+        steps_max=scenario.steps_max,
+        injector=FaultInjector(scenario),
+        witness=seen,
+    )
+    with World(
+        scenario.config,
+        workers=scenario.workers[: scenario.first],
+        parts=parts,
+        seed=SEED,
+        observer=seen,
+    ) as world:
+        assert world.run(until_ns=600 * SECOND_NS)
+    return seen.steps
+
+
+def found(steps: Sequence[Step]) -> str:
+    """The check that finds something first; empty if none does."""
+
+    def wrong(check: str, what: str) -> None:
+        raise InvariantBroken(f"{check}: {what}")
+
+    checks = CallChecks(wrong)
+    try:
+        for name, said in steps:
+            getattr(checks, name)(*said)
+    except InvariantBroken as error:
+        return error.message.partition(":")[0]
+    assert checks.counted["call answered"] > 50
+    return ""
+
+
+def changed(steps: Sequence[Step], change: Callable[[AnswerCall], AnswerCall]) -> list[Step]:
+    """The same, with the twentieth answer another one."""
+    (at,) = [at for at, one in enumerate(steps) if one[0] == "told"][20:21]
+    name, (incarnation, prompt, answer) = steps[at]
+    return [*steps[:at], (name, (incarnation, prompt, change(answer))), *steps[at + 1 :]]
+
+
+def test_sound_run_of_agents_holds(sound: list[Step]) -> None:
+    assert found(sound) == ""
+
+
+def test_answer_that_is_not_in_the_log_is_found(sound: list[Step]) -> None:
+    told = next(at for at, one in enumerate(sound) if one[0] == "told")
+    late = [one for one in sound[:told] if one[0] == "landed"]
+    assert late
+    assert found([one for one in sound if one not in late]) == "calls"
+
+
+def test_answer_of_another_seed_or_version_is_found(sound: list[Step]) -> None:
+    def other(answer: AnswerCall) -> AnswerCall:
+        return msgspec.structs.replace(
+            answer, token_ids=[7] * len(answer.token_ids), logprobs=answer.logprobs
+        )
+
+    assert found(changed(sound, other)) == "C1"
+
+
+def test_answer_that_is_cut_on_its_way_is_found(sound: list[Step]) -> None:
+    def shorter(answer: AnswerCall) -> AnswerCall:
+        tokens, logprobs = answer.token_ids[:-1], answer.logprobs[:-1]
+        return msgspec.structs.replace(answer, token_ids=tokens, logprobs=logprobs)
+
+    assert found(changed(sound, shorter)) == "calls"
+
+
+def test_record_with_an_answer_that_its_agent_has_not_heard_is_found(sound: list[Step]) -> None:
+    told = next(at for at, one in enumerate(sound) if one[0] == "told")
+    assert found([*sound[:told], *sound[told + 1 :]]) == "calls"
+
+
+def test_record_tells_of_each_token_once(sound: list[Step]) -> None:
+    records = [said[0] for name, said in sound if name == "landed"]
+    logged = [
+        decode_trajectory(one.value) for one in records if one.topic.endswith(".trajectories")
+    ]
+    several = [one for one in logged if one.meta.contexts]
+    assert several and all(strange_token(one) is None for one in logged)
+    for one in several:
+        assert length_of(list(answers_of(one))) == one.length
+    assert length_of([((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 2, 9), (6,))]) == 3 + 2 + 2

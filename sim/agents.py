@@ -308,14 +308,10 @@ class Agents:
         """Programs that run."""
         return len(self._lives)
 
-    def idle(self, since_ns: int) -> list[str]:
-        """Requests that need no slot since then: their program, a first one, waits for nothing."""
+    def idle(self) -> dict[str, int]:
+        """Since when requests need no slot: their program, a first one, waits for no answer."""
         found = self._lives.items()
-        return [
-            name
-            for name, life in found
-            if not (life.waits or life.again) and life.idle_ns <= since_ns
-        ]
+        return {name: life.idle_ns for name, life in found if not (life.waits or life.again)}
 
     def _draws(self, trajectory: str) -> Draws:
         """What a program draws, always the same; if it wanders, from some round on something else.

@@ -7,12 +7,13 @@ is looked at at once. What the orchestrator hears is seen at its machine, for th
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.audit.round_reader import Fact, FoldedRound
-from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.core.runtime import CaughtUp, Machine, Now, Outputs
 from dora_pipe.orchestrator.digest import digest_of
@@ -20,7 +21,7 @@ from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.request_table import OFF_ENGINE_MIN_NS
+from dora_pipe.producers.worker.off_engine import AVERAGED_NS
 from dora_pipe.schemas.control import RoleStarted, WorkerJoined, WorkerLeft, decode_control
 from dora_pipe.schemas.metrics import (
     OrchestratorStatus,
@@ -46,7 +47,7 @@ from dora_pipe.schemas.wire import Unknown
 from dora_pipe.sim.agents import Agents
 from dora_pipe.sim.call_checks import CallChecks
 from dora_pipe.sim.checks import LiveLedger
-from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
+from dora_pipe.sim.role import NEVER_NS, ORCHESTRATOR, TRAINER, Role
 
 GAP_HEARTBEATS: Final = 2
 """The orchestrator listens as long as its reactions are at most so many heartbeats apart."""
@@ -54,6 +55,8 @@ GAP_HEARTBEATS: Final = 2
 LEASE_SLACK_NS: Final = 150_000_000
 """A record that is there may be heard by the next turn of the bus only, and so on."""
 
+ROUNDED: Final = 0.499
+"""As a worker says whole requests, but for what floats make of it."""
 
 _LEASE: Final = b'"lease-expired"'
 _DIGEST: Final = b'"state_digest"'
@@ -135,7 +138,7 @@ class InvariantMonitor:
 
     # Control and metrics, as they come
 
-    def _decoded(self, record: Record) -> Any:
+    def _decoded(self, record: Record | Append) -> Any:
         """A record of control or metrics; None where it cannot be read."""
         decode = decode_control if record.topic == self._topics.control else decode_metrics
         try:
@@ -290,16 +293,19 @@ class InvariantMonitor:
             if round_.state_digest != digest_of(state):
                 self.wrong("digest", f"round {round_.ordinal} says another state than there is")
 
-    def says(self, outputs: Outputs, idle: set[str]) -> None:
-        """A worker says how many requests need no slot: these sessions are among them, but for
-        those that it has just given up."""
+    def says(self, outputs: Outputs, idle: Mapping[str, int], now_ns: int) -> bool:
+        """A worker says how many requests need no slot on average: these, but for those that it has
+        just given up, have needed none since then. Whether it has sampled a token."""
         records = (one.record for one in outputs.publish)
         found = [self._decoded(one) for one in records if one.topic == self._topics.metrics]
-        idle -= {one.request for one in outputs.effects if isinstance(one, Forget)}
+        given_up = {one.request for one in outputs.effects if isinstance(one, Forget)}
+        spans = [now_ns - since for name, since in idle.items() if name not in given_up]
+        least = int(sum(-math.expm1(-span / AVERAGED_NS) for span in spans) + ROUNDED)
         for one in found:
-            if one.tokens_total and one.off_engine < len(idle):
-                what = f"{one.off_engine} requests need no slot, the agents of {len(idle)} think"
+            if one.tokens_total and one.off_engine < least:
+                what = f"{one.off_engine} requests need no slot, the agents of {least} think"
                 self.wrong("waiting", f"{one.worker} says that {what}")
+        return any(one.tokens_total for one in found)
 
     def _lease(self, one: LeaseExpired) -> None:
         silent_ns = self._heard.silent_ns.get((one.worker, one.epoch), 0)
@@ -376,8 +382,14 @@ class _ObservedWorker(_Observed):
         super().__init__(machine)
         self._monitor = monitor
         self._agents = agents
+        self._since_ns = NEVER_NS
+        """Before its first token nobody counts."""
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         outputs = super().react(inputs, now)
-        self._monitor.says(outputs, set(self._agents.idle(now.mono_ns - OFF_ENGINE_MIN_NS)))
+        now_ns = now.mono_ns
+        since_ns = min(now_ns, self._since_ns)
+        idle = {name: max(one, since_ns) for name, one in self._agents.idle().items()}
+        if self._monitor.says(outputs, idle, now_ns):
+            self._since_ns = since_ns
         return outputs

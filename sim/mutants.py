@@ -8,10 +8,12 @@ for.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -38,7 +40,50 @@ from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
 from dora_pipe.sim.mutants_of_sessions import OF_SESSIONS
-from dora_pipe.sim.planting import Mutant, Patches
+
+_MISSING: Final = object()
+
+
+class Patches:
+    """Changes of rules of this process; `undo` takes them back."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Give a class or a module another attribute."""
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def everywhere(self, original: Any, value: Any) -> None:
+        """Put `value` wherever another module of this package has `original`, under any name."""
+        found = [
+            (module, name)
+            for key, module in list(sys.modules.items())
+            if key.startswith("dora_pipe.") and not key.startswith(__name__)
+            for name, there in vars(module).items()
+            if there is original
+        ]
+        assert found, f"nobody has {original}"
+        for module, name in found:
+            self.put(module, name, value)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for owner, name, value in reversed(self._undo):
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A bug: what is wrong, and how it is put there."""
+
+    name: str
+    what: str
+    plant: Callable[[Patches], None]
 
 
 @contextmanager

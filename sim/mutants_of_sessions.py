@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.runtime import Now, Published
 from dora_pipe.producers.worker import sessions
@@ -15,14 +15,16 @@ from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.schemas.contexts import prompt_digest
-from dora_pipe.sim.planting import Patches
+
+if TYPE_CHECKING:
+    from dora_pipe.sim.mutants import Patches
 
 
 def _answered_early(patches: Patches) -> None:
     def encoded(self: Sessions, call: RequestState, event: ProgressEncoded, now: Now) -> None:
         self._encoded(call, event, now)
-        where = {"topic": "", "partition": call.place.spec.partition, "offset": 0}
-        self._durable(call, Published(tag="", **where), now)
+        partition = call.place.spec.partition
+        self._durable(call, Published(tag="", topic="", partition=partition, offset=0), now)
 
     table = {**sessions._TRANSITIONS, (Phase.ANSWERING, ProgressEncoded): encoded}
     patches.put(sessions, "_TRANSITIONS", table)

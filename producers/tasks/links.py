@@ -135,8 +135,12 @@ def open_link(url: str, interpreter: Interpreter, *, token: bytes, task: str) ->
         raise TaskError(f"{what}: {error}") from error
 
 
+KILLED: Final = "its process was killed by signal 9"
+"""From outside, as a rule: by who is short of memory, or by hand. A crash has another signal."""
+
+
 def how_it_ended(status: int) -> str:
-    """``how_it_ended(-9) == "its process was killed by signal 9"``."""
+    """``how_it_ended(-9) == KILLED``."""
     if status < 0:
         return f"its process was killed by signal {-status}"
     return f"its process ended with status {status}"

@@ -51,7 +51,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import open_link, token_of
+from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
 from dora_pipe.producers.tasks.servers import BAD_MAX, Places, shows, words_of
 from dora_pipe.schemas.metrics import FailingPlace
 
@@ -267,7 +267,7 @@ class TaskPool:
             deaths=self._suspected.get(call.request, 0),
             avoid=avoid,
             agent=isinstance(call, AgentCall),
-            threaded=isinstance(call, EnvStep | PromptCall),
+            threaded=isinstance(call, EnvStep | PromptCall | AgentCall),
         )
         self._open[call.request] = opened
         if held is None:
@@ -502,13 +502,15 @@ class TaskPool:
             for frame in child.read(to_the_end=True)[0]:
                 self._answered(child, frame, now_ns)
         child.release()
+        from_outside = ended == KILLED and not message
         message = message or ended
         if child.link.url:
             if not child.exhausted:
                 self._places.failed(child.link.url, now_ns, message)
             error = "" if error == "ProcessDied" else error  # it may be the network
         answered_after_all = error in LATE and len(child.sent) < last
-        alone = not child.link.url and not any(one.threaded for one in child.deferred.values())
+        others = any(one.threaded for one in child.deferred.values())
+        alone = not (child.link.url or from_outside or others)
         if error and child.sent and not answered_after_all and (alone or error in LATE):
             self._blame(child.sent.popleft(), error, message)
         elif child.sent and (error or child.link.url):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.producers.tasks import pool as pool_module
-from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, TaskEvent, TaskFailed
+from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX
+from dora_pipe.producers.tasks.links import KILLED, ProcessLink
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.schemas.metrics import FailingPlace
-from tests.support.task_pool import LIMIT_S, ask, prompt, score, task, write_module
+from tests.support.task_pool import (
+    DEADLINE_S,
+    LIMIT_S,
+    ask,
+    gather,
+    prompt,
+    score,
+    task,
+    write_module,
+)
 
 BAD = 2
 
@@ -55,6 +69,41 @@ def test_steps_that_hang_count_although_every_episode_begins(folder: Path) -> No
         assert pool.failing, "an episode that has begun shows nothing"
         ask(pool, EnvStep(request="c", turn=Turn(text="go")))
         assert pool.failing == []
+
+
+def kill_the_process(pool: TaskPool) -> list[TaskEvent]:
+    """As soon as it is at its call; what is heard until it is gone."""
+    end = time.monotonic() + DEADLINE_S
+    while not (pool._children and pool._children[0].sent):
+        assert time.monotonic() < end
+        assert pool.poll(0.05) == []
+    (child,) = pool._children
+    assert isinstance(child.link, ProcessLink)
+    os.kill(child.link._process.pid, signal.SIGKILL)
+    events: list[TaskEvent] = []
+    while child in pool._children:
+        assert time.monotonic() < end
+        events += pool.poll(0.05)
+    return events
+
+
+def test_a_reward_whose_process_is_killed_from_outside_is_asked_for_again(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("a", "slow"))
+        heard = kill_the_process(pool) or gather(pool, 1)
+        assert isinstance(heard[0], Rewarded)
+
+
+def test_a_call_under_which_processes_are_killed_again_and_again_is_to_blame(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("a", "forever"))
+        events: list[TaskEvent] = []
+        for _ in range(DEFERRED_DEATHS_MAX):
+            assert events == []
+            events = kill_the_process(pool)
+        (failed,) = events
+        assert isinstance(failed, TaskFailed)
+        assert (failed.error, failed.message) == ("ProcessDied", KILLED)
 
 
 def test_what_the_tasks_code_does_wrong_leaves_nobody_alone(folder: Path) -> None:

@@ -50,7 +50,7 @@ from dora_pipe.producers.chat.template import FILE, Template, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
 from dora_pipe.producers.tasks.calls import TaskFacts
-from dora_pipe.producers.tasks.pool import survey
+from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.schemas.control import (
     Command,
     Lineage,
@@ -338,7 +338,8 @@ def facts_of(config: Config) -> dict[str, TaskFacts]:
     """What every source (`GroupSpec.source`) is made of. Raises ConfigError, TaskError."""
     found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
-        facts = survey(pool.task)
+        with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
+            facts = processes.wait()
         for source in pool.sources:
             found[source] = facts
             if source.startswith("train") and not facts.data(source).rows:

@@ -16,8 +16,8 @@ from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.data.prepare import CACHE_VARIABLE, MEMORY_BYTES_MAX, open_rows
 from dora_pipe.producers.data.spec import DataSpec
 from dora_pipe.producers.tasks.calls import PromptReady
-from dora_pipe.producers.tasks.pool import START_LIMIT_S, TaskPool, survey
-from tests.support.task_pool import DEADLINE_S, ask, prompt
+from dora_pipe.producers.tasks.pool import START_LIMIT_S, TaskPool
+from tests.support.task_pool import DEADLINE_S, ask, prompt, survey
 from tests.support.trainer_stage import VirtualClock
 
 ROWS, TEXT = 40_000, "x" * 1000

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dora_pipe.config import model
 from dora_pipe.producers.tasks.calls import (
     PromptCall,
@@ -106,7 +108,7 @@ def task(
 
 def survey(task: model.Task) -> TaskFacts:
     """Digests and sizes of a task's data."""
-    with TaskPool(task) as pool:
+    with TaskPool(msgspec.structs.replace(task, processes=1)) as pool:
         return pool.wait()
 
 

@@ -6,12 +6,14 @@ from random import Random
 
 import pytest
 
-from dora_pipe.audit.describe import _by_context
+from dora_pipe.audit.describe import _by_context, _given_by_agent
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.observe.traces.spans import content_of
 from dora_pipe.observe.web.contexts import tree_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
+from tests.golden.branched_values import BRANCHED_TRAJECTORY
+from tests.golden.later_values import AGENTS_TRAJECTORY
 from tests.integration.test_worker_sessions import Stage, told
 from tests.support.agents import turns, wandering
 from tests.support.worker import TICK_NS
@@ -69,6 +71,12 @@ def test_the_tree_has_every_token_once_and_every_shared_one_where_it_stands(
             assert sum(end - begin for begin, end in pieces) == shared
             assert all(end <= start for _, end in pieces)
             assert (parent is None) == (shared == 0)
+
+
+def test_what_an_agent_gave_back_is_told_where_it_gave_something() -> None:
+    told = {"rewarded by": "its agent", "agent's answer": "42"}
+    assert _given_by_agent(AGENTS_TRAJECTORY.meta) == told
+    assert _given_by_agent(BRANCHED_TRAJECTORY.meta) == {}
 
 
 def test_statuses_name_agents_that_think_and_the_oldest_calls_that_wait() -> None:

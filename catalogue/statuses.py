@@ -59,27 +59,32 @@ def epoch_of(status: AnyMetrics) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """Tokens of a worker: sampled, and of prompts computed and reused."""
+class WorkerCounts:
+    """What a worker has counted: tokens sampled, those of prompts computed and reused; episodes
+    that lost their environment, and started again or were told again."""
 
-    sampled: int
-    computed: int
-    reused: int
+    sampled: int = 0
+    computed: int = 0
+    reused: int = 0
+    started_again: int = 0
+    told_again: int = 0
 
     @property
     def reused_share(self) -> float:
         """Of the prompts' tokens, those that were not computed."""
         return self.reused / max(1, self.computed + self.reused)
 
-    def __add__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(
+    def __add__(self, other: WorkerCounts) -> WorkerCounts:
+        return WorkerCounts(
             self.sampled + other.sampled,
             self.computed + other.computed,
             self.reused + other.reused,
+            self.started_again + other.started_again,
+            self.told_again + other.told_again,
         )
 
 
-NO_TOKENS: Final = TokenCounts(0, 0, 0)
+NOTHING_COUNTED: Final = WorkerCounts()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +95,7 @@ class LastStatus:
     """The newest; a worker's with its progress whole."""
     before: AnyMetrics | None = None
     """The one before it of the same incarnation."""
-    before_it: TokenCounts = NO_TOKENS
+    before_it: WorkerCounts = NOTHING_COUNTED
     """Of earlier incarnations when they were heard last."""
     _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
     """(moment, tokens sampled) of this incarnation."""
@@ -103,12 +108,12 @@ class LastStatus:
     @property
     def sampled(self) -> int:
         """Tokens sampled by all incarnations of a worker."""
-        return self.tokens.sampled
+        return self.counts.sampled
 
     @property
-    def tokens(self) -> TokenCounts:
+    def counts(self) -> WorkerCounts:
         """Of all incarnations of a worker."""
-        return self.before_it + _tokens(self.status)
+        return self.before_it + _counts(self.status)
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,7 +125,7 @@ class LastStatus:
 
     def note(self) -> None:
         """Remember where the newest status stands."""
-        self._points.append((self.status.at_ns, _tokens(self.status).sampled))
+        self._points.append((self.status.at_ns, _counts(self.status).sampled))
         while len(self._points) > 2 and self.status.at_ns - self._points[1][0] > RATE_NS:
             self._points.popleft()
 
@@ -138,7 +143,7 @@ class Statuses:
         role, epoch = role_of(status), epoch_of(status)
         known = self.heard.get(role)
         if known is None or known.epoch < epoch:
-            earlier = NO_TOKENS if known is None else known.tokens
+            earlier = NOTHING_COUNTED if known is None else known.counts
             known = self.heard[role] = LastStatus(status=_whole(None, status), before_it=earlier)
         elif known.epoch == epoch:
             known.before, known.status = known.status, _whole(known.status, status)
@@ -197,9 +202,13 @@ def _whole(before: AnyMetrics | None, status: AnyMetrics) -> AnyMetrics:
     return merged(before if isinstance(before, WorkerStatus) else None, status)
 
 
-def _tokens(status: AnyMetrics) -> TokenCounts:
+def _counts(status: AnyMetrics) -> WorkerCounts:
     if not isinstance(status, WorkerStatus):
-        return NO_TOKENS
-    return TokenCounts(
-        status.tokens_total, status.prompt_tokens_computed, status.prompt_tokens_reused
+        return NOTHING_COUNTED
+    return WorkerCounts(
+        status.tokens_total,
+        status.prompt_tokens_computed,
+        status.prompt_tokens_reused,
+        status.episodes_started_again,
+        status.episodes_told_again,
     )

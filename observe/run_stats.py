@@ -31,10 +31,10 @@ from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
 from dora_pipe.catalogue.group_scores import parts_by_task
 from dora_pipe.catalogue.statuses import (
-    NO_TOKENS,
+    NOTHING_COUNTED,
     LastStatus,
     Statuses,
-    TokenCounts,
+    WorkerCounts,
     epoch_of,
     role_of,
 )
@@ -156,12 +156,12 @@ class WorkerView:
     @property
     def sampled(self) -> int:
         """Tokens sampled by all its incarnations."""
-        return self.tokens.sampled
+        return self.counts.sampled
 
     @property
-    def tokens(self) -> TokenCounts:
+    def counts(self) -> WorkerCounts:
         """Of all its incarnations."""
-        return NO_TOKENS if self.heard is None else self.heard.tokens
+        return NOTHING_COUNTED if self.heard is None else self.heard.counts
 
     @property
     def state(self) -> WorkerState:

@@ -198,7 +198,10 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
         away += f" {one.url or one.task} fails ({duration((at_ns - one.since_ns) / 1e9)})"
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
-    reused = f" reused {worker.tokens.reused_share:.0%}" if worker.tokens.reused else ""
+    counts = worker.counts
+    reused = f" reused {counts.reused_share:.0%}" if counts.reused else ""
+    reused += f" again {counts.started_again}" if counts.started_again else ""
+    reused += f" told again {counts.told_again}" if counts.told_again else ""
     return Line(
         f"{text} {status.active}/{history.joined.slots}+{status.waiting}{away}"
         f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}{reused}",

@@ -151,6 +151,10 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens it need not prefill: keys and values of equal beginnings were kept."""
     failing: tuple[FailingPlace, ...] = ()
     """Where its tasks run and do not work; at most 8 of them."""
+    episodes_started_again: int = 0
+    """Episodes that have lost their environment here and all that was sampled with it."""
+    episodes_told_again: int = 0
+    """Episodes that go on with another environment, which is told their turns again."""
 
 
 def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:

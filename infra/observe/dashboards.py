@@ -235,6 +235,11 @@ WORKERS: Final = Dashboard(
             unit="percentunit",
         ),
         panel(
+            "Episodes interrupted",
+            "Environments that were lost: their episodes start again, or another one is told them.",
+            (rate("episodes_interrupted_total", by="then"), "{{then}}"),
+        ),
+        panel(
             "Slots in use",
             "Requests with a slot over slots.",
             (

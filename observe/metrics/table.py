@@ -56,7 +56,18 @@ def _prompts(stats: RunStats) -> Samples:
     return {
         (name, how): count
         for name, one in stats.workers.items()
-        for how, count in (("computed", one.tokens.computed), ("reused", one.tokens.reused))
+        for how, count in (("computed", one.counts.computed), ("reused", one.counts.reused))
+    }
+
+
+def _episodes(stats: RunStats) -> Samples:
+    return {
+        (name, then): count
+        for name, one in stats.workers.items()
+        for then, count in (
+            ("again", one.counts.started_again),
+            ("told", one.counts.told_again),
+        )
     }
 
 
@@ -293,6 +304,13 @@ WORKERS: Final = (
         "worker: `computed`, or `reused` from what it had kept of equal beginnings.",
         "statuses",
         _prompts,
+    ),
+    counter(
+        "episodes_interrupted_total{worker,then}",
+        "Episodes that had to take another environment, by all incarnations of the worker: they "
+        "started `again` from their prompt, or it was `told` their turns and they went on.",
+        "statuses",
+        _episodes,
     ),
     counter(
         "workers_lost_total{how}",

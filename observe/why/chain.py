@@ -174,6 +174,8 @@ class Chain:
             text += f", {status.waiting} ahead of its slots" if status.waiting else ""
             text += f", {status.in_environment} at environments" if status.in_environment else ""
             text += f", {status.being_scored} being scored" if status.being_scored else ""
+            again = status.episodes_started_again
+            text += f", {counted(again, 'episode')} started again so far" if again else ""
             text += self._agents(status)
             return text + ("" if rate is None else f", {rate:,.0f} tok/s")
         return "works"

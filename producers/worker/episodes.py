@@ -46,6 +46,9 @@ FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "le
 """Of `EpisodeProgress.finish`."""
 
 
+TOLD_AGAIN: Final = "episodes told again"
+"""What is counted of an episode that another environment takes up."""
+
 BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
 """Phases in which the last turn may not be durable yet."""
 
@@ -124,7 +127,6 @@ class Episodes:
         if not sequence.sampled_tokens and request.phase is not Phase.RESUMING:
             return False
         if requests.starts_again(request, event, now):
-            requests.counts["episodes gone on with"] += 1
             requests.leave_engine(request)
             requests.drop_kv(request)
             request.replay.clear()
@@ -142,6 +144,7 @@ class Episodes:
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return
+        self._requests.counts[TOLD_AGAIN] += 1
         request.replay.extend(sequence.exchanges())
         self._tell(request, now)
 

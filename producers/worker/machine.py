@@ -39,7 +39,7 @@ from dora_pipe.producers.worker.effects import (
     LoadFailed,
     LoadWeights,
 )
-from dora_pipe.producers.worker.episodes import Episodes
+from dora_pipe.producers.worker.episodes import TOLD_AGAIN, Episodes
 from dora_pipe.producers.worker.off_engine import NEVER_NS
 from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import (
@@ -51,7 +51,7 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     pin_of,
 )
-from dora_pipe.producers.worker.requests import Requests
+from dora_pipe.producers.worker.requests import STARTED_AGAIN, Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
@@ -481,6 +481,8 @@ class WorkerMachine:
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
             failing=self._failing(),
+            episodes_started_again=requests.counts[STARTED_AGAIN],
+            episodes_told_again=requests.counts[TOLD_AGAIN],
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
         goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)

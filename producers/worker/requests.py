@@ -94,6 +94,9 @@ is lost when the worker stops."""
 VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
 """No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
 
+STARTED_AGAIN: Final = "episodes started again"
+"""What is counted of an environment that was lost with all its turns."""
+
 TRAJECTORY_TAG: Final = "t:"
 """Tag of what a request publishes, as `PROGRESS_TAG`."""
 
@@ -326,7 +329,7 @@ class Requests(ProgressRecords):
         """Nothing of the episode was kept anywhere, so the request starts again from its prompt,
         under the same version and seed."""
         if self.starts_again(request, event, now):
-            self.counts["episodes started again"] += 1
+            self.counts[STARTED_AGAIN] += 1
             self.leave_engine(request)
             request.start_over()
             self.ask_prompt(request)

@@ -217,8 +217,9 @@ def test_episode_whose_process_dies_is_told_again_and_nothing_is_sampled_twice(
     stage.until(worker, phase, turns)
     stage.lose(worker)
     check(stage, stage.finish(worker))
-    assert worker.counts["episodes gone on with"] == 1
-    assert worker.counts["episodes started again"] == 0
+    stage.world.ticks(worker, 150)
+    status = stage.world.statuses()[-1]
+    assert (status.episodes_told_again, status.episodes_started_again) == (1, 0)
 
 
 def test_records_of_an_episode_are_its_trajectory() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.catalogue.statuses import TokenCounts
+from dora_pipe.catalogue.statuses import WorkerCounts
 from dora_pipe.observe.metrics.exposition import exposition
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
@@ -103,9 +103,17 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
     stage.status("w0", first, sampled=500)
     assert stage.stats.workers["w0"].sampled == 100
     stage.status("w0", second, sampled=7, computed=40, reused=2)
-    stage.status("w0", second, sampled=7, computed=50, reused=3)
+    stage.status(
+        "w0",
+        second,
+        sampled=7,
+        computed=50,
+        reused=3,
+        episodes_started_again=2,
+        episodes_told_again=4,
+    )
     told = stage.stats.workers["w0"]
-    assert (told.sampled, told.tokens) == (107, TokenCounts(107, 50, 3))
+    assert (told.sampled, told.counts) == (107, WorkerCounts(107, 50, 3, 2, 4))
 
 
 def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:

@@ -164,6 +164,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.JOINED_PLAYS,
         later_values.STATUS_OFF_ENGINE,
         later_values.STATUS_KEEPING,
+        later_values.STATUS_TOLD_AGAIN,
         later_values.STATUS_SESSIONS,
         later_values.STATUS_FAILING,
         later_values.STATUS_CALLS,

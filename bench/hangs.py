@@ -24,6 +24,7 @@ from dora_pipe.bench.slots import (
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.model import Config
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, TaskCall, TaskEvent
+from dora_pipe.sim.agents import Agents
 from dora_pipe.sim.parts import PlainParts, SimTasks, Site, answer_of, prompt_of
 from dora_pipe.sim.world import SECOND_NS, World
 
@@ -118,7 +119,7 @@ class _Parts(PlainParts):
     def single_turn(self) -> bool:
         return False
 
-    def tasks(self, site: Site) -> SimTasks:
+    def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
         return SimTasks(site.clock, answer=_answer, delay_ns=_delay_ns)
 
 

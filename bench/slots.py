@@ -21,6 +21,7 @@ from dora_pipe.bench.paradigms import spans_of
 from dora_pipe.config.model import Config
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, TaskCall, TaskEvent
+from dora_pipe.sim.agents import Agents
 from dora_pipe.sim.parts import (
     MS,
     PlainParts,
@@ -144,7 +145,7 @@ class _Parts(PlainParts):
     def single_turn(self) -> bool:
         return self.case.turns == 1
 
-    def tasks(self, site: Site) -> SimTasks:
+    def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
         answer = _Tasks(self.case)
         return SimTasks(site.clock, answer=answer, delay_ns=answer.delay_ns)
 

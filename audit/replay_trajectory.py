@@ -328,12 +328,13 @@ def _request(run: _Run) -> EngineRequest:
     """
     segment, recorded = run.left[0], run.recorded
     run.ids, run.logprobs, run.sampler = [], [], []
-    call, most = segment.call, run.params.max_tokens
+    call, params, most = segment.call, run.params, run.params.max_tokens
     if call is None:
         turn, seed = _turn_start(recorded, segment.start), recorded.meta.seed
         most -= sum(recorded.loss_mask[:turn])
     else:
         turn, seed = call.start, call.seed
+        params = params.ended_by(call.stop, call.stop_ids)
         # What an agent asked for, and what other calls had left, is not in the record.
         most = call.end - call.start if call.finish == "length" else most
     return EngineRequest(
@@ -341,7 +342,7 @@ def _request(run: _Run) -> EngineRequest:
         token_ids=tokens_before(recorded, segment.start),
         sampled=segment.start - turn,
         seed=seed,
-        params=replace(run.params, max_tokens=most),
+        params=replace(params, max_tokens=most),
         emit_every=0 if segment.whole else 1,
     )
 

@@ -70,6 +70,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the agent called itself; empty where it did not."""
     asked: dict[str, Any] = {}
     """Sampling settings that it asked for and that the run does not follow."""
+    stop: tuple[str, ...] = ()
+    """Strings that end it as soon as its text has one, beside those of the run."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end it, beside those of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ What an engine can is declared, and the contract suite asks for exactly that:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -61,6 +61,10 @@ class SamplingParams:
     """Strings that end the request as soon as the decoded output contains one."""
     logprob_temperature: float = 1.0
     """What logits are divided by before `logprobs` are taken of them."""
+
+    def ended_by(self, stop: tuple[str, ...], stop_ids: tuple[int, ...]) -> SamplingParams:
+        """The same with more that ends a request."""
+        return replace(self, stop=(*self.stop, *stop), stop_ids=(*self.stop_ids, *stop_ids))
 
     @property
     def plain(self) -> bool:

@@ -17,6 +17,7 @@ from dora_pipe.producers.sessions.calls import (
     messages_of,
     most_tokens,
     settings_of,
+    stops_of,
     tools_of,
 )
 
@@ -64,7 +65,7 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         messages=messages_of(chat_messages(request)),
         tools=tools_of([*map(_tool, request.tools or ())], _CHOICES.get(str(choice), choice)),
         max_tokens=most_tokens(request.max_tokens),
-        stop=tuple(request.stop_sequences or ()),
+        stop=stops_of(request.stop_sequences),
         settings=settings,
         caller=caller_of(caller, user if isinstance(user, str) else None),
         model=request.model,

@@ -19,6 +19,10 @@ from dora_pipe.schemas.control import FinishReason
 CHOICES_MAX: Final = 128
 """Of `n`, as OpenAI has it."""
 
+STOPS_MAX: Final = 32
+STOP_CHARACTERS_MAX: Final = 256
+"""Of what ends a call: each is looked for behind every token."""
+
 CALLER_CHARACTERS_MAX: Final = 100
 ASKED_BYTES_MAX: Final = 1024
 """Of one setting that is recorded; of what is longer a digest is."""
@@ -38,7 +42,6 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 UNKNOWN_TO_RUNS: Final = (
     *NEUTRAL,
-    "stop_token_ids",
     "seed",
     "reasoning_effort",
     "reasoning",
@@ -72,6 +75,8 @@ class CallRequest:
     max_tokens: int | None = None
     choices: int = 1
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    """Beside those of the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the sampling, as they were written."""
     caller: str = ""
@@ -90,9 +95,7 @@ class Sampled:
     """What it says, where the call was of messages."""
 
 
-def asked_of(
-    settings: Mapping[str, Any], stop: Sequence[str], run: model.Sampling
-) -> dict[str, Any]:
+def asked_of(settings: Mapping[str, Any], run: model.Sampling) -> dict[str, Any]:
     """The settings that a call asks for and that the run does not follow."""
     found: dict[str, Any] = {}
     for name in FOLLOWED:
@@ -104,8 +107,6 @@ def asked_of(
         value = settings.get(name)
         if value is not None and value != NEUTRAL.get(name):
             found[name] = _short(value)
-    if not set(stop) <= set(run.stop):
-        found["stop"] = _short(list(stop))
     return found
 
 
@@ -155,8 +156,12 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any) -> Tools:
 
 
 def stops_of(given: Any) -> tuple[str, ...]:
-    """Stop strings, as one or several."""
-    return (given,) if isinstance(given, str) else tuple(given or ())
+    """Stop strings, as one or several. Raises Refused for more than a call may name."""
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(found) > STOPS_MAX or any(len(one) > STOP_CHARACTERS_MAX for one in found):
+        most = f"{STOPS_MAX} of {STOP_CHARACTERS_MAX} characters"
+        raise Refused(400, "invalid_request", f"stop: more than {most}")
+    return tuple(dict.fromkeys(one for one in found if one))
 
 
 def choices_of(given: int | None) -> int:

@@ -107,8 +107,8 @@ class Conversations:
 
     def answer(self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()) -> Turn:
         """What was sampled says this; its calls have ids that no other call of the session has.
-        `stop` are strings at which the caller wants the text to end: what was sampled behind stays
-        sampled."""
+        `stop` are strings at which the caller wants the text to end: sampling ended with the token
+        that completes one, and the text ends before it."""
         said = self._chat.parse(sampled, prompt.ids, prompt.tools)
         calls = self._named(said.tool_calls, prompt, sampled)
         said = msgspec.structs.replace(said, text=_cut(said.text, stop), tool_calls=calls)

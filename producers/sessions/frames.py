@@ -106,6 +106,8 @@ class Asked(Frame, frozen=True):
     api: str
     caller: str
     asked: dict[str, Any]
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
 
 
 Down = Setup | Open | Close | Answer | Refuse

@@ -242,6 +242,8 @@ class SessionPort:
                     api=frame.api,
                     caller=frame.caller,
                     asked=frame.asked,
+                    stop=frame.stop,
+                    stop_ids=frame.stop_ids,
                 )
             )
 

@@ -140,7 +140,8 @@ class Sessions:
         """What was sampled for each choice of a call, in order. Raises Refused."""
         if self._open.get(session.name) is not session:
             raise ended()
-        asked = asked_of(wanted.settings, wanted.stop, session.source.sampling)
+        sampling = session.source.sampling
+        asked = asked_of(wanted.settings, sampling)
         if asked and session.source.task.sampling_asked == "refuse":
             names = ", ".join(asked)
             raise Refused(
@@ -161,6 +162,8 @@ class Sessions:
                     wanted.api,
                     wanted.caller,
                     asked,
+                    tuple(one for one in wanted.stop if one not in sampling.stop),
+                    wanted.stop_ids,
                 )
             )
         try:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.producers.sessions.calls import (
+    STOPS_MAX,
     CallRequest,
     Refused,
     Sampled,
@@ -21,8 +22,8 @@ from dora_pipe.producers.sessions.calls import (
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """What of `sampling_params` is read. What ends a turn is the run's: other `stop_token_ids` and
-    `stop` end nothing here, and are recorded."""
+    """What of `sampling_params` is read. `stop_token_ids` and `stop` end a call beside what ends a
+    turn of the run."""
 
     max_tokens: int | None = None
     n: int | None = None
@@ -60,15 +61,17 @@ def read(
     if not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(400, "invalid_request", f"token_ids: not all are below {vocabulary}")
     settings = dict(settings_of(params))
-    others = sorted(set(settings.pop("stop_token_ids", ())) - stop_ids)
-    if others:
-        settings["stop_token_ids"] = others
+    others = sorted(set(params.stop_token_ids or ()) - stop_ids)
+    if len(others) > STOPS_MAX or (others and not 0 <= others[0] <= others[-1] < vocabulary):
+        message = f"stop_token_ids: more than {STOPS_MAX}, or not all below {vocabulary}"
+        raise Refused(400, "invalid_request", message)
     wanted = CallRequest(
         api="generate",
         token_ids=tuple(ids),
         max_tokens=most_tokens(params.max_tokens),
         choices=choices_of(params.n),
         stop=stops_of(params.stop),
+        stop_ids=tuple(others),
         settings=settings,
         caller=caller_of(caller),
         model=request.model,

@@ -169,7 +169,9 @@ class CallAsked(OfRequest, frozen=True, kw_only=True):
     api: str = ""
     caller: str = ""
     asked: dict[str, Any] = {}
-    """See `schemas.contexts.Call` for these three."""
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    """See `schemas.contexts.Call` for these five."""
 
 
 class AnswerCall(OfRequest, frozen=True, kw_only=True):

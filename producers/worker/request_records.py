@@ -171,6 +171,8 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
             api=mine.api,
             caller=mine.caller,
             asked=mine.asked,
+            stop=mine.stop,
+            stop_ids=mine.stop_ids,
         ),
     )
 

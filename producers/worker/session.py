@@ -38,6 +38,9 @@ class OpenCall:
     api: str
     caller: str
     asked: dict[str, Any]
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    """Of its own."""
     finish: FinishReason = "stop"
     ended_ns: int = 0
 

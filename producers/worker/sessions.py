@@ -255,7 +255,7 @@ class Sessions:
             state_of(request.place, self._setup, now),
             key=key,
             phase=Phase.WAITING,
-            params=replace(request.params, max_tokens=most),
+            params=replace(request.params.ended_by(event.stop, event.stop_ids), max_tokens=most),
             seed=call_seed(request.seed, name.prompt, name.occurrence),
             sequence=TokenSequence(event.token_ids, at_ns=now.wall_ns),
             resume=None,
@@ -269,6 +269,8 @@ class Sessions:
                 api=event.api,
                 caller=event.caller,
                 asked=event.asked,
+                stop=event.stop,
+                stop_ids=event.stop_ids,
             ),
         )
         session.calls += 1

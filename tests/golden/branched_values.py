@@ -72,6 +72,9 @@ CALL = Call(
     asked={"temperature": 0.5},
 )
 BRANCHED_TRAJECTORY = branched(calls=(CALL,))
+STOPPED_TRAJECTORY = branched(
+    calls=(msgspec.structs.replace(CALL, finish="stop", stop=("END", "\n"), stop_ids=(4,)),)
+)
 
 TURN_PROGRESS = TurnProgress(
     trajectory=PROGRESS.trajectory,

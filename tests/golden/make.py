@@ -28,6 +28,7 @@ from tests.golden import arrow_values, later_values, values
 from tests.golden.branched_values import (
     BRANCHED_TRAJECTORY,
     EPISODE_PROGRESS,
+    STOPPED_TRAJECTORY,
     TURN_PROGRESS,
 )
 
@@ -121,6 +122,7 @@ def files() -> dict[str, bytes]:
         "decisions/round-impatient.json": encode(later_values.ROUND_IMPATIENT),
         "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],
         "trajectories/branched.arrow.zst": encode_trajectory(BRANCHED_TRAJECTORY)[0],
+        "trajectories/stopped.arrow.zst": encode_trajectory(STOPPED_TRAJECTORY)[0],
         "trajectories/answered.arrow.zst": encode_trajectory(later_values.ANSWERED_TRAJECTORY)[0],
         "trajectories/agents-own.arrow.zst": encode_trajectory(later_values.AGENTS_TRAJECTORY)[0],
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 from tests.support.agent_run import (
     check_answers_stand_behind_their_prompts,
+    check_calls_end_where_they_asked,
     check_what_was_told_is_logged_once,
     furnish_agent,
 )
@@ -32,6 +33,10 @@ def test_what_the_script_was_told_is_what_the_log_has_each_token_once(place: Pat
 
 def test_every_answer_stands_behind_its_prompt_in_a_context(place: Path) -> None:
     check_answers_stand_behind_their_prompts(place)
+
+
+def test_calls_end_sampling_where_they_asked_for_it(place: Path) -> None:
+    check_calls_end_where_they_asked(place)
 
 
 def test_the_run_holds_and_is_made_again(place: Path) -> None:

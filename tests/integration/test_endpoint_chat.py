@@ -102,8 +102,9 @@ def test_several_choices_are_as_many_calls_with_the_same_prompt(hi: Stage) -> No
 
 def test_settings_that_are_not_the_runs_are_recorded(hi: Stage) -> None:
     with client_of(hi.open("g-0/4")) as client:
-        create(client, temperature=0.3, top_p=1, seed=7, stop=["END"], presence_penalty=0)
-    assert hi.calls[-1].asked == {"temperature": 0.3, "seed": 7, "stop": ["END"]}
+        create(client, temperature=0.3, top_p=1, seed=7, stop=["END", ""], presence_penalty=0)
+    assert hi.calls[-1].asked == {"temperature": 0.3, "seed": 7}
+    assert hi.calls[-1].stop == ("END",)
 
 
 def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
@@ -111,7 +112,7 @@ def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets
         stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
         client_of(one.open("g-0/0")) as client,
     ):
-        create(client, temperature=1.0)
+        create(client, temperature=1.0, stop="END")
         with pytest.raises(openai.BadRequestError, match="temperature"):
             create(client, temperature=0.5)
         assert len(one.calls) == 1
@@ -169,7 +170,7 @@ def test_calls_of_tools_have_ids_of_their_own_in_all_conversations_of_a_session(
     assert found == again  # an agent that is started again asks with the same ids
 
 
-def test_a_text_ends_at_the_callers_stop_and_what_was_sampled_stays(assets: Path) -> None:
+def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(assets: Path) -> None:
     with (
         stage(assets, says(assets, "one STOP two<|im_end|>")) as one,
         client_of(one.open("g-0/0")) as client,
@@ -188,6 +189,8 @@ def test_a_text_ends_at_the_callers_stop_and_what_was_sampled_stays(assets: Path
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "custom"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"n": 1000}, "n: 1000"),
+        ({"stop": ["x" * 257]}, "stop: more than"),
+        ({"stop": [str(one) for one in range(33)]}, "stop: more than"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "alien"),
         (

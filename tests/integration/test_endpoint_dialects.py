@@ -131,7 +131,7 @@ def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
     ).json()
     asked = one.calls[-1]
     assert (asked.token_ids, asked.max_tokens, asked.api) == ([5, 6, 7], 5, "generate")
-    assert asked.asked == {"stop_token_ids": [7]}
+    assert (asked.asked, asked.stop_ids) == ({}, (7,))
     (choice,) = answer["choices"]
     assert Tokenizer(assets).full_text(choice["token_ids"]) in TURNS
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])

@@ -1,5 +1,6 @@
 """A user's folder whose rollouts are a script of the package `openai`: two sub-agents at the same
-time, several turns, a last call that wants two answers. It notes what it was told."""
+time, several turns, a last call that wants two answers and names what ends them. It notes what it
+was told."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.launch.run_dir import opened
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.addresses import session_name
 from dora_pipe.producers.worker.request import key_of
 from dora_pipe.schemas.contexts import contexts_of
@@ -59,9 +61,14 @@ async def run(base_url, api_key, row):
             talk("left", row["prompt"]), talk("right", "other " + row["prompt"])
         )
         summed = " ".join(text.encode("ascii", "ignore").decode()[:4] for text in found)
-        said = await ask([{"role": "user", "content": "sum up: " + summed}], "main", n=2)
+        last = [{"role": "user", "content": "sum up: " + summed}]
+        said = await ask(last, "main", n=2, stop=list("abcdefghijklmnop"))
         return said.content
 """
+
+STOPS = tuple("abcdefghijklmnop")
+CALL_TOKENS_MAX = 6
+"""As the script has both."""
 
 CONFIG = """
 agent = "agent:run"
@@ -127,6 +134,20 @@ def check_answers_stand_behind_their_prompts(place: Path) -> None:
         assert {call.caller for call in one.meta.calls} == {"left", "right", "main"}
         assert all(call.asked == {"temperature": 0.5} for call in one.meta.calls)
         assert 3 <= len(contexts) <= 6, "a second turn goes on behind the first"
+
+
+def check_calls_end_where_they_asked(place: Path) -> None:
+    """With the token that completes a stop string of theirs, and no other call does."""
+    tokenizer, ended = Tokenizer(place / "model"), 0
+    for one in trajectories(place):
+        for call in one.meta.calls:
+            assert call.stop == (STOPS if call.caller == "main" else ())
+            ids = list(one.token_ids[call.start : call.end])
+            assert not set(call.stop) & set(tokenizer.full_text(ids[:-1]))
+            ends = bool(set(call.stop) & set(tokenizer.full_text(ids)))
+            assert not ends or call.finish == "stop"
+            ended += ends and len(ids) < CALL_TOKENS_MAX
+    assert ended > 0
 
 
 def versions_at_once(place: Path) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from dora_pipe.schemas.control import WorkerJoined
 from tests.support.agent_run import (
     check_answers_stand_behind_their_prompts,
+    check_calls_end_where_they_asked,
     check_what_was_told_is_logged_once,
     furnish_agent,
 )
@@ -55,6 +56,7 @@ def check_agents_run(place: Path, *words: str, steps_made: int, numerics_max: fl
     assert_clean(place, "tiny")
     check_what_was_told_is_logged_once(place)
     check_answers_stand_behind_their_prompts(place)
+    check_calls_end_where_they_asked(place)
     (place / "said").unlink()
     assert start(place, "mismatch", "tiny", "--json").wait(WAIT_S) == 0
     lines = (place / "said").read_text().splitlines()

@@ -163,6 +163,21 @@ def test_call_is_recorded_then_answered() -> None:
     assert list(driver.requests.by_key) == [KEY]
 
 
+def test_what_ends_a_call_beside_the_run_s_is_the_engine_s_and_stands_in_its_record() -> None:
+    driver = Driver()
+    run = driver.requests.setup.params["train"]
+    (add,) = driver.ask(5, [1, 2], stop=("END",), stop_ids=(7,))
+    assert isinstance(add, EngineAdd)
+    params = add.request.params
+    assert (params.stop, params.stop_ids) == ((*run.stop, "END"), (*run.stop_ids, 7))
+    (encode,) = driver.sample(f"{KEY}#0", [7])
+    assert isinstance(encode, EncodeProgress) and isinstance(encode.progress, TurnProgress)
+    assert (encode.progress.call.stop, encode.progress.call.stop_ids) == (("END",), (7,))
+    driver.log(f"{KEY}#0", 4)
+    (add,) = driver.ask(6, [1, 2, 7, 8])
+    assert isinstance(add, EngineAdd) and add.request.params.stop_ids == run.stop_ids
+
+
 def test_one_record_of_a_session_is_under_way_at_a_time_and_names_the_one_before() -> None:
     driver = Driver()
     driver.ask(0, [1, 2])

@@ -74,6 +74,7 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("named", later_values.NAMED_TRAJECTORY),
         ("agents-own", later_values.AGENTS_TRAJECTORY),
         ("branched", branched_values.BRANCHED_TRAJECTORY),
+        ("stopped", branched_values.STOPPED_TRAJECTORY),
     ],
 )
 def test_trajectory_has_its_golden_value(name: str, expected: Any) -> None:
@@ -187,6 +188,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.ANSWERED_TRAJECTORY,
         later_values.AGENTS_TRAJECTORY,
         branched_values.BRANCHED_TRAJECTORY,
+        branched_values.STOPPED_TRAJECTORY,
     )
     for meta in (one.meta for one in trajectories):
         _note_fields(meta, msgspec.json.decode(encode(meta)), seen)

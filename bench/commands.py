@@ -331,12 +331,15 @@ def endpoint(
     seconds: Annotated[float, typer.Option(min=1, help="Of agents that think.")] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """What the endpoint of agents costs: calls, tokens, open sessions; and how busy slots are while
-    agents think."""
-    from dora_pipe.bench.endpoint import bench_busy, bench_calls, bench_memory
+    """What the endpoint of agents costs: calls, tokens, open sessions, here and in their worker;
+    and how busy slots are while agents think."""
+    from dora_pipe.bench.endpoint import CALLED, bench_busy, bench_calls, bench_memory
+    from dora_pipe.bench.worker_memory import bench_worker_memory
 
     _emit_figures(list(bench_calls()), as_json=as_json)
-    _emit_figures([bench_memory(sessions)], as_json=as_json)
+    called = min(CALLED, sessions)
+    memory = [bench_memory(sessions, called=called), bench_worker_memory(sessions, called=called)]
+    _emit_figures(memory, as_json=as_json)
     _emit_figures([bench_busy(seconds=seconds)], as_json=as_json)
 
 

@@ -69,12 +69,14 @@ class CallFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigure:
-    """Example: ``MemoryFigure(sessions=10000, process_mb=120.0, kb_per_session=1.1,
-    kb_per_call=2.0)``"""
+    """Example: ``MemoryFigure(process="endpoint", sessions=10000, process_mb=120.0,
+    kb_per_session=1.1, kb_per_call=2.0)``"""
 
+    process: str
+    """The endpoint's, or the worker's without its engine."""
     sessions: int
     process_mb: float
-    """Of the endpoint with all of them open."""
+    """With all of them open."""
     kb_per_session: float
     kb_per_call: float
     """More, of a session that has had a call of 64 tokens and 16 sampled ones."""
@@ -123,10 +125,10 @@ def bench_memory(sessions: int = SESSIONS, *, called: int = CALLED) -> MemoryFig
         loop = _Answering(port, 16)
         first = _open(port, "g-0/0")
         loop.drive(lambda: _ask_often(first, 64, WARM_CALLS))
-        empty = _rss(port.pid)
+        empty = rss_bytes(port.pid)
         addresses = [_open(port, f"g-{at}/1") for at in range(sessions)]
         loop.drive(lambda: _ask_often(first, 64, 1))  # behind all of them in the pipe
-        opened = _rss(port.pid)
+        opened = rss_bytes(port.pid)
 
         def one_call_each() -> None:
             for address in addresses[:called]:
@@ -134,10 +136,11 @@ def bench_memory(sessions: int = SESSIONS, *, called: int = CALLED) -> MemoryFig
 
         loop.drive(one_call_each)
         return MemoryFigure(
+            process="endpoint",
             sessions=sessions,
             process_mb=opened / 1e6,
             kb_per_session=(opened - empty) / sessions / 1e3,
-            kb_per_call=(_rss(port.pid) - opened) / called / 1e3,
+            kb_per_call=(rss_bytes(port.pid) - opened) / called / 1e3,
         )
 
 
@@ -317,6 +320,6 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _rss(pid: int) -> int:
+def rss_bytes(pid: int) -> int:
     """Bytes of memory of a process (Linux)."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

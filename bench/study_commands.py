@@ -14,7 +14,6 @@ from dora_pipe.cli.options import (
     OBJECTIVE_NAMES,
     OFFPOLICY_STEPS,
     PARADIGM_NAMES,
-    REWARD_MIN,
     JsonOption,
     OverrideOption,
 )
@@ -30,57 +29,56 @@ ObjectivesOption = Annotated[
 
 
 def paradigms(
+    task: Annotated[
+        str,
+        typer.Option(help="demo: real processes. tools: a calculator, in virtual time."),
+    ] = "demo",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of every paradigm.")] = 2,
-    steps: Annotated[int, typer.Option(min=1)] = 48,
+    steps: Annotated[int | None, typer.Option(min=1, help="48; of tools, 16.")] = None,
     target: Annotated[
-        float, typer.Option(help="Evaluation reward, the time to which is measured.")
-    ] = REWARD_MIN,
+        float | None,
+        typer.Option(help="Evaluation reward, the time to which is measured: .85."),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Beside the trainer.")] = 2,
     only: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(PARADIGM_NAMES)}; all.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Warmed up already; without, one is made.")
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option("-o", "--override", help="key=value of every run.")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Where the runs go and stay.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tools, in sizes that show only that it works.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Train the demo's task in every paradigm on this machine and compare, with repeated seeds."""
+    """Train the demo's task, or one with tools, in every paradigm and compare, with repeated
+    seeds."""
     from dora_pipe.bench.paradigms import ParadigmRun
-    from dora_pipe.bench.paradigms_study import (
-        EVALUATE_EVERY,
-        EVALUATION_PROMPTS,
-        bench_place,
-        line_of,
-        print_paradigms,
-        run_one,
-        warm_start,
-    )
+    from dora_pipe.bench.paradigms_study import bench_place, line_of, print_paradigms, study_of
     from dora_pipe.config.paradigms import paradigm
 
     names = [paradigm(name).name for name in only or PARADIGM_NAMES]
+    study = study_of(
+        task,
+        quick=quick,
+        steps=steps,
+        target=target,
+        workers=workers,
+        overrides=override or (),
+        model=model,
+    )
     runs: list[ParadigmRun] = []
     with bench_place(keep) as place:
-        config = warm_start(place)
-        common = [
-            f"run.steps={steps}",
-            f"workers.count={workers}",
-            f"evaluation.every={EVALUATE_EVERY}",
-            f"evaluation.prompts={EVALUATION_PROMPTS}",
-            f'model.path="{place / "start" / "warm"}"',
-            *(override or ()),
-        ]
+        config = study.begin(place)
         for seed in range(seeds):
             for name in names[seed % len(names) :] + names[: seed % len(names)]:
-                own = [f'run.name="{name}-{seed}"', f"run.seed={seed}", *common]
-                runs.append(run_one(config, name, seed, own, place, target))
+                runs.append(study.run(place, config, name, seed))
                 say(line_of(runs[-1]))
-    setting = (
-        f"{workers} worker{'s' * (workers > 1)} and a trainer of one thread each on "
-        f"{os.cpu_count()} cores; {steps} steps, {EVALUATION_PROMPTS} prompts evaluated every "
-        f"{EVALUATE_EVERY} steps, seeds 0 to {seeds - 1}, one run after the other"
-    )
-    print_paradigms(runs, target, setting, as_json=as_json)
+    print_paradigms(runs, study.scale.target, study.setting(seeds), as_json=as_json)
 
 
 def offpolicy(

@@ -105,7 +105,7 @@ class _Agents:
         assert not isinstance(effect, RefuseCall), effect
         self.answered += isinstance(effect, AnswerCall)
 
-    def poll(self) -> Sequence[CallAsked]:
+    def poll(self) -> list[CallAsked]:
         """The calls."""
         asked, self._asked = self._asked, []
         return asked

@@ -64,7 +64,7 @@ BENCHES: Final[Panels] = {
         "plan": ("bench.commands:plan", "Cost of a round of the planner."),
         "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),
         "restart": ("bench.commands:restart", "Time of an orchestrator's restart."),
-        "paradigms": ("bench.study_commands:paradigms", "The demo's task in every paradigm."),
+        "paradigms": ("bench.study_commands:paradigms", "A task in every paradigm."),
         "offpolicy": ("bench.study_commands:offpolicy", "Objectives by staleness."),
         "traces": ("bench.study_commands:traces", "What traces cost a run."),
         "faults": ("bench.study_commands:faults", "Kill roles; exit code 5 unless all is clean."),

@@ -15,7 +15,7 @@ import typer
 from dora_pipe.catalogue.statuses import role_costs
 from dora_pipe.cli.commands.audit import audit, replay
 from dora_pipe.cli.commands.start import sft
-from dora_pipe.cli.options import REWARD_MIN, TORCH
+from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH
 from dora_pipe.cli.output import emit_table
 from dora_pipe.config.load import load_config
 from dora_pipe.core.console import say, typed
@@ -134,12 +134,14 @@ def _costs(run: OpenRun) -> None:
     )
 
 
-def warm(start: Path) -> None:
-    """The demo's model under `start`, random and warmed up; `demo.toml` lies there. Needs torch."""
-    make_model(start / "random", TASK)
+def warm(start: Path, task: str = TASK) -> None:
+    """The model of an example's task under `start`, random and warmed up; `demo.toml` lies there.
+    Needs torch."""
+    make_model(start / "random", task)
     sft(
         start / "demo.toml",
         start / "warm",
+        steps=SFT_STEPS_OF[task],
         threads=WARM_THREADS,
         override=[f'model.path="{start / "random"}"'],
     )

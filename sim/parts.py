@@ -10,7 +10,7 @@ port of a world says by `due_ns` when it has something to report.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
@@ -64,7 +65,7 @@ from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
-from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.control import DataSet, RunStarted
 from dora_pipe.schemas.metrics import Cost
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
@@ -368,6 +369,10 @@ class Parts(Protocol):
         """Version 0 and the digest of the assets, both in the store."""
         ...
 
+    def data(self, config: Config) -> Mapping[str, DataSet]:
+        """The rows of every source; empty: some that nobody reads."""
+        ...
+
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
         """The ports of a worker incarnation."""
         ...
@@ -460,6 +465,10 @@ class PlainParts:
         digest = store.publish_assets([assets])
         return store.publish_weights(initial_weights), digest
 
+    def data(self, config: Config) -> Mapping[str, DataSet]:
+        """None that anybody reads."""
+        return {}
+
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
         """Production's ports, paced."""
         engine = self.engine(site, plan)
@@ -485,7 +494,7 @@ class PlainParts:
             handlers_setup(site.topics, site.run_started, site.config, history, adopt=False),
             bus=site.open_bus(),
             store=site.store,
-            make_learner=SimulatedLearner,
+            make_learner=lambda: self.learner(site),
             clock=site.clock,
             meter=site.meter,
         )
@@ -495,7 +504,11 @@ class PlainParts:
         )
         return TrainerParts(ports=[port], cached=inner.cached)
 
-    def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
+    def learner(self, site: Site) -> Learner:
+        """The trainer's."""
+        return SimulatedLearner()
+
+    def engine(self, site: Site, plan: WorkerPlan) -> Engine:
         """The engine of a worker."""
         return SimulatedEngine(
             slots=plan.slots,
@@ -553,7 +566,7 @@ class PlainParts:
             again_ns=lambda: 0,
         )
 
-    def _engine_port(self, site: Site, engine: SimulatedEngine, plan: WorkerPlan) -> SimPort:
+    def _engine_port(self, site: Site, engine: Engine, plan: WorkerPlan) -> SimPort:
         inner = EnginePort(
             engine,
             site.store.weights_path,

@@ -7,7 +7,7 @@ started it. Worlds and the clusters of tests are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -101,18 +101,19 @@ def run_started(
 ) -> RunStarted:
     """The first record of a run, whose version 0 and assets lie in the store afterwards."""
     policy, assets_digest = parts.policy(store, folder)
-    plain = msgspec.to_builtins(config)
+    plain, data = msgspec.to_builtins(config), parts.data(config) or data_of(config)
+    train, evaluated = (data.get(one) or plain_data(config, one) for one in ("train", "eval"))
     return RunStarted(
         at_ns=clock.wall_ns(),
         run=config.run.name,
         schema_version=SCHEMA_VERSION,
         config=plain,
         config_digest=config_digest(plain),
-        dataset_digest=DATASET,
-        dataset_rows=_rows(config),
-        eval_digest=EVAL_DATASET,
-        eval_rows=EVAL_ROWS,
-        datasets={name: one for name, one in data_of(config).items() if "/" in name},
+        dataset_digest=train.digest,
+        dataset_rows=train.rows,
+        eval_digest=evaluated.digest,
+        eval_rows=evaluated.rows,
+        datasets={name: one for name, one in data.items() if "/" in name},
         scored_together=tuple(
             source
             for one in pool_specs(config)
@@ -127,20 +128,24 @@ def run_started(
     )
 
 
+def plain_data(config: Config, purpose: str) -> DataSet:
+    """The rows of a source without a name."""
+    if purpose == "eval":
+        return DataSet(digest=EVAL_DATASET, rows=EVAL_ROWS)
+    few = any(has_curriculum(one) for one in config.tasks)
+    return DataSet(digest=DATASET, rows=FEW_ROWS if few else ROWS)
+
+
 def data_of(config: Config) -> dict[str, DataSet]:
     """The rows of every source; no two with a name have as many, or the same."""
     found: dict[str, DataSet] = {}
     for source in turns_by_source(config):
-        train = source.startswith("train")
-        digest, rows = (DATASET, _rows(config)) if train else (EVAL_DATASET, EVAL_ROWS)
-        if "/" in source:
-            digest, rows = sha256_hex(source.encode()), rows + len(found) + 1
-        found[source] = DataSet(digest=digest, rows=rows)
+        purpose, _, name = source.partition("/")
+        one = plain_data(config, purpose)
+        if name:
+            one = DataSet(digest=sha256_hex(source.encode()), rows=one.rows + len(found) + 1)
+        found[source] = one
     return found
-
-
-def _rows(config: Config) -> int:
-    return FEW_ROWS if any(has_curriculum(one) for one in config.tasks) else ROWS
 
 
 def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Started:
@@ -210,7 +215,9 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
     append = Append(topic=site.topics.control, key=plan.name.encode(), value=joined)
     epoch = writer.append([append])[0]
     machine = WorkerMachine(
-        _worker_setup(site, epoch, plan, made, decisions_from),
+        _worker_setup(
+            site, epoch, plan, made, decisions_from, parts.data(site.config) or data_of(site.config)
+        ),
         cost=site.meter.cost,
         kv_used=lambda: made.engine.kv_used_tokens,
         prompt_tokens=lambda: made.engine.prompt_tokens,
@@ -242,7 +249,12 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
 
 
 def _worker_setup(
-    site: Site, epoch: int, plan: WorkerPlan, made: WorkerParts, decisions_from: int
+    site: Site,
+    epoch: int,
+    plan: WorkerPlan,
+    made: WorkerParts,
+    decisions_from: int,
+    data: Mapping[str, DataSet],
 ) -> WorkerSetup:
     config = site.config
     agents = agents_by_source(config)
@@ -261,7 +273,7 @@ def _worker_setup(
         limits=_limits(config),
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
-        digests={source: one.digest for source, one in data_of(config).items()},
+        digests={source: one.digest for source, one in data.items()},
         params=params_by_source(config, made.stop_ids, {}),
         agents=frozenset(agents),
         calls_max={source: one.calls_max for source, one in agents.items()},

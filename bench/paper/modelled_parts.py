@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.simulated import Lengths
 from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.ports import EnginePort
 from dora_pipe.sim.modelled_worker import EngineRates
@@ -30,7 +31,7 @@ class ModelledParts(PlainParts):
     rates: EngineRates
     coarse: int = 1
 
-    def _engine_port(self, site: Site, engine: SimulatedEngine, plan: WorkerPlan) -> SimPort:
+    def _engine_port(self, site: Site, engine: Engine, plan: WorkerPlan) -> SimPort:
         inner = EnginePort(
             engine,
             site.store.weights_path,

@@ -54,6 +54,7 @@ from dora_pipe.producers.worker.ports import (
     TextCodec,
 )
 from dora_pipe.producers.worker.resume import ProgressPort
+from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.parts import (
@@ -401,6 +402,9 @@ class Cluster:
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         return self.parts.policy(store, directory)
+
+    def data(self, config: Config) -> Mapping[str, DataSet]:
+        return {}
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
         tasks = self.tasks()

@@ -74,6 +74,7 @@ CHECKS: Final[dict[str, str]] = {
     "calls": "S26: an agent is told what the log has, the same again, and its record has just that",
     "contexts": "S27: no token stands in a record twice for being shared by calls",
     "waiting": "S28: a session whose agent waits for no answer holds no place of another request",
+    "replay": "S29: an environment that is told again what it was told is told just that",
     "digest": "R3: the digest that an orchestrator keeps in step is that of its state",
     "log": "R1: the audit of the whole log finds nothing",
     "role": "no role finds its own state broken",

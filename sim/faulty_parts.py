@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 from dora_pipe.core.errors import PolicyError
@@ -57,8 +58,11 @@ class FaultyParts(PlainParts):
 
     @property
     def single_turn(self) -> bool:
-        """Episodes stay where they are, agents are started again elsewhere."""
+        """Episodes stay where they are, but for those whose environment can be told again what it
+        was told; agents are started again elsewhere."""
         scenario = self.injector.scenario
+        if scenario.replayable:
+            return True
         return not scenario.episodes or all(one.has_agent for one in scenario.config.tasks)
 
     def agents(self, site: Site) -> Agents | None:
@@ -102,6 +106,8 @@ class _FaultyTasks:
         self._chance = site.chance
         self._delays = delays
         self._failing: dict[str, str] = {}
+        self._told: dict[str, list[str]] = {}
+        """Of every environment, by request."""
 
     def delay_ns(self, call: TaskCall) -> int:
         """How long this call takes; whether it fails is decided here."""
@@ -129,7 +135,10 @@ class _FaultyTasks:
         if kind:
             return TaskFailed(request=name, error="ValueError", message="no number in it")
         if isinstance(call, PromptCall):
-            return prompt_of(call, episode=self._injector.scenario.episodes)
+            scenario, self._told[name] = self._injector.scenario, []
+            return prompt_of(call, episode=scenario.episodes, replayable=scenario.replayable)
+        if isinstance(call, EnvStep) and self._injector.scenario.replayable:
+            return self._say(call)
         if isinstance(call, EnvStep):
             return observed_of(call, done=self._chance.randrange(TURNS_MEAN) == 0)
         if isinstance(call, GroupCall):
@@ -146,6 +155,15 @@ class _FaultyTasks:
         if isinstance(call, EnvStep):
             return "episode-lost"
         return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
+
+    def _say(self, call: EnvStep) -> TaskEvent:
+        """What follows from what an environment has been told."""
+        told = self._told[call.request]
+        told.append(call.turn.text)
+        name = call.request.partition("/")[0]
+        chance = Random(f"environment {self._injector.scenario.seed} {name} {told}")
+        text = " ".join(str(chance.randrange(3, 96)) for _ in range(chance.randint(1, 3)))
+        return observed_of(call, done=chance.randrange(TURNS_MEAN) == 0, text=text)
 
     def _says_retry(self) -> bool:
         return "retry" in self._injector.scenario.faults and self._chance.random() < 0.5

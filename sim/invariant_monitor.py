@@ -22,7 +22,14 @@ from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.off_engine import AVERAGED_NS
-from dora_pipe.schemas.control import RoleStarted, WorkerJoined, WorkerLeft, decode_control
+from dora_pipe.schemas.control import (
+    REPLAY_DIFFERS,
+    RequestFailed,
+    RoleStarted,
+    WorkerJoined,
+    WorkerLeft,
+    decode_control,
+)
 from dora_pipe.schemas.metrics import (
     OrchestratorStatus,
     TrainerStatus,
@@ -163,6 +170,8 @@ class InvariantMonitor:
                 what = f"{found.role} takes role epoch {found.role_epoch}"
                 self.wrong("epochs", f"{what}, {self._newest[found.role]} comes next")
             self._newest[found.role] += 1
+        if isinstance(found, RequestFailed) and found.error == REPLAY_DIFFERS:
+            self.wrong("replay", f"{found.trajectory}: {found.message}")
         worker = getattr(found, "worker", None)
         if worker is None:
             return

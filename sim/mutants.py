@@ -39,7 +39,7 @@ from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
-from dora_pipe.sim.mutants_of_sessions import OF_SESSIONS
+from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_SESSIONS
 
 _MISSING: Final = object()
 
@@ -447,6 +447,7 @@ def _untouched(patches: Patches) -> None:
 
 _ALL: Final = (
     *OF_SESSIONS,
+    *OF_EPISODES,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),
     ("gate-at-t", "the bound is asked at t instead of s while a step trains", _gate_at_t),
     ("first-finished", "batches take what finished first", _first_finished),

@@ -9,6 +9,7 @@ from dora_pipe.core.runtime import Now, Published
 from dora_pipe.producers.worker import sessions
 from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
 from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
+from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.requests import Requests
@@ -107,6 +108,28 @@ def _calls_stay(patches: Patches) -> None:
 def _thinking_holds(patches: Patches) -> None:
     patches.put(RequestTable, "_on_engine", lambda self, request: True)
 
+
+def _told_otherwise(patches: Patches) -> None:
+    right = Episodes._tell
+
+    def tell(self: Episodes, request: RequestState, now: Now) -> None:
+        if request.replay:
+            said = request.replay[0].said
+            self._requests.ask_environment(request, [*said[1:], *said[:1]], now)
+        else:
+            right(self, request, now)
+
+    patches.put(Episodes, "_tell", tell)
+
+
+OF_EPISODES: Final = (
+    (
+        "told-otherwise",
+        "an environment that begins again is told another turn than was sampled",
+        _told_otherwise,
+    ),
+)
+"""As `OF_SESSIONS`, of episodes that go on with another environment."""
 
 OF_SESSIONS: Final = (
     ("answered-early", "an answer leaves before its record is in the log", _answered_early),

@@ -260,17 +260,17 @@ class SimTasks:
         self._due_ns = self._clock.now_ns() if self._lost else due_ns
 
 
-def prompt_of(call: PromptCall, *, episode: bool = False) -> PromptReady:
+def prompt_of(call: PromptCall, *, episode: bool = False, replayable: bool = False) -> PromptReady:
     """A prompt of three to six tokens that tells the row."""
     row = call.index
     words = [3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]
     text = " ".join(map(str, words + words[: row % 4]))
-    return PromptReady(request=call.request, text=text, episode=episode)
+    return PromptReady(request=call.request, text=text, episode=episode, replayable=replayable)
 
 
-def observed_of(call: EnvStep, *, done: bool) -> EnvObserved:
-    """Two tokens of a tool."""
-    return EnvObserved(request=call.request, text="8 9", done=done, tool="tool", ok=True)
+def observed_of(call: EnvStep, *, done: bool, text: str = "8 9") -> EnvObserved:
+    """What a tool says."""
+    return EnvObserved(request=call.request, text=text, done=done, tool="tool", ok=True)
 
 
 ADDRESSES: Final = Addresses(host="sim", port=1, secret=b"sim")

@@ -154,6 +154,8 @@ class Scenario:
     task_share: float
     """Calls of the task that fail, where such faults are enabled."""
     episodes: bool
+    replayable: bool = False
+    """Environments that are told the same say the same."""
     faulty_ns: int
     """The faults stop after so long at the latest."""
 
@@ -326,6 +328,8 @@ def _agents(scenario: Scenario) -> Scenario:
     episodes; drawn apart."""
     chance = Random(f"dora-pipe sim agents {scenario.seed}")
     config, faults = scenario.config, dict(scenario.faults)
+    again = Random(f"dora-pipe sim replayable {scenario.seed}").random() < 0.5
+    scenario = replace(scenario, replayable=scenario.episodes and again)
     some = chance.random() < AGENTS_SHARE
     kinds = (OF_EPISODES if scenario.episodes or some else ()) + (OF_AGENTS if some else ())
     for name in kinds:

@@ -28,6 +28,7 @@ RARE = frozenset(
         "progress-lost",
         "restart-forgets",
         "short-batch",
+        "told-otherwise",
         "too-many",
         "unknown-is-done",
         "weights-stay",

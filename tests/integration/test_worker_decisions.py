@@ -89,32 +89,35 @@ def test_request_handed_ahead_of_a_slot_is_cancelled_without_ever_running() -> N
     assert worker.engine.active == 0
 
 
-@pytest.mark.parametrize("held", [RewardCall, None])
-def test_cancelled_request_that_has_finished_is_logged(held: type | None) -> None:
+def test_cancelled_request_that_has_its_reward_is_logged() -> None:
     world = World(lengths=lambda seed, turn: 5)
-    tasks = InlineTasks(held={held} if held else set())
-    worker = world.start(tasks=tasks)
+    worker = world.start()
     place = world.place(worker, 0)
     world.decide(place)
-    late = Phase.REWARDING if held else Phase.LOGGING
-    world.until(worker, lambda: worker.machine.requests.in_phase(late) == 1)
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.LOGGING) == 1)
     world.decide(world.cancel(place))
-    world.ticks(worker, 4)
-    tasks.held.clear()
     world.until_idle(worker)
     assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [place.trajectory]
 
 
+def test_cancelled_request_waits_for_no_reward_that_may_never_come() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    worker = world.start(tasks=InlineTasks(held={RewardCall}))
+    place = world.place(worker, 0)
+    world.decide(place)
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
+    world.decide(world.cancel(place))
+    world.until_idle(worker)
+    assert world.facts(TrajectoryLogged) == []
+
+
 def test_same_request_may_come_again_under_its_next_attempt_while_the_first_is_logged() -> None:
     world = World(lengths=lambda seed, turn: 5)
-    tasks = InlineTasks(held={RewardCall})
-    worker = world.start(tasks=tasks)
+    worker = world.start()
     first = world.place(worker, 0)
     world.decide(first)
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.LOGGING) == 1)
     world.decide(world.cancel(first), world.place(worker, 0, attempt=2))
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 2)
-    tasks.held.clear()
     world.until_idle(worker)
     assert sorted(one.attempt for one in world.facts(TrajectoryLogged)) == [1, 2]
 

@@ -130,6 +130,11 @@ RESIDENT_SHARE: Final = 0.3
 """Of these, whose workers host several versions."""
 
 
+AGENTS_LONGER: Final = 8.0
+"""Groups of agents have so many times as long: else those of slow workers would all be over before
+they end, and the run with them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """What a seed means."""
@@ -354,6 +359,12 @@ def _with_agents(chance: Random, config: Config) -> Config:
         )
         for place, task in enumerate(config.tasks)
     ]
+    groups = config.groups
+    if groups.seconds_max is not None:
+        longer_s = AGENTS_LONGER * groups.seconds_max
+        config = msgspec.structs.replace(
+            config, groups=msgspec.structs.replace(groups, seconds_max=longer_s)
+        )
     tokens = chance.choice((48, 256))
     sampling = msgspec.structs.replace(config.sampling, max_tokens=tokens)
     more_tasks = tuple(more) or msgspec.UNSET

@@ -44,6 +44,10 @@ class OpenCall:
     finish: FinishReason = "stop"
     ended_ns: int = 0
 
+    def not_before(self, wall_ns: int) -> int:
+        """This time, or that of the question: a wall clock may jump back between them."""
+        return max(self.asked_ns, wall_ns)
+
 
 @dataclass(slots=True, kw_only=True)
 class Session:

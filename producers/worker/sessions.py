@@ -289,7 +289,7 @@ class Sessions:
                 self._refuse(request, mine.number, Refusal(500, ENGINE_FAILED, error))
             self._broken(request, "EngineError", error, now)
             return
-        mine.finish, mine.ended_ns = event.reason, now.wall_ns
+        mine.finish, mine.ended_ns = event.reason, mine.not_before(now.wall_ns)
         request.first_token_ns = request.first_token_ns or call.first_token_ns
         self._requests.enter(call, Phase.ANSWERING)
         _session(request).sampled.append(mine.name)
@@ -317,7 +317,7 @@ class Sessions:
         session = _session(request)
         turn, session.logging = session.logging, None
         assert turn is not None
-        answered = msgspec.structs.replace(turn.call, answered_ns=now.wall_ns)
+        answered = msgspec.structs.replace(turn.call, answered_ns=mine.not_before(now.wall_ns))
         why = session.tree.add(replace(turn, call=answered))
         assert not why, why
         session.answers[session.sampled.popleft()] = turn.turn

@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import OF_AGENTS, OF_EPISODES, Scenario, draw
+from dora_pipe.sim.scenario import AGENTS_LONGER, OF_AGENTS, OF_EPISODES, Scenario, draw
 from dora_pipe.sim.seed_runner import SeedResult, run_seed
 
 FIRST, MORE = range(9, 14), range(14, 400)
@@ -43,7 +44,10 @@ def test_agents_come_to_one_of_four_seeds_and_change_nothing_else_of_it() -> Non
     for before, one in drawn:
         assert not has_agents(before) and before.faults.keys().isdisjoint(KINDS)
         assert before.faults.items() <= one.faults.items()
-        assert (before.config.run, before.config.groups) == (one.config.run, one.config.groups)
+        longer = one.config.groups
+        if has_agents(one) and longer.seconds_max:
+            longer = msgspec.structs.replace(longer, seconds_max=longer.seconds_max / AGENTS_LONGER)
+        assert (before.config.run, before.config.groups) == (one.config.run, longer)
         if not (has_agents(one) or one.episodes):
             assert one == before
 

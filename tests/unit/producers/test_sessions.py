@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ class Driver:
         self.requests = Requests(setup_of(epoch=9, **{**OF_AGENTS, **changes}))
         self.requests.versions = frozenset({0})
         self.sessions = Sessions(self.requests)
+        self.now = NOW
         self.place()
 
     def place(self) -> None:
@@ -65,14 +67,15 @@ class Driver:
 
     def give(self, *events: Any) -> list[Any]:
         """The effects of these events."""
-        self.requests.begin_turn(NOW.mono_ns)
+        now = self.now
+        self.requests.begin_turn(now.mono_ns)
         for event in events:
             if isinstance(event, Published):
-                taken = self.sessions.handle_published(event, NOW)
+                taken = self.sessions.handle_published(event, now)
                 if not taken:
-                    self.requests.handle_published(event, NOW)
-            elif not self.sessions.handle(event, NOW):
-                self.requests.handle(event, NOW)
+                    self.requests.handle_published(event, now)
+            elif not self.sessions.handle(event, now):
+                self.requests.handle(event, now)
         self.requests.fill(0)
         return self.requests.out.effects
 
@@ -134,6 +137,18 @@ def test_call_goes_to_the_engine_with_a_seed_of_its_own_and_what_is_left_of_the_
     assert effect.request.params.max_tokens == 5
     (effect,) = driver.ask(2, [1])
     assert isinstance(effect, EngineAdd) and effect.request.params.max_tokens == 62
+
+
+def test_wall_clock_that_jumps_back_answers_no_call_before_it_was_asked() -> None:
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    driver.now = replace(NOW, wall_ns=NOW.wall_ns - 5)
+    driver.sample(f"{KEY}#0", [7])
+    driver.log(f"{KEY}#0", 4)
+    session = driver.requests.by_key[KEY].session
+    assert session is not None
+    (turn,) = session.tree.turns
+    assert turn.call.answered_ns == turn.call.asked_ns == NOW.wall_ns
 
 
 def test_call_is_recorded_then_answered() -> None:

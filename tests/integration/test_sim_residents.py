@@ -11,6 +11,8 @@ from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import run_seed
 
 FIRST, MORE = range(6), (*range(6, 60), *range(1000, 1500))
+SHARES = 8
+"""Of the longest test, so that nobody waits for it alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,5 +57,6 @@ def test_broken_seed_says_how_it_is_played_again() -> None:
 
 @pytest.mark.pure
 @pytest.mark.slow
-def test_five_hundred_seeds_with_such_workers_hold() -> None:
-    assert broken(MORE) == []
+@pytest.mark.parametrize("share", range(SHARES))
+def test_five_hundred_seeds_with_such_workers_hold(share: int) -> None:
+    assert broken(MORE[share::SHARES]) == []

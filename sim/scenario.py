@@ -130,9 +130,9 @@ RESIDENT_SHARE: Final = 0.3
 """Of these, whose workers host several versions."""
 
 
-AGENTS_LONGER: Final = 8.0
-"""Groups of agents have so many times as long: else those of slow workers would all be over before
-they end, and the run with them."""
+AGENTS_SECONDS: Final = 64.0
+"""Groups of agents have so long at least, where their time is bounded: else those of slow workers
+would all be over before they end, and the run with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +361,7 @@ def _with_agents(chance: Random, config: Config) -> Config:
     ]
     groups = config.groups
     if groups.seconds_max is not None:
-        longer_s = AGENTS_LONGER * groups.seconds_max
+        longer_s = max(AGENTS_SECONDS, groups.seconds_max)
         config = msgspec.structs.replace(
             config, groups=msgspec.structs.replace(groups, seconds_max=longer_s)
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import AGENTS_LONGER, OF_AGENTS, OF_EPISODES, Scenario, draw
+from dora_pipe.sim.scenario import AGENTS_SECONDS, OF_AGENTS, OF_EPISODES, Scenario, draw
 from dora_pipe.sim.seed_runner import SeedResult, run_seed
 
 FIRST, MORE = range(9, 14), range(14, 400)
@@ -44,10 +44,11 @@ def test_agents_come_to_one_of_four_seeds_and_change_nothing_else_of_it() -> Non
     for before, one in drawn:
         assert not has_agents(before) and before.faults.keys().isdisjoint(KINDS)
         assert before.faults.items() <= one.faults.items()
-        longer = one.config.groups
-        if has_agents(one) and longer.seconds_max:
-            longer = msgspec.structs.replace(longer, seconds_max=longer.seconds_max / AGENTS_LONGER)
-        assert (before.config.run, before.config.groups) == (one.config.run, longer)
+        groups = before.config.groups
+        if has_agents(one) and groups.seconds_max:
+            longer_s = max(AGENTS_SECONDS, groups.seconds_max)
+            groups = msgspec.structs.replace(groups, seconds_max=longer_s)
+        assert (before.config.run, groups) == (one.config.run, one.config.groups)
         if not (has_agents(one) or one.episodes):
             assert one == before
 

@@ -164,29 +164,35 @@ _ANSWERS: Final[dict[type, Callable[[Any], Any]]] = {
 def _round(running: int) -> Record:
     """Assign a version, and place the requests."""
     assign = Assign(reason="", worker="w0", epoch=0, version=VERSION, digest=DIGEST)
-    places = [_place(ordinal) for ordinal in range(running // GROUP)]
+    places = [
+        place_of(ordinal, version=VERSION, digest=DIGEST, size=GROUP, worker="w0", epoch=0)
+        for ordinal in range(running // GROUP)
+    ]
     decisions: tuple[AnyDecision, ...] = (assign, *places)
     round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0, decisions=decisions)
     return Record(topic=_TOPICS.decisions, partition=0, offset=0, key=b"", value=encode(round_))
 
 
-def _place(ordinal: int) -> Place:
+def place_of(
+    ordinal: int, *, version: int, digest: str, size: int, worker: str, epoch: int
+) -> Place:
+    """A whole training group on a worker."""
     spec = GroupSpec(
         group=group_id("train", ordinal),
         ordinal=ordinal,
         purpose="train",
-        version=VERSION,
-        digest=DIGEST,
-        deadline=VERSION + 2,
+        version=version,
+        digest=digest,
+        deadline=version + 2,
         partition=ordinal % 4,
-        dataset_digest=DIGEST,
+        dataset_digest=digest,
         index=ordinal,
         data_epoch=0,
         seed=group_seed(1, "train", ordinal),
-        size=GROUP,
+        size=size,
     )
-    siblings = tuple(PlacedSibling(sibling=one, attempt=1) for one in range(GROUP))
-    return Place(reason="", spec=spec, worker="w0", epoch=0, siblings=siblings)
+    siblings = tuple(PlacedSibling(sibling=one, attempt=1) for one in range(size))
+    return Place(reason="", spec=spec, worker=worker, epoch=epoch, siblings=siblings)
 
 
 def _setup(running: int) -> WorkerSetup:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.bench.endpoint import MemoryFigure, rss_bytes
+from dora_pipe.bench.status import place_of
 from dora_pipe.bus.port import Append, Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.clock import SystemClock
@@ -35,8 +36,7 @@ from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.ports import CodecPort, EnginePort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.schemas.identity import group_id, group_seed
-from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, Place, PlacedSibling, Round
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
@@ -164,7 +164,10 @@ class _Worker:
         """So many more are placed here, and their agents started."""
         wanted = len(self.agents.open) + sessions
         first, self._groups = self._groups, self._groups - (-sessions // GROUP_SIZE)
-        places = [_place(ordinal) for ordinal in range(first, self._groups)]
+        places = [
+            place_of(ordinal, version=0, digest=DIGEST, size=GROUP_SIZE, worker=WORKER, epoch=EPOCH)
+            for ordinal in range(first, self._groups)
+        ]
         for start in range(0, len(places), GROUPS_OF_ROUND):
             self._decide(places[start : start + GROUPS_OF_ROUND])
         self._until(lambda: len(self.agents.open) >= wanted)
@@ -220,22 +223,3 @@ def _setup(slots: int) -> WorkerSetup:
         calls_max={"train": 64},
         calls_open_max={"train": 8},
     )
-
-
-def _place(ordinal: int) -> Place:
-    spec = GroupSpec(
-        group=group_id("train", ordinal),
-        ordinal=ordinal,
-        purpose="train",
-        version=0,
-        digest=DIGEST,
-        deadline=2,
-        partition=ordinal % 4,
-        dataset_digest=DIGEST,
-        index=ordinal,
-        data_epoch=0,
-        seed=group_seed(1, "train", ordinal),
-        size=GROUP_SIZE,
-    )
-    siblings = tuple(PlacedSibling(sibling=one, attempt=1) for one in range(GROUP_SIZE))
-    return Place(spec=spec, worker=WORKER, epoch=EPOCH, siblings=siblings, reason="bench")

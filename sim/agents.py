@@ -70,7 +70,7 @@ class AgentError(Exception):
     """What a program raises."""
 
 
-class Witness(Protocol):
+class AgentObserver(Protocol):
     """Hears what every program of an incarnation is told."""
 
     def began(self, incarnation: int, request: str) -> None:
@@ -90,20 +90,20 @@ class Witness(Protocol):
         ...
 
 
-class NoWitness:
+class NoObserver:
     """Nobody looks."""
 
     def began(self, incarnation: int, request: str) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
 
     def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
 
     def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
 
     def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
 
 
 # What a program asks for
@@ -164,7 +164,7 @@ def _most(chance: Random) -> int | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Life:
+class _RunningProgram:
     """A program that runs."""
 
     call: PoolCall
@@ -199,7 +199,7 @@ class Agents:
         think_ns: Callable[[], int],
         befalls: Callable[[str], bool] = lambda kind: False,
         hang_ns: Callable[[], int] = lambda: 0,
-        witness: Witness | None = None,
+        observer: AgentObserver | None = None,
     ) -> None:
         self._clock = clock
         self._seed = seed
@@ -208,9 +208,9 @@ class Agents:
         self._think_ns = think_ns
         self._befalls = befalls
         self._hang_ns = hang_ns
-        self._witness = witness or NoWitness()
+        self._observer = observer or NoObserver()
         self._open: set[str] = set()
-        self._lives: dict[str, _Life] = {}
+        self._running: dict[str, _RunningProgram] = {}
         self._begun: set[str] = set()
         self._later: list[tuple[int, int, Any]] = []
         self._serial, self._numbers = count(), count()
@@ -234,12 +234,12 @@ class Agents:
         while self._later and self._later[0][0] <= now_ns:
             event = heapq.heappop(self._later)[2]
             events.append(event)
-            life = self._lives.get(event.request)
+            running = self._running.get(event.request)
             if isinstance(event, AgentEnded | TaskFailed):
-                self._lives.pop(event.request, None)
-            elif life is not None and isinstance(event, CallAsked) and event.call in life.asks:
-                self._witness.asked(self._incarnation, event.request, event.token_ids)
-                life.waits += 1
+                self._running.pop(event.request, None)
+            elif running and isinstance(event, CallAsked) and event.call in running.asks:
+                self._observer.asked(self._incarnation, event.request, event.token_ids)
+                running.waits += 1
         return events
 
     @property
@@ -253,7 +253,7 @@ class Agents:
 
     def close(self) -> None:
         """All end."""
-        self._lives.clear()
+        self._running.clear()
         self._later.clear()
 
     # As task processes
@@ -261,26 +261,27 @@ class Agents:
     def begin(self, call: PoolCall) -> None:
         """Run a program from its beginning."""
         name = call.request
-        assert name not in self._lives, f"the agent of {name} runs"
-        self._witness.began(self._incarnation, name)
-        life = _Life(call=call, program=program(call, self._draws(name.partition("/")[0])))
-        life.raises, life.again = self._befalls(AGENT_RAISES), name in self._begun
-        life.idle_ns = self._clock.now_ns()
-        self._lives[name] = life
+        assert name not in self._running, f"the agent of {name} runs"
+        self._observer.began(self._incarnation, name)
+        draws = self._draws(name.partition("/")[0])
+        running = _RunningProgram(call=call, program=program(call, draws))
+        running.raises, running.again = self._befalls(AGENT_RAISES), name in self._begun
+        running.idle_ns = self._clock.now_ns()
+        self._running[name] = running
         self._begun.add(name)
         if self._befalls(AGENT_LOST):
             message = self._chance.choice(LOST_MESSAGES)
             self._say(EpisodeLost(request=name, message=message), 3 * self._think_ns())
-        self._go_on(life, None)
+        self._go_on(running, None)
 
     def forget(self, request: str) -> None:
         """A program is ended, and nothing more is heard of it."""
-        self._lives.pop(request, None)
+        self._running.pop(request, None)
         self._drop(request)
 
     def lose(self, message: str) -> None:
         """Their process dies: what they asked for last may still be on its way."""
-        for name in list(self._lives):
+        for name in list(self._running):
             asked = [event for _, _, event in self._later if event.request == name]
             self.forget(name)
             self._say(EpisodeLost(request=name, message=message), 0)
@@ -291,7 +292,7 @@ class Agents:
     def lose_endpoint(self, message: str) -> None:
         """The endpoint's process dies: every session is over, also one whose program has just
         returned."""
-        for name in sorted(self._open & self._lives.keys()):
+        for name in sorted(self._open & self._running.keys()):
             ended = [
                 event
                 for _, _, event in self._later
@@ -306,12 +307,12 @@ class Agents:
     @property
     def many(self) -> int:
         """Programs that run."""
-        return len(self._lives)
+        return len(self._running)
 
     def idle(self) -> dict[str, int]:
         """Since when requests need no slot: their program, a first one, waits for no answer."""
-        found = self._lives.items()
-        return {name: life.idle_ns for name, life in found if not (life.waits or life.again)}
+        found = self._running.items()
+        return {name: one.idle_ns for name, one in found if not (one.waits or one.again)}
 
     def _draws(self, trajectory: str) -> Draws:
         """What a program draws, always the same; if it wanders, from some round on something else.
@@ -324,22 +325,22 @@ class Agents:
         seed = f"agent {self._seed} {trajectory}"
         return lambda number: Random(f"{seed} {number} {salt if number >= after else ''}")
 
-    def _go_on(self, life: _Life, heard: list[Heard] | None) -> None:
-        name = life.call.request
+    def _go_on(self, running: _RunningProgram, heard: list[Heard] | None) -> None:
+        name = running.call.request
         try:
-            asks = life.program.send(heard) if heard is not None else next(life.program)
+            asks = running.program.send(heard) if heard is not None else next(running.program)
         except StopIteration as end:
-            self._end(life, end.value)
+            self._end(running, end.value)
             return
         except AgentError as error:
             self._fail(name, str(error))
             return
         numbers = [next(self._numbers) for _ in asks]
-        life.asks, life.heard = dict(zip(numbers, asks, strict=True)), {}
-        life.tries = 0
+        running.asks, running.heard = dict(zip(numbers, asks, strict=True)), {}
+        running.tries = 0
         hangs = self._hang_ns() if self._befalls(AGENT_HANGS) else 0
         for number in self._chance.sample(numbers, len(numbers)):
-            self._ask(name, number, life.asks[number], hangs + self._think_ns())
+            self._ask(name, number, running.asks[number], hangs + self._think_ns())
 
     def _ask(self, name: str, number: int, ask: Ask, delay_ns: int) -> None:
         asked = CallAsked(
@@ -352,34 +353,34 @@ class Agents:
         self._say(asked, delay_ns)
 
     def _hear(self, heard: Heard) -> None:
-        life = self._lives.get(heard.request)
-        if life is None or heard.call not in life.asks:
+        running = self._running.get(heard.request)
+        if running is None or heard.call not in running.asks:
             return  # asked by one that is not there any more
-        assert heard.call not in life.heard, f"call {heard.call} is answered twice"
-        ask = life.asks[heard.call]
-        life.waits -= 1
-        life.idle_ns = self._clock.now_ns()
+        assert heard.call not in running.heard, f"call {heard.call} is answered twice"
+        ask = running.asks[heard.call]
+        running.waits -= 1
+        running.idle_ns = self._clock.now_ns()
         if isinstance(heard, AnswerCall):
-            self._witness.told(self._incarnation, ask.prompt, heard)
+            self._observer.told(self._incarnation, ask.prompt, heard)
         else:
-            self._witness.refused(self._incarnation, heard.request, ask.prompt)
-            if heard.code == TOO_MANY_OPEN and life.tries < TRIES_MAX:
-                self._ask_again(life, heard.call)
+            self._observer.refused(self._incarnation, heard.request, ask.prompt)
+            if heard.code == TOO_MANY_OPEN and running.tries < TRIES_MAX:
+                self._ask_again(running, heard.call)
                 return
-        life.heard[heard.call] = heard
-        if len(life.heard) == len(life.asks):
-            self._go_on(life, [life.heard[number] for number in life.asks])
+        running.heard[heard.call] = heard
+        if len(running.heard) == len(running.asks):
+            self._go_on(running, [running.heard[number] for number in running.asks])
 
-    def _ask_again(self, life: _Life, refused: int) -> None:
+    def _ask_again(self, running: _RunningProgram, refused: int) -> None:
         """Make a call again, in its place among those of its round."""
-        life.tries += 1
-        ask, number = life.asks[refused], next(self._numbers)
-        life.asks = {number if old == refused else old: one for old, one in life.asks.items()}
-        self._ask(life.call.request, number, ask, life.tries * (1 + self._think_ns()))
+        running.tries += 1
+        ask, number = running.asks[refused], next(self._numbers)
+        running.asks = {number if old == refused else old: one for old, one in running.asks.items()}
+        self._ask(running.call.request, number, ask, running.tries * (1 + self._think_ns()))
 
-    def _end(self, life: _Life, value: Rewarded | str | None) -> None:
-        name = life.call.request
-        if life.raises:
+    def _end(self, running: _RunningProgram, value: Rewarded | str | None) -> None:
+        name = running.call.request
+        if running.raises:
             self._fail(name, "a bug of its own")
             return
         rewarded = value if isinstance(value, Rewarded) else None

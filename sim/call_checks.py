@@ -44,7 +44,7 @@ class _Start:
 
 
 class CallChecks:
-    """A `Witness`; `wrong` is called with a check of `checks.CHECKS` and what does not hold."""
+    """An `AgentObserver`; `wrong` is called with a check of `checks.CHECKS` and what is amiss."""
 
     def __init__(self, wrong: Callable[[str, str], None]) -> None:
         self.counted: Counter[str] = Counter()
@@ -75,20 +75,20 @@ class CallChecks:
     # Answers
 
     def began(self, incarnation: int, request: str) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
         self._starts[incarnation, request] = _Start()
 
     def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
         self._starts[incarnation, request].asked[prompt_digest(prompt)] += 1
 
     def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
         self.counted["call refused"] += 1
         self._starts[incarnation, request].asked[prompt_digest(prompt)] -= 1
 
     def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
-        """See `Witness`."""
+        """See `AgentObserver`."""
         self.counted["call answered"] += 1
         start = self._starts[incarnation, answer.request]
         tokens, trajectory = tuple(answer.token_ids), answer.request.partition("/")[0]

@@ -22,7 +22,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.worker.kv_handover import KvLabel, MemoryHandover
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.sim.agents import Agents, Witness
+from dora_pipe.sim.agents import AgentObserver, Agents
 from dora_pipe.sim.fault_injector import FaultInjector
 from dora_pipe.sim.parts import (
     MS,
@@ -50,7 +50,7 @@ class FaultyParts(PlainParts):
     """`PlainParts` whose task and engine fail as the injector's seed says, until it is over."""
 
     injector: FaultInjector
-    witness: Witness | None = None
+    observer: AgentObserver | None = None
     """Hears what agents are told."""
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class FaultyParts(PlainParts):
             think_ns=lambda: int(think_ns * (0.5 + site.chance.random())),
             befalls=injector.befalls,
             hang_ns=injector.hang_ns,
-            witness=self.witness,
+            observer=self.observer,
         )
 
     def tasks(self, site: Site, agents: Agents | None) -> SimTasks:

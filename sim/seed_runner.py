@@ -142,7 +142,7 @@ class SeedRun:
             delays=scenario.delays,
             steps_max=scenario.steps_max,
             injector=self.injector,
-            witness=self.monitor.calls,
+            observer=self.monitor.calls,
         )
         world = self.world = World(
             scenario.config,

@@ -276,7 +276,7 @@ def order_of(
     return Order(number=number, seed=chance.randrange(2**31), role=role, at=at, down_s=dead_s)
 
 
-def raid_of(
+def episode_order_of(
     seed: int,
     number: int,
     *,

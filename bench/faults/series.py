@@ -6,6 +6,7 @@ import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +23,8 @@ from dora_pipe.bench.faults.order import (
     WORKERS,
     Kind,
     Order,
+    episode_order_of,
     order_of,
-    raid_of,
 )
 from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, RoundResult, Session
 from dora_pipe.core.console import say
@@ -211,21 +212,12 @@ def play_round(session: Session, series: Series, number: int) -> RoundResult:
 
 
 def _order(series: Series, number: int, again: int) -> Order:
-    if series.episodes:
-        return raid_of(
-            series.seed,
-            number,
-            control_facts=CONTROL_FACTS,
-            only=series.only,
-            dead_s=series.dead_s,
-            again=again,
-        )
-    return order_of(
+    make = episode_order_of if series.episodes else partial(order_of, kinds=series.kinds)
+    return make(
         series.seed,
         number,
         control_facts=CONTROL_FACTS,
         only=series.only,
-        kinds=series.kinds,
         dead_s=series.dead_s,
         again=again,
     )

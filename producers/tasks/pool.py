@@ -52,7 +52,7 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
-from dora_pipe.producers.tasks.servers import BAD_MAX, Places, shows, words_of
+from dora_pipe.producers.tasks.servers import BAD_MAX, Places, is_working, words_of
 from dora_pipe.schemas.metrics import FailingPlace
 
 QUEUE_MAX: Final = 8192
@@ -403,7 +403,7 @@ class TaskPool:
 
     def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
         """What an answer says of who gave it."""
-        works = shows(event)
+        works = is_working(event)
         if works:
             child.bad = 0
             self._places.worked(child.link.url)

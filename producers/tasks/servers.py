@@ -141,7 +141,7 @@ def words_of(event: Answered | EpisodeLost) -> str:
     return f"{error}: {getattr(event, 'message', '')}"
 
 
-def shows(event: Answered | EpisodeLost) -> bool | None:
+def is_working(event: Answered | EpisodeLost) -> bool | None:
     """Whether an answer shows that what gave it works; None for one that shows nothing: an episode
     that has begun may still fail at its first step."""
     if isinstance(event, PromptReady) and event.episode:

@@ -36,9 +36,9 @@ from dora_pipe.producers.worker.effects import (
     PromptReady,
 )
 from dora_pipe.producers.worker.progress import PROGRESS_TAG
-from dora_pipe.producers.worker.request import ANY_VERSION, Phase, RequestState
+from dora_pipe.producers.worker.request import Phase, RequestState
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.resume import chain_error, sequence_of
+from dora_pipe.producers.worker.resume import sequence_of
 from dora_pipe.producers.worker.sequence import Exchange
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
 
@@ -96,24 +96,13 @@ class Episodes:
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> bool:
         """A fresh environment of an episode that another worker has begun."""
-        assert request.resume is not None
-        requests, spec = self._requests, request.place.spec
-        why = event.why or chain_error(
-            event.chunks,
-            trajectory=request.place.trajectory,
-            version=spec.version,
-            digest=spec.digest,
-            tokens=request.resume.tokens,
-            newest=requests.hosted.version if request.pin == ANY_VERSION else None,
-        )
-        found = why or sequence_of(event.chunks)
+        requests = self._requests
+        found = requests.progress_error(request, event) or sequence_of(event.chunks)
         if isinstance(found, str):
             requests.resume_without(request)
             return True
         prompt, request.sequence = request.sequence.token_ids, found
-        request.weights |= {chunk.version: chunk.digest for chunk in event.chunks}
-        request.first_token_ns = event.chunks[0].started_ns
-        request.chunk_end = request.resume.tokens
+        request.continues(event.chunks)
         request.turn_finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)
         return True

@@ -5,7 +5,7 @@ in `request_records`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, Literal
@@ -20,6 +20,7 @@ from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import AnyProgress
 
 ANY_VERSION: Final = -2
 """What a request waits for that goes on under any version from its own on."""
@@ -231,6 +232,13 @@ class RequestState:
     def recorded(self) -> bool:
         """Whether what is sampled for it goes to the progress topic."""
         return self.call is None and (self.replayable or not self.episode)
+
+    def continues(self, chunks: Sequence[AnyProgress]) -> None:
+        """It goes on from these records, whose tokens are in its sequence."""
+        assert self.resume is not None
+        self.weights |= {chunk.version: chunk.digest for chunk in chunks}
+        self.first_token_ns = chunks[0].started_ns
+        self.chunk_end = self.resume.tokens
 
     def start_over(self) -> None:
         """Forget all that was sampled."""

@@ -174,9 +174,23 @@ class Requests(ProgressRecords):
         self.give_up(request, now, event.error, event.message, retryable=False)
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
+        if self.progress_error(request, event):
+            self.resume_without(request)
+            return
+        chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
+        request.sequence.resume(chunks)
+        request.continues(chunks)
+        finish = request.finish_of(self.setup.context_tokens)
+        if finish is None:
+            self.fetch_kv(request)
+        else:
+            self.complete(request, finish, now)
+
+    def progress_error(self, request: RequestState, event: ProgressFetched) -> str | None:
+        """Why the progress that was fetched cannot be gone on from; None where it can."""
         assert request.resume is not None
         spec = request.place.spec
-        why = event.why or chain_error(
+        return event.why or chain_error(
             event.chunks,
             trajectory=request.place.trajectory,
             version=spec.version,
@@ -184,19 +198,6 @@ class Requests(ProgressRecords):
             tokens=request.resume.tokens,
             newest=self.hosted.version if request.pin == ANY_VERSION else None,
         )
-        if why:
-            self.resume_without(request)
-            return
-        chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
-        request.sequence.resume(chunks)
-        request.weights |= {chunk.version: chunk.digest for chunk in chunks}
-        request.first_token_ns = chunks[0].started_ns
-        request.chunk_end = request.resume.tokens
-        finish = request.finish_of(self.setup.context_tokens)
-        if finish is None:
-            self.fetch_kv(request)
-        else:
-            self.complete(request, finish, now)
 
     def resume_without(self, request: RequestState) -> None:
         """Its progress cannot be used: it begins from the prompt that it has."""

@@ -8,18 +8,18 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RunStarted, WorkerJoined
-from dora_pipe.schemas.trajectory import Trajectory, turns_of
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from tests.support.user_run import assert_clean, call, facts, furnish, steps
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+from dora_pipe.schemas.trajectory import turns_of
+from tests.support.user_run import (
+    TEMPLATE,
+    assert_clean,
+    call,
+    facts,
+    furnish,
+    steps,
+    trajectories,
 )
 
 TASK = """
@@ -80,13 +80,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "config.toml").write_text(before + CONFIG + rest)
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
     return place
-
-
-def trajectories(place: Path) -> list[Trajectory]:
-    with opened(str(place / "runs" / "tiny")) as run:
-        topic = run.topics.trajectories
-        ends = {one: run.bus.end(one) for one in (TopicPartition(topic, at) for at in range(4))}
-        return [decode_trajectory(record.value) for record in records_of(run.bus, ends)]
 
 
 def test_turns_stay_as_sampled_and_bridges_are_the_templates(place: Path) -> None:

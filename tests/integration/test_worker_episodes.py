@@ -27,7 +27,7 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.trajectory import EpisodeProgress, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_any_progress
-from tests.support.agents import RecordingEngine
+from tests.support.agents import RecordingEngine, recording_engine
 from tests.support.games import Games
 from tests.support.worker import TOPICS, Worker, World
 
@@ -51,14 +51,8 @@ class Stage:
         self.world = World(lengths=lambda seed, turn: 1 + (seed >> 7) % most, engine=self._engine)
 
     def _engine(self, setup: WorkerSetup) -> RecordingEngine:
-        engine = RecordingEngine(
-            slots=setup.slots,
-            context_tokens=setup.context_tokens,
-            lengths=self.world.lengths,
-            clock=self.world.clock,
-        )
-        self.engines.append(engine)
-        return engine
+        self.engines.append(recording_engine(self.world, setup))
+        return self.engines[-1]
 
     def worker(self) -> Worker:
         """One more worker, with which the episode goes on."""

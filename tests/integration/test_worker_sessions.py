@@ -36,12 +36,13 @@ from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.rounds import Drain, PlacedRequest
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_turn_progress
+from dora_pipe.sim.agents import Ask
 from tests.support.agents import (
     Agent,
     AgentsPort,
-    Ask,
     Play,
     RecordingEngine,
+    recording_engine,
     turns,
     wandering,
 )
@@ -67,14 +68,8 @@ class Stage:
         self.workers: list[Worker] = []
 
     def _engine(self, setup: WorkerSetup) -> RecordingEngine:
-        engine = RecordingEngine(
-            slots=setup.slots,
-            context_tokens=setup.context_tokens,
-            lengths=self.world.lengths,
-            clock=self.world.clock,
-        )
-        self.engines.append(engine)
-        return engine
+        self.engines.append(recording_engine(self.world, setup))
+        return self.engines[-1]
 
     def worker(self, **changes: Any) -> Worker:
         """One more worker that hosts version 0."""

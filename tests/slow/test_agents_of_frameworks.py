@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.tidy import ROOT
-from tests.support.user_run import assert_clean, call
+from tests.support.user_run import assert_clean, call, warm_example
 
 pytest.importorskip("torch")
 
@@ -34,13 +32,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON.parent.parent.name} is not here: make test-agents")
     place = tmp_path_factory.mktemp("agents")
-    (place / "examples").symlink_to(ROOT / "examples")
-    words = [sys.executable, "examples/agents/make.py", "made"]
-    subprocess.run(words, check=True, cwd=place)
-    words = ["sft", CONFIG, "warm", "--data", "made/sft.jsonl", "--steps", "24"]
-    words += ["--learning-rate", "0.004", *overrides(f"model.path={place / 'made' / 'model'}")]
-    assert call(place, *words) == 0, (place / "said").read_text()
-    return place / "warm"
+    return warm_example(place, "agents", [f"task.python={PYTHON}"], steps=24)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from dora_pipe.schemas.control import WorkerJoined
 from tests.support.tidy import ROOT
-from tests.support.user_run import assert_clean, facts, start
+from tests.support.user_run import assert_clean, facts, start, warm_example
 
 pytest.importorskip("torch")
 
@@ -47,13 +45,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON.parent.parent.name} is not here: make test-verifiers")
     place = tmp_path_factory.mktemp("verifiers")
-    (place / "examples").symlink_to(ROOT / "examples")
-    words = [sys.executable, "examples/verifiers/make.py", "made"]
-    subprocess.run(words, check=True, cwd=place)
-    words = ["sft", CONFIG, "warm", "--data", "made/sft.jsonl", "--steps", "40"]
-    words += ["--learning-rate", "0.004", *overrides(f"model.path={place / 'made' / 'model'}")]
-    assert call(place, *words) == 0, (place / "said").read_text()
-    return place / "warm"
+    return warm_example(place, "verifiers", [f"task.python={PYTHON}"], steps=40)
 
 
 @pytest.mark.parametrize(("taskset", "part"), [("tool_sums", "calls"), ("sums", "exact")])

@@ -9,20 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import TopicPartition
-from dora_pipe.launch.run_dir import opened
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.addresses import session_name
 from dora_pipe.producers.worker.request import key_of
 from dora_pipe.schemas.contexts import contexts_of
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+from tests.support.user_run import TEMPLATE, trajectories
 
 AGENT = """
 import asyncio
@@ -91,13 +82,6 @@ def furnish_agent(place: Path) -> Path:
     text = text.replace("context_tokens = 64", "context_tokens = 256")
     (place / "config.toml").write_text(text)
     return place
-
-
-def trajectories(place: Path) -> list[Trajectory]:
-    with opened(str(place / "runs" / "tiny")) as run:
-        topic = run.topics.trajectories
-        ends = {one: run.bus.end(one) for one in (TopicPartition(topic, at) for at in range(4))}
-        return [decode_trajectory(record.value) for record in records_of(run.bus, ends)]
 
 
 def told(place: Path) -> dict[str, list[dict[str, Any]]]:

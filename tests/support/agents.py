@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_pipe.producers.engines.port import (
     EngineEvent,
@@ -24,25 +24,19 @@ from dora_pipe.producers.worker.effects import (
     OpenSession,
     RefuseCall,
 )
+from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.sim.agents import Ask, Heard, Program
 
+if TYPE_CHECKING:
+    from tests.support.worker import World
 
-@dataclass(frozen=True)
-class Ask:
-    """One call of an agent."""
-
-    prompt: list[int]
-    max_tokens: int | None = None
-
-
-Heard = AnswerCall | RefuseCall
-Agent = Generator[list[Ask], list[Heard], Rewarded | str | None]
-"""Yields calls that it makes at once, and is sent what they were answered, in order."""
+Agent = Program
 
 Play = Callable[[AgentCall], Agent]
 
 
 @dataclass
-class _Life:
+class _RunningAgent:
     """An agent that runs."""
 
     agent: Agent
@@ -60,7 +54,7 @@ class AgentsPort:
 
     def __init__(self, play: Play, *, thinks: Callable[[], int] = lambda: 0) -> None:
         self._play, self._thinks = play, thinks
-        self._lives: dict[str, _Life] = {}
+        self._running: dict[str, _RunningAgent] = {}
         self._later: list[tuple[int, Any]] = []
         self._polls = 0
         self.opened: set[str] = set()
@@ -94,11 +88,11 @@ class AgentsPort:
         return bool(self._later)
 
     def close(self) -> None:
-        self._lives.clear()
+        self._running.clear()
 
     def lose(self, request: str) -> None:
         """The process of an agent dies."""
-        self._lives.pop(request)
+        self._running.pop(request)
         self._say(EpisodeLost(request=request, message="its process ended: killed"))
 
     def _say(self, event: Any) -> None:
@@ -107,23 +101,23 @@ class AgentsPort:
     def _begin(self, call: AgentCall) -> None:
         self.started.append(call.request)
         self.answered[call.request] = []
-        life = self._lives[call.request] = _Life(self._play(call))
-        self._go_on(call.request, life, None)
+        running = self._running[call.request] = _RunningAgent(self._play(call))
+        self._go_on(call.request, running, None)
 
-    def _go_on(self, request: str, life: _Life, heard: list[Heard] | None) -> None:
+    def _go_on(self, request: str, running: _RunningAgent, heard: list[Heard] | None) -> None:
         try:
-            asks = life.agent.send(heard) if heard is not None else next(life.agent)
+            asks = running.agent.send(heard) if heard is not None else next(running.agent)
         except StopIteration as end:
             rewarded = end.value if isinstance(end.value, Rewarded) else None
             text = end.value if isinstance(end.value, str) else None
             self._say(AgentEnded(request=request, rewarded=rewarded, text=text))
             return
-        numbers = range(life.first, life.first + len(asks))
-        life.first += len(asks)
-        life.waits = dict.fromkeys(numbers)
+        numbers = range(running.first, running.first + len(asks))
+        running.first += len(asks)
+        running.waits = dict.fromkeys(numbers)
         at = self._polls + 1 + self._thinks()
         for number, ask in zip(numbers, asks, strict=True):
-            life.prompts[number] = ask.prompt
+            running.prompts[number] = ask.prompt
             asked = CallAsked(
                 request=request,
                 call=number,
@@ -135,24 +129,24 @@ class AgentsPort:
 
     def _hear(self, heard: Heard) -> None:
         assert heard.request in self.opened
-        life = self._lives.get(heard.request)
-        if life is None:
+        running = self._running.get(heard.request)
+        if running is None:
             return
-        assert life.waits[heard.call] is None, "answered once"
-        life.waits[heard.call] = heard
+        assert running.waits[heard.call] is None, "answered once"
+        running.waits[heard.call] = heard
         if isinstance(heard, AnswerCall):
-            said = (life.prompts[heard.call], list(heard.token_ids))
+            said = (running.prompts[heard.call], list(heard.token_ids))
             self.answered[heard.request].append(said)
         else:
             self.refused.append(heard)
-        waits = [one for one in life.waits.values() if one is not None]
-        if len(waits) == len(life.waits):
-            self._go_on(heard.request, life, waits)
+        waits = [one for one in running.waits.values() if one is not None]
+        if len(waits) == len(running.waits):
+            self._go_on(heard.request, running, waits)
 
     def _close(self, request: str) -> None:
         self.opened.remove(request)
         self.closed.append(request)
-        self._lives.pop(request, None)
+        self._running.pop(request, None)
         self._later = [(at, event) for at, event in self._later if event.request != request]
 
 
@@ -221,3 +215,13 @@ def wandering(random: Random, calls: int) -> Agent:
             if isinstance(one, AnswerCall):
                 said.append([*ask.prompt, *one.token_ids])
     return None
+
+
+def recording_engine(world: World, setup: WorkerSetup) -> RecordingEngine:
+    """The engine of a world's worker."""
+    return RecordingEngine(
+        slots=setup.slots,
+        context_tokens=setup.context_tokens,
+        lengths=world.lengths,
+        clock=world.clock,
+    )

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.models import make_llama_gqa
+from tests.support.tidy import ROOT
 
 CONFIG = """
 [run]
@@ -47,11 +50,18 @@ context_tokens = 64
 heartbeat_s = 0.2
 lease_s = 5.0
 """
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""Of chats, in a few characters."""
 REWARD = """
 def score(row, text):
     return min(1.0, text.count(row["answer"]) / 3)
 """
 WAIT_S = 120.0
+WARM_S = 600.0
+"""Some tasks are Python processes that import much."""
 
 
 def furnish(place: Path, **changes: Any) -> Path:
@@ -110,3 +120,25 @@ def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
     while not done():
         assert time.monotonic() < give_up_s, "it never happened"
         time.sleep(0.05)
+
+
+def warm_example(place: Path, example: str, keys: Sequence[str], *, steps: int) -> Path:
+    """The model of examples/`example`, made and warmed up in this folder with these overrides."""
+    (place / "examples").symlink_to(ROOT / "examples")
+    made = [sys.executable, f"examples/{example}/make.py", "made"]
+    subprocess.run(made, check=True, cwd=place)
+    words = ["sft", f"examples/{example}/config.toml", "warm", "--data", "made/sft.jsonl"]
+    words += ["--steps", str(steps), "--learning-rate", "0.004"]
+    words += [
+        word for one in (*keys, f"model.path={place / 'made' / 'model'}") for word in ("-o", one)
+    ]
+    assert start(place, *words).wait(WARM_S) == 0, (place / "said").read_text()
+    return place / "warm"
+
+
+def trajectories(place: Path) -> list[Trajectory]:
+    """All that the run of a furnished folder has logged."""
+    with opened(str(place / "runs" / "tiny")) as run:
+        topic = run.topics.trajectories
+        ends = {one: run.bus.end(one) for one in (TopicPartition(topic, at) for at in range(4))}
+        return [decode_trajectory(record.value) for record in records_of(run.bus, ends)]

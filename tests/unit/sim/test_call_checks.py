@@ -68,7 +68,7 @@ def sound() -> list[Step]:
         delays=scenario.delays,
         steps_max=scenario.steps_max,
         injector=FaultInjector(scenario),
-        witness=seen,
+        observer=seen,
     )
     with World(
         scenario.config,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.producers.tasks.calls import EpisodeLost, PromptReady, Rewarded, TaskFailed
-from dora_pipe.producers.tasks.servers import HERE, PAUSE_MAX_S, Breaker, Places, shows
+from dora_pipe.producers.tasks.servers import HERE, PAUSE_MAX_S, Breaker, Places, is_working
 from dora_pipe.schemas.metrics import FailingPlace
 
 _NS = 1_000_000_000
@@ -97,9 +97,9 @@ def test_calls_that_fail_are_counted_in_a_row() -> None:
 
 
 def test_the_beginning_of_an_episode_shows_nothing_and_an_error_of_the_code_that_it_runs() -> None:
-    assert shows(Rewarded(request="r", reward=1.0, raw=None, parts={}))
-    assert shows(TaskFailed(request="r", error="ValueError", message=""))
-    assert shows(TaskFailed(request="r", error="Retry", message="")) is False
-    assert shows(EpisodeLost(request="r", message="")) is False
-    assert shows(PromptReady(request="r", text="go", episode=True)) is None
-    assert shows(PromptReady(request="r", text="go", episode=False))
+    assert is_working(Rewarded(request="r", reward=1.0, raw=None, parts={}))
+    assert is_working(TaskFailed(request="r", error="ValueError", message=""))
+    assert is_working(TaskFailed(request="r", error="Retry", message="")) is False
+    assert is_working(EpisodeLost(request="r", message="")) is False
+    assert is_working(PromptReady(request="r", text="go", episode=True)) is None
+    assert is_working(PromptReady(request="r", text="go", episode=False))

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from dora_pipe.bench.endpoint import MemoryFigure, rss_bytes
 from dora_pipe.bench.status import place_of
@@ -55,7 +59,14 @@ TICKS_MAX: Final = 100_000
 
 
 def bench_worker_memory(sessions: int, *, called: int) -> MemoryFigure:
-    """What so many open sessions hold, and what one call each of `called` of them adds."""
+    """What so many open sessions hold, and what one call each of `called` of them adds. Measured in
+    a process of its own: one that was larger before has room for them that nobody sees."""
+    command = [sys.executable, "-m", "dora_pipe.bench.worker_memory", str(sessions), str(called)]
+    done = subprocess.run(command, check=True, capture_output=True)
+    return msgspec.json.decode(done.stdout, type=MemoryFigure)
+
+
+def _measure(sessions: int, called: int) -> MemoryFigure:
     with (
         tempfile.TemporaryDirectory(prefix="bench-sessions-") as folder,
         closing(SqliteBus(Path(folder) / "log.sqlite")) as bus,
@@ -223,3 +234,7 @@ def _setup(slots: int) -> WorkerSetup:
         calls_max={"train": 64},
         calls_open_max={"train": 8},
     )
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(_measure(int(sys.argv[1]), int(sys.argv[2]))))

@@ -51,6 +51,10 @@ READ_BYTES: Final = 1 << 16
 READS_MAX: Final = 64
 """Reads of one process per poll, so that a chatty one cannot hold the loop."""
 
+CLOSE_S: Final = 2.0
+"""How long a process may take to close its episodes before it is killed: what it gives them itself
+(`server.CLOSE_S`), and that again to go."""
+
 _NS: Final = 1_000_000_000
 _NEVER_NS: Final = 1 << 63
 
@@ -110,6 +114,8 @@ class Child:
     """Why it gets no calls but those of the episodes that it has, and then ends."""
     episodes: dict[int, str] = field(default_factory=dict)
     """Number of the episode to its request."""
+    closing_until_ns: int = 0
+    """It was asked to close an episode, which may last until then: it does not say when it has."""
     _up: bytearray = field(default_factory=bytearray)
     _down: bytearray = field(default_factory=bytearray)
     _writing: bool = False
@@ -145,6 +151,10 @@ class Child:
         """Whether it is exhausted and has nothing to do any more."""
         return bool(self.exhausted) and not (self.sent or self.deferred or self.episodes)
 
+    def closing(self, now_ns: int) -> bool:
+        """Whether an episode may still have to be closed."""
+        return bool(self.episodes) or now_ns < self.closing_until_ns
+
     def send(self, call: OpenCall, now_ns: int) -> None:
         """Put a call on its way; it leaves with `flush`."""
         if not self.sent:
@@ -152,9 +162,10 @@ class Child:
         self.sent.append(call)
         self._down += call.frame
 
-    def end(self, episode: int) -> None:
+    def end(self, episode: int, now_ns: int) -> None:
         """Ask to close an episode."""
         if self.episodes.pop(episode, None) is not None:
+            self.closing_until_ns = now_ns + int(CLOSE_S * _NS)
             self._down += pack(EndEpisode(episode))
 
     def defer(self, call: OpenCall, frame: Deferred, now_ns: int) -> None:

@@ -49,7 +49,13 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
+from dora_pipe.producers.tasks.child import (
+    CLOSE_S,
+    DEFERRED_DEATHS_MAX,
+    HUNG_CALLS_MAX,
+    Child,
+    OpenCall,
+)
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
 from dora_pipe.producers.tasks.servers import BAD_MAX, Places, is_working, words_of
@@ -80,9 +86,6 @@ LATE: Final = ("TimedOut", EPISODE_TIMEOUT)
 
 _NS: Final = 1_000_000_000
 _WAIT_S: Final = 0.25
-
-CLOSE_S: Final = 1.0
-"""How long a process may take to close its episodes before it is killed."""
 
 
 class TaskPool:
@@ -216,16 +219,17 @@ class TaskPool:
         return events
 
     def close(self) -> None:
-        """Stop: 1. end the pipes, so that episodes close; 2. wait a second; 3. kill; 4. let go."""
+        """Stop: 1. end the pipes, so that episodes close; 2. wait for it; 3. kill; 4. let go."""
         if self._closed:
             return
         self._closed = True
         for child in self._children:
             child.hang_up()
-        end_ns = self._clock.now_ns() + int(CLOSE_S * _NS)
+        now_ns = self._clock.now_ns()
+        end_ns = now_ns + int(CLOSE_S * _NS)
         for child in self._children:
             # One that is in a call does not look at its pipe.
-            if child.episodes and not child.sent:
+            if child.closing(now_ns) and not child.sent:
                 child.wait(max(0.0, (end_ns - self._clock.now_ns()) / _NS))
             child.kill()
             child.release()
@@ -384,7 +388,7 @@ class TaskPool:
         if isinstance(event, PromptReady) and event.episode:
             child.episodes[call.number] = call.request
             if call.forgotten:
-                child.end(call.number)
+                child.end(call.number, self._clock.now_ns())
             else:
                 self._episodes[call.request] = child, call.number, bool(event.tools)
                 if self._task.episode_seconds:
@@ -461,7 +465,7 @@ class TaskPool:
                 )
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
             self._head_is_late(child, now_ns)
-        elif child.over:
+        elif child.over and not child.closing(now_ns):
             self._end_process(child, now_ns, "", child.exhausted)
         else:
             self._limit_deferred(child, now_ns)
@@ -588,7 +592,7 @@ class TaskPool:
         self._ends_ns.pop(request, None)
         held = self._episodes.pop(request, None)
         if held is not None:
-            held[0].end(held[1])
+            held[0].end(held[1], self._clock.now_ns())
 
     def _late(self, call: OpenCall) -> str:
         if call.late == EPISODE_TIMEOUT:

@@ -270,6 +270,16 @@ def test_episode_lives_through_its_turns_and_is_scored_by_its_environment(
     assert "closed after 2" in capfd.readouterr().err
 
 
+def test_stop_waits_for_the_close_of_an_episode_that_has_just_ended(
+    capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    with TaskPool(task(folder, episodes=True)) as episodes:
+        ask(episodes, prompt("a"))
+        ask(episodes, EnvStep(request="a", turn=Turn(text="be slow to close")))
+        assert isinstance(ask(episodes, score("a", "ask the episode")), Rewarded)
+    assert "closed after 1" in capfd.readouterr().err
+
+
 def test_environment_without_a_score_leaves_it_to_the_task(episodes: TaskPool) -> None:
     ask(episodes, prompt("a", 4))
     assert ask(episodes, score("a", "", 4)) == Rewarded(

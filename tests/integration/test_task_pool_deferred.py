@@ -26,6 +26,7 @@ from tests.support.task_pool import (
     PATIENCE_S,
     ask,
     gather,
+    poll_until,
     prompt,
     score,
     wait_until_gone,
@@ -384,8 +385,7 @@ def test_a_process_with_many_threads_that_hang_is_replaced_when_its_episodes_end
         assert isinstance(
             ask(pool, replace(score("a", ""), messages=({"content": "3"},))), Rewarded
         )
-        assert pool.poll(wait_s=0.1) == []
-        assert pool.deaths == 1
+        assert poll_until(pool, lambda: pool.deaths == 1)
         assert isinstance(ask(pool, EnvStep(request="b", turn=Turn(text=""))), EnvObserved)
 
 

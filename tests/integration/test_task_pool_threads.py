@@ -22,7 +22,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
-from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score, wait_until_gone
+from tests.support.task_pool import PATIENCE_S, ask, gather, is_gone, poll_until, prompt, score
 
 MODULE = r"""
 import asyncio, os, re, threading, time
@@ -204,8 +204,8 @@ def test_reward_that_hangs_in_the_main_thread_leaves_others_their_episodes(folde
         assert not fresh.text.endswith(seen.text)
         for name in ("waits", "plain"):
             assert isinstance(ask(pool, score(name, "")), Rewarded)
-        pool.poll()
-        assert wait_until_gone(int(seen.text))  # with its last episode the old one ends
+        # With its last episode the old one ends.
+        assert poll_until(pool, lambda: is_gone(int(seen.text)))
         assert isinstance(ask(pool, step("fresh", "")), EnvObserved)
 
 

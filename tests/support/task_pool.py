@@ -1,6 +1,7 @@
 """What tests of the task pool share: a user's module that does everything wrong, and polling."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,14 @@ class Counting(Environment):
         if text == "hang": forever()
         if text == "sleep": time.sleep(0.5)
         if text == "sleep for ever": time.sleep(1000)
+        self.closing_s = 0.3 if text == "be slow to close" else 0
         if text == "raise": raise RuntimeError("no such\\nmove")
         if text == "nonsense": return "not an observation"
         return Observation(text=f"{text} {self.turns}", done=text == "stop", tool="echo")
     def reward(self, text, turns):
         return self.turns + 0.5 if text == "ask the episode" else None
     def close(self):
+        time.sleep(getattr(self, "closing_s", 0))
         print(f"closed after {self.turns}", file=sys.stderr, flush=True)
 
 class Odd(Task):
@@ -153,6 +156,14 @@ def is_gone(pid: int) -> bool:
     except FileNotFoundError:
         return True
     return state == "Z" and threads <= 1
+
+
+def poll_until(pool: TaskPool, done: Callable[[], bool]) -> bool:
+    """Poll, with no event due, until something holds; whether it does."""
+    end = time.monotonic() + DEADLINE_S
+    while not done() and time.monotonic() < end:
+        assert pool.poll(wait_s=0.05) == []
+    return done()
 
 
 def wait_until_gone(pid: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.config.model import Groups, in_flight_batches
-from dora_pipe.schemas.rounds import GroupSpec
+from dora_pipe.schemas.rounds import GroupSpec, TakePart
 
 Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
 """Of an open group: siblings are awaited; complete, for a batch; or the fate that it must get."""
@@ -34,7 +34,9 @@ class BoundLedger:
     """(step, attempt) of the batch that is being trained."""
     u: dict[str, GroupSpec] = field(default_factory=dict)
     finished: dict[str, GroupSpec] = field(default_factory=dict)
-    """Those of U that are."""
+    """Those of U that are, and in no part."""
+    parts: list[tuple[str, ...]] = field(default_factory=list)
+    """The parts of the next step, while its batch is not whole: their groups are due at it."""
 
     @property
     def step(self) -> int:
@@ -49,7 +51,13 @@ class BoundLedger:
     @property
     def deadlines(self) -> list[int]:
         """Of the groups in U."""
-        return [spec.deadline for spec in self.u.values()]
+        held = self.held
+        return [self.version if one in held else spec.deadline for one, spec in self.u.items()]
+
+    @property
+    def held(self) -> dict[str, None]:
+        """The groups of all parts, in order."""
+        return dict.fromkeys(name for part in self.parts for name in part)
 
     def add(self, spec: GroupSpec) -> None:
         """A group enters U."""
@@ -75,6 +83,23 @@ class BoundLedger:
         self.u[spec.group] = spec
         self.finished[spec.group] = spec
 
+    def take_part(self, groups: Sequence[str]) -> None:
+        """Finished groups are in a part."""
+        self.parts.append(tuple(groups))
+        for name in groups:
+            self.finished.pop(name, None)
+
+    def give_up_parts(self) -> None:
+        """The groups of all parts are finished as before."""
+        held, self.parts = self.held, []
+        self.finished |= {name: self.u[name] for name in held if name in self.u}
+
+    def take(self, batch: tuple[int, int], groups: Sequence[str]) -> None:
+        """A batch, (step, attempt), is in training."""
+        self.training, self.parts = batch, []
+        for name in groups:
+            self.remove(name)
+
     def why_not_admit(self, deadline: int, in_force: EffectiveConfig) -> str:
         """What forbids one more group with this deadline; empty when nothing does."""
         config, per_step = in_force.config, in_force.config.groups.per_step
@@ -87,24 +112,55 @@ class BoundLedger:
             return f"{len(self.u)} groups wait and the steps left take {left}"
         return why_infeasible([*self.deadlines, deadline], self.step, per_step)
 
-    def why_not_take(self, step: int, groups: Sequence[str], in_force: EffectiveConfig) -> str:
+    def why_not_part(self, take: TakePart, in_force: EffectiveConfig) -> str:
+        """What forbids a part of the next step; empty when nothing does."""
+        config, groups = in_force.config, [one.group for one in take.groups]
+        per_step, parts = config.groups.per_step, config.trainer.parts
+        if why := self._why_not_step(take.step, in_force):
+            return why
+        if take.part != len(self.parts) or take.part >= parts - 1:
+            return f"part {len(self.parts)} of at most {parts} is the next one, not {take.part}"
+        size = max(1, per_step // parts)
+        if groups != self._earliest(size):
+            return f"not the {size} earliest deadlines"
+        if len(self.held) + size >= per_step:
+            return f"with {len(self.held)} before it, nothing is left for the batch of {per_step}"
+        rest = [spec.deadline for one, spec in self.u.items() if one not in {*self.held, *groups}]
+        due = [take.step] * (len(self.held) + size)
+        return why_infeasible([*rest, *due], take.step, per_step)
+
+    def why_not_take(
+        self,
+        step: int,
+        groups: Sequence[str],
+        in_force: EffectiveConfig,
+        parts: Sequence[int] = (),
+    ) -> str:
         """What forbids these groups as the batch of a step; empty when nothing does."""
-        per_step = in_force.config.groups.per_step
+        per_step, held = in_force.config.groups.per_step, list(self.held)
+        if why := self._why_not_step(step, in_force):
+            return why
+        if tuple(parts) != tuple(map(len, self.parts)) or list(groups)[: len(held)] != held:
+            return f"{len(self.parts)} parts were taken, and others are named"
+        due = self._earliest(per_step - len(held))
+        if len(held) + len(due) < per_step:
+            return f"{len(held) + len(due)} groups are finished and a batch has {per_step}"
+        if set(groups) != {*held, *due} or len(groups) != per_step:
+            strange = sorted(set(groups) ^ {*held, *due})[:4]
+            return f"not the {per_step} earliest deadlines: {', '.join(strange)}"
+        rest = (spec.deadline for one, spec in self.u.items() if one not in groups)
+        return why_infeasible(rest, step + 1, per_step)
+
+    def _why_not_step(self, step: int, in_force: EffectiveConfig) -> str:
         if self.training is not None:
             return f"step {self.training[0]} is being trained"
         if step != self.version:
             return f"the next step is {self.version}"
-        if step >= in_force.steps:
-            return f"the run ends after {in_force.steps} steps"
+        return f"the run ends after {in_force.steps} steps" if step >= in_force.steps else ""
+
+    def _earliest(self, count: int) -> list[str]:
         ordered = sorted(self.finished.values(), key=lambda spec: (spec.deadline, spec.ordinal))
-        due = {spec.group for spec in ordered[:per_step]}
-        if len(due) < per_step:
-            return f"{len(due)} groups are finished and a batch has {per_step}"
-        if set(groups) != due or len(groups) != per_step:
-            strange = sorted(set(groups) ^ due)[:4]
-            return f"not the {per_step} earliest deadlines: {', '.join(strange)}"
-        rest = (spec.deadline for spec in self.u.values() if spec.group not in due)
-        return why_infeasible(rest, step + 1, per_step)
+        return [spec.group for spec in ordered[:count]]
 
 
 def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:

@@ -64,6 +64,8 @@ class _Look:
             message = "names another place to go on from than behind the decision that took it"
             behind = entry.taken_at.offset + 1
             findings.same("batches", who, message, expected=behind, found=fact.decisions_next)
+            message = "was trained in other parts than it was taken in"
+            findings.same("batches", who, message, expected=entry.take.parts, found=fact.parts)
             message = "was trained with other settings than those in force"
             findings.same(
                 "batches", who, message, expected=entry.take.settings, found=fact.settings

@@ -47,6 +47,7 @@ from dora_pipe.schemas.rounds import (
     ScoreGroup,
     StopRun,
     TakeBatch,
+    TakePart,
 )
 
 if TYPE_CHECKING:
@@ -86,8 +87,10 @@ class Legality:
         """A user's command that changes what is in force."""
         if self.in_force is None:
             return
-        bound = self.bound
+        bound, before = self.bound, self.in_force.config
         self.in_force.command(command, step=bound.step, waiting=bound.size)
+        if self.in_force.config is not before or self.in_force.steps <= bound.step:
+            bound.give_up_parts()
         if self.ended_by(command):
             bound.training = None
             self.attempt += 1
@@ -165,6 +168,8 @@ class Legality:
                 self._assign(decision, where)
             case Cancel() | Drain() | Fence():
                 self._worker(decision.worker, decision.epoch, where, _kind(decision))
+            case TakePart():
+                self._take_part(decision, where)
             case TakeBatch():
                 self._take(decision, where)
             case End():
@@ -175,6 +180,8 @@ class Legality:
                 self._stop(where)
             case EarlyStop() if self.in_force is not None:
                 self.in_force.stop_soon(step=self.bound.step, waiting=self.bound.size)
+                if self.in_force.steps <= self.bound.step:
+                    self.bound.give_up_parts()
 
     def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
         """Check the requests of a placement; called before they are booked."""
@@ -326,15 +333,27 @@ class Legality:
         who = f"step {decision.step}"
         if self.in_force is not None:
             names = [taken.group for taken in decision.groups]
-            if why := self.bound.why_not_take(decision.step, names, self.in_force):
+            why = self.bound.why_not_take(decision.step, names, self.in_force, decision.parts)
+            if why:
                 self._wrong(who, f"its batch is taken in {where} against the rule: {why}")
         if decision.attempt != self.attempt:
             message = f"its batch is taken in {where} under a wrong attempt"
             self._wrong(who, message, self.attempt, decision.attempt)
         for taken in decision.groups:
             self._taken_group(taken, who)
-            self.bound.remove(taken.group)
-        self.bound.training = (decision.step, decision.attempt)
+        names = [taken.group for taken in decision.groups]
+        self.bound.take((decision.step, decision.attempt), names)
+
+    def _take_part(self, decision: TakePart, where: str) -> None:
+        who = f"step {decision.step}"
+        if self.in_force and (why := self.bound.why_not_part(decision, self.in_force)):
+            self._wrong(who, f"a part of it is taken in {where} against the rule: {why}")
+        if decision.attempt != self.attempt:
+            message = f"a part of it is taken in {where} under a wrong attempt"
+            self._wrong(who, message, self.attempt, decision.attempt)
+        for taken in decision.groups:
+            self._taken_group(taken, who)
+        self.bound.take_part([taken.group for taken in decision.groups])
 
     def _taken_group(self, taken: TakenGroup, who: str) -> None:
         group = self._ledger.accounts.groups.get(taken.group)

@@ -217,8 +217,8 @@ class StepEnded:
 
     @property
     def waited_s(self) -> float:
-        """The trainer was free and had no batch."""
-        return max(0, self.batch.taken_ns - self.free_ns) / 1e9
+        """The trainer was free and had neither a batch nor a part of it to compute."""
+        return max(0.0, (self.batch.taken_ns - self.free_ns) / 1e9 - self.fact.ahead_s)
 
     @property
     def waited_for(self) -> TrajectoryLogged | None:

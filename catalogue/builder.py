@@ -69,6 +69,7 @@ from dora_pipe.schemas.rounds import (
     Round,
     StopRun,
     TakeBatch,
+    TakePart,
 )
 from dora_pipe.schemas.wire import canonical, kebab
 
@@ -189,7 +190,7 @@ class CatalogueBuilder:
 
     def _decided(self, decision: AnyDecision, round_: Round) -> None:
         match decision:
-            case TakeBatch():
+            case TakePart() | TakeBatch():
                 subject = f"step {decision.step}"
             case End() | EndSiblings():
                 subject = decision.group
@@ -311,6 +312,7 @@ def _batch_row(
         taken_ns=batch.taken_ns,
         ended_ns=ended_ns,
         groups=len(batch.take.groups),
+        parts=len(batch.take.parts) + 1,
         last=None if batch.last is None else batch.last.trajectory,
         reason=batch.take.reason,
         outcome=outcome,

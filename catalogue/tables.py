@@ -124,6 +124,7 @@ class BatchRow(Row, frozen=True, kw_only=True, gc=False):
     taken_ns: Annotated[int, "when it was decided"]
     ended_ns: Annotated[int | None, "when it was committed or came to nothing"]
     groups: Annotated[Small, "how many it has"]
+    parts: Annotated[Small, "in how many parts it was taken"]
     last: Annotated[str | None, "the trajectory of it that was logged last"]
     reason: Annotated[str, "why it was taken then"]
     outcome: Annotated[
@@ -142,7 +143,7 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
     taken_ns: Annotated[int, "when its batch was decided"]
     committed_ns: Annotated[int, "the commit"]
     seconds: Annotated[float | None, "from `free_ns` to the commit"]
-    waited_s: Annotated[float, "of these, the trainer was free and had no batch"]
+    waited_s: Annotated[float, "of these, the trainer was free and had no batch, nor a part"]
     compute_s: Annotated[float, "of these, it computed"]
     waited_for: Annotated[str | None, "the trajectory that came last, where it waited"]
     waited_worker: Annotated[str | None, "who logged that one"]

@@ -213,6 +213,27 @@ def _check_groups(config: Config) -> Iterator[str]:
             f"trainer.minibatches: {minibatches} is more than the"
             f" {groups.size * groups.per_step} trajectories of a batch"
         )
+    if config.trainer.parts > 1:
+        yield from _check_parts(config)
+
+
+def why_no_parts(config: Config) -> str:
+    """Why a batch is not taken in parts, of those keys that may change in a run; or empty."""
+    if config.trainer.minibatches > 1:
+        return f"trainer.minibatches: {config.trainer.minibatches} updates are dealt a whole batch"
+    if config.objective.advantage == "version-baseline":
+        return "objective.advantage: version-baseline compares with all of a batch"
+    return ""
+
+
+def _check_parts(config: Config) -> Iterator[str]:
+    parts, per_step = config.trainer.parts, config.groups.per_step
+    if parts > per_step:
+        yield f"trainer.parts: {parts} are more than groups.per_step, {per_step}"
+    if config.trainer.kind == "deepspeed":
+        yield "trainer.parts: trainer.kind deepspeed computes a batch when it is whole"
+    if why := why_no_parts(config):
+        yield f"trainer.parts: {parts} cannot be; {why}"
 
 
 def _check_lengths(config: Config) -> Iterator[str]:

@@ -505,6 +505,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Longer gradients are scaled down to this norm."""
     minibatches: Positive = 1
     """Optimizer updates per step."""
+    parts: Positive = 1
+    """Of a batch: the gradient of finished groups is computed while the others are generated, a
+    part of `groups.per_step` / `parts` groups at a time; 1: when the batch is whole."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     checkpoint_every: Positive = 10

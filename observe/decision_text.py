@@ -20,6 +20,7 @@ from dora_pipe.schemas.rounds import (
     Round,
     ScoreGroup,
     TakeBatch,
+    TakePart,
 )
 
 
@@ -65,6 +66,8 @@ def _words_of(decision: AnyDecision) -> tuple[str, str, int]:
             return type(decision).__name__.lower(), decision.worker, 0
         case ScoreGroup():
             return "score", f"groups on {decision.worker}", 1
+        case TakePart():
+            return "take", f"part {decision.part} of step {decision.step}", 0
         case TakeBatch():
             again = f", attempt {decision.attempt}" if decision.attempt > 1 else ""
             return "take", f"batch of step {decision.step}{again}", 0

@@ -24,7 +24,7 @@ from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.config.objectives import refused_kind, settled
 from dora_pipe.orchestrator.apply_decision import stop_soon
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.state_ops import fail_batch, go_on_after_failures
+from dora_pipe.orchestrator.state_ops import fail_batch, give_up_parts, go_on_after_failures
 from dora_pipe.schemas.control import Command
 
 
@@ -74,6 +74,7 @@ def _set(state: State, args: dict[str, Any]) -> str:
     step = state.standing().step
     if config.run.steps < step:
         return f"run.steps = {config.run.steps}, but step {step} comes next"
+    give_up_parts(state)
     state.config = config
     state.trigger = "a user changed the settings"
     return ""
@@ -117,6 +118,7 @@ def _stop(state: State, args: dict[str, Any]) -> str:
     if after is None:
         if now:
             state.stop_at = min(at.steps, at.step)
+            give_up_parts(state)
         else:
             stop_soon(state)
         state.stop_now = state.stop_now or now
@@ -126,6 +128,8 @@ def _stop(state: State, args: dict[str, Any]) -> str:
     if after + 1 < at.step:
         return f"step {after} is over, step {at.step} comes next"
     state.stop_at = after + 1
+    if after + 1 == at.step:
+        give_up_parts(state)
     state.trigger = f"the run ends after step {after}"
     return ""
 

@@ -13,12 +13,13 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.config.checks import why_no_parts
 from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import hosting, scoring, watched
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
 from dora_pipe.orchestrator.hosting import may_be_interrupted
-from dora_pipe.orchestrator.staleness import may_admit, next_batch, surplus
+from dora_pipe.orchestrator.staleness import may_admit, next_batch, next_part, surplus
 from dora_pipe.orchestrator.state import (
     UNTAKEN,
     Group,
@@ -35,8 +36,10 @@ from dora_pipe.orchestrator.state_ops import (
     begin_scoring,
     close_worker,
     drop,
+    end_parts,
     end_surplus,
     forget,
+    give_up_parts,
     halt_now,
     left_of,
     note_failure,
@@ -44,9 +47,10 @@ from dora_pipe.orchestrator.state_ops import (
     place,
     set_ending,
     take_group,
+    take_part,
 )
 from dora_pipe.schemas.batch import lines_digest
-from dora_pipe.schemas.control import DataSet
+from dora_pipe.schemas.control import DataSet, TakenGroup
 from dora_pipe.schemas.identity import (
     group_id,
     group_seed,
@@ -74,6 +78,7 @@ from dora_pipe.schemas.rounds import (
     ScoreGroup,
     StopRun,
     TakeBatch,
+    TakePart,
 )
 
 
@@ -249,25 +254,77 @@ def _score_group(state: State, decision: ScoreGroup) -> None:
     begin_scoring(state, group, worker)
 
 
+def _take_part(state: State, decision: TakePart) -> None:
+    assert state.config is not None
+    _of_next_step(state, decision)
+    _require(decision.part == len(state.parts), f"{len(state.parts)} is the next part")
+    same = [one.group for one in decision.groups] == part_due(state)
+    _require(same and bool(decision.groups), "not the part that may be taken (C3)")
+    for taken in decision.groups:
+        _as_finished(state, taken)
+    take_part(state, [one.group for one in decision.groups])
+
+
+def part_due(state: State) -> list[str]:
+    """The groups of the next part of the next step; none where it has all its parts, or waits.
+
+    The pairs of keys that know no parts are refused where a configuration is read; here they are
+    kept from changing a run that has parts.
+    """
+    config, at = state.config, state.standing()
+    assert config is not None
+    if at.training or len(state.parts) >= config.trainer.parts - 1 or why_no_parts(config):
+        return []
+    part = next_part(
+        state.finished,
+        state.deadlines,
+        step=at.step,
+        per_step=at.per_step,
+        taken=len(state.in_parts),
+        size=max(1, at.per_step // config.trainer.parts),
+    )
+    return [one.group for one in part]
+
+
+def batch_due(state: State) -> list[str]:
+    """The groups of the next batch, those of its parts first; none where the trainer waits."""
+    at, held = state.standing(), state.in_parts
+    rest = next_batch(
+        state.finished, state.deadlines, step=at.step, per_step=at.per_step, taken=len(held)
+    )
+    return [*held, *(one.group for one in rest)] if rest else []
+
+
 def _take_batch(state: State, decision: TakeBatch) -> None:
-    at, groups = state.standing(), [_group(state, one.group) for one in decision.groups]
+    _of_next_step(state, decision)
+    _require(bool(decision.groups), "a batch without groups")
+    same = [one.group for one in decision.groups] == batch_due(state)
+    _require(same, "not the batch that may be taken (C3)")
+    _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
+    _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
+    for taken in decision.groups:
+        _as_finished(state, taken)
+    take_batch(state, decision)
+
+
+def _of_next_step(state: State, decision: TakeBatch | TakePart) -> None:
     key = (decision.step, decision.attempt)
     _require(state.training is None, f"step {state.version} is training")
     _require(key == (state.version, state.attempt), f"batch {key} is not the next one")
-    _require(decision.step < at.steps, f"no step {decision.step} is left")
-    allowed = next_batch(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
-    _require(bool(groups), "a batch without groups")
-    _require([one.key for one in groups] == list(allowed), "not the batch that may be taken (C3)")
-    _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
-    for group, taken in zip(groups, decision.groups, strict=True):
-        _require(group.taken() == taken, f"{taken.group} has other trajectories")
-        _require(taken.group not in state.surplus, f"{taken.group} has siblings left")
-    take_batch(state, decision)
+    _require(decision.step < state.steps, f"no step {decision.step} is left")
+
+
+def _as_finished(state: State, taken: TakenGroup) -> None:
+    group = _group(state, taken.group)
+    _require(group.taken() == taken, f"{taken.group} has other trajectories")
+    _require(taken.group not in state.surplus, f"{taken.group} has siblings left")
 
 
 def take_batch(state: State, decision: TakeBatch) -> None:
     """The batch that may be taken is; the caller has made it of this state, or compared."""
-    for one in decision.groups:
+    held = len(state.in_parts)
+    end_parts(state)
+    for one in decision.groups[held:]:
         take_group(state, state.groups[one.group])
     in_order = sorted(decision.groups, key=attrgetter("group"))
     state.training = Training(
@@ -352,6 +409,8 @@ def stop_soon(state: State) -> None:
     """The run ends when the groups in flight are trained."""
     at = state.standing()
     state.stop_at = min(at.steps, at.step + sum(state.deadlines.values()) // at.per_step)
+    if state.stop_at <= at.step:
+        give_up_parts(state)
 
 
 def _halt(state: State, decision: Halt) -> None:
@@ -396,6 +455,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     Drain: _drain,
     Fence: _fence,
     ScoreGroup: _score_group,
+    TakePart: _take_part,
     TakeBatch: _take_batch,
     End: _end,
     EndSiblings: _end_siblings,

@@ -75,7 +75,16 @@ LEFT_OUT: Final = frozenset(
 )
 """The fields of State that are not in the rest."""
 
-YOUNGER: Final = ("drawn", "evaluations", "watched", "curricula", "samplers", "scoring", "surplus")
+YOUNGER: Final = (
+    "drawn",
+    "evaluations",
+    "watched",
+    "curricula",
+    "samplers",
+    "scoring",
+    "surplus",
+    "parts",
+)
 """Left out while they are empty: the digests of runs without them are what they were."""
 
 PAIRS: Final = ("policies", "pins", "deadlines")

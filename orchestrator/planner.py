@@ -26,11 +26,13 @@ from dora_pipe.config.logged import settings_in_force
 from dora_pipe.orchestrator import hosting, state_ops
 from dora_pipe.orchestrator.apply_decision import (
     apply_decision,
+    batch_due,
     dispatch,
     eval_spec,
     evaluation_due,
     may_cancel,
     next_training_row,
+    part_due,
     pinned,
     take_batch,
     train_spec,
@@ -38,7 +40,7 @@ from dora_pipe.orchestrator.apply_decision import (
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.scoring import next_question
-from dora_pipe.orchestrator.staleness import admissible, next_batch, surplus
+from dora_pipe.orchestrator.staleness import admissible, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.orchestrator.watched import stop_due
 from dora_pipe.schemas.rounds import (
@@ -58,6 +60,7 @@ from dora_pipe.schemas.rounds import (
     SiblingFate,
     StopRun,
     TakeBatch,
+    TakePart,
 )
 from dora_pipe.schemas.topics import worker_name_error
 
@@ -287,19 +290,21 @@ def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
 
 
 def _take_batch(draft: Draft) -> None:
+    """The batch of the next step, or another part of it while it is not whole."""
     state = draft.state
     assert state.config is not None
-    if state.training is not None or len(state.finished) < state.config.groups.per_step:
+    if state.training is not None or not state.finished:
         return
     if state.surplus:
         return  # The plan is full: what a batch has waits for nobody.
     at = state.standing()
     if at.step >= at.steps:
         return
-    batch = next_batch(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    batch = batch_due(state)
     if not batch:
+        _take_parts(draft)
         return
-    groups = tuple(state.groups[one.group].taken() for one in batch)
+    groups = tuple(state.groups[name].taken() for name in batch)
     draft.take(
         TakeBatch(
             step=at.step,
@@ -307,9 +312,26 @@ def _take_batch(draft: Draft) -> None:
             groups=groups,
             settings=settings_in_force(state.config, at.step),
             pins=pinned(state),
+            parts=tuple(map(len, state.parts)),
             reason=f"{len(state.finished)} groups finished; the earliest deadlines go first",
         )
     )
+
+
+def _take_parts(draft: Draft) -> None:
+    state = draft.state
+    assert state.config is not None
+    while not draft.full and (part := part_due(state)):
+        draft.add(
+            TakePart(
+                step=state.version,
+                attempt=state.attempt,
+                part=len(state.parts),
+                groups=tuple(state.groups[name].taken() for name in part),
+                settings=settings_in_force(state.config, state.version),
+                reason=f"{len(state.finished)} groups finished; the batch is not whole yet",
+            )
+        )
 
 
 def _drain(draft: Draft) -> None:
@@ -475,7 +497,7 @@ def size_of(decisions: Sequence[AnyDecision], planner: str = PLANNER) -> int:
     for one in decisions:
         if isinstance(one, Place):
             size += len(one.siblings)
-        elif isinstance(one, TakeBatch) and planner == PLANNER:
+        elif isinstance(one, TakePart | TakeBatch) and planner == PLANNER:
             size += len(one.groups)
         elif isinstance(one, ScoreGroup):
             size += len(one.trajectories)

@@ -9,6 +9,9 @@ Rules (docs/staleness.md proves them; every detail has a counterexample there an
    training, else from s = t. The batch in training has no deadlines any more.
 3. *Take* for step s the B finished groups with the earliest deadlines, iff what stays behind is
    feasible from s + 1.
+4. *Take a part* of step s while none is training: the finished groups with the earliest deadlines,
+   fewer than the batch still lacks, iff U is feasible from s with them due at s, as they are from
+   then on. The batch of s is those of its parts, and rule 3 for what it lacks.
 
 U, the groups dispatched and not yet taken, is given as the number of groups per deadline: there
 are few deadlines, however many groups there are.
@@ -109,29 +112,64 @@ def may_admit(deadlines: Mapping[int, int], at: Standing) -> bool:
 
 
 def next_batch(
-    finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+    finished: Sequence[Finished],
+    deadlines: Mapping[int, int],
+    *,
+    step: int,
+    per_step: int,
+    taken: int = 0,
 ) -> Sequence[Finished]:
-    """The batch of `step`, or nothing while the trainer has to wait.
+    """What completes the batch of `step`, or nothing while the trainer has to wait.
 
-    `finished` is sorted. Taking as soon as it is allowed is best: waiting never helps.
+    `finished` is sorted; `taken` groups are in parts, due at `step`. Taking as soon as it is
+    allowed is best: waiting never helps.
     """
-    if len(finished) < per_step:
+    lacks = per_step - taken
+    if len(finished) < lacks:
         return ()
-    batch = finished[:per_step]
-    return batch if feasible(_without(deadlines, batch), step + 1, per_step) else ()
+    batch = finished[:lacks]
+    behind = _without(deadlines, batch, step=step, taken=taken)
+    return batch if feasible(behind, step + 1, per_step) else ()
+
+
+def next_part(
+    finished: Sequence[Finished],
+    deadlines: Mapping[int, int],
+    *,
+    step: int,
+    per_step: int,
+    taken: int,
+    size: int,
+) -> Sequence[Finished]:
+    """The next part of `step`, of `size` groups, or nothing while there is none.
+
+    A part leaves something for the batch: what makes that whole is taken by `next_batch`.
+    """
+    if len(finished) < size or taken + size >= per_step:
+        return ()
+    part = finished[:size]
+    due = _without(deadlines, part)
+    due[step] = due.get(step, 0) + size
+    return part if feasible(due, step, per_step) else ()
 
 
 def waits_until(
-    finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+    finished: Sequence[Finished],
+    deadlines: Mapping[int, int],
+    *,
+    step: int,
+    per_step: int,
+    taken: int = 0,
 ) -> int | None:
     """The trainer waits for unfinished groups due at this deadline or before; None: for any.
 
     Only to be asked while `next_batch` gives nothing.
     """
-    if len(finished) < per_step:
+    lacks = per_step - taken
+    if len(finished) < lacks:
         return None
     due = 0
-    behind = _without(deadlines, finished[:per_step])
+    behind = _without(deadlines, finished[:lacks], step=step, taken=taken)
     for deadline in sorted(behind):
         due += behind[deadline]
         if due > max(0, deadline - step) * per_step:
@@ -144,8 +182,12 @@ def surplus(deadlines: Mapping[int, int], at: Standing) -> int:
     return max(0, sum(deadlines.values()) - max(0, at.steps - at.step) * at.per_step)
 
 
-def _without(deadlines: Mapping[int, int], batch: Sequence[Finished]) -> dict[int, int]:
+def _without(
+    deadlines: Mapping[int, int], batch: Sequence[Finished], *, step: int = 0, taken: int = 0
+) -> dict[int, int]:
     rest = dict(deadlines)
     for one in batch:
         rest[one.deadline] -= 1
+    if taken:
+        rest[step] -= taken
     return rest

@@ -311,6 +311,8 @@ class State:
     training: Training | None = None
     attempt: int = 1
     """Of the next batch decision for step t."""
+    parts: list[tuple[str, ...]] = field(default_factory=list)
+    """Groups that step t has in parts, while its batch is not whole. They are in U, due at t."""
 
     groups: dict[str, Group] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -389,6 +391,11 @@ class State:
     """Follows from the workers and groups; see `orchestrator.index`."""
     leaves: Leaves = field(default_factory=Leaves)
     """What the digest has seen of groups, requests and workers."""
+
+    @property
+    def in_parts(self) -> list[str]:
+        """The groups of all parts, in order."""
+        return [name for part in self.parts for name in part]
 
     def standing(self) -> Standing:
         """Where the run stands, for the rules of `staleness`."""

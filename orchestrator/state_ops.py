@@ -8,7 +8,7 @@ group has come to, from its siblings' results.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dora_pipe.config.model import Groups
@@ -346,6 +346,29 @@ def take_group(state: State, group: Group) -> None:
     leave_u(state, group)
     state.leaves.touch("group", group.spec.group)
     group.phase = "taken"
+
+
+def take_part(state: State, names: Sequence[str]) -> None:
+    """Finished groups are in a part of step t: they stay in U, due at t."""
+    for name in names:
+        take_group(state, state.groups[name])
+    _count(state, state.version, len(names))
+    state.parts.append(tuple(names))
+
+
+def give_up_parts(state: State) -> None:
+    """The groups of the parts of step t are finished as before, with their deadlines."""
+    names = state.in_parts
+    end_parts(state)
+    for name in names:
+        return_to_u(state, state.groups[name])
+
+
+def end_parts(state: State) -> None:
+    """The groups of the parts of step t leave U; what becomes of them is the caller's affair."""
+    if state.parts:
+        _count(state, state.version, -len(state.in_parts))
+        state.parts = []
 
 
 def leave_u(state: State, group: Group) -> None:

@@ -138,7 +138,13 @@ def blockers(state: State, most: int) -> Blocking:
         groups = state.groups.values()
         first = heapq.nsmallest(most, groups, key=lambda group: group.key)
         return Blocking(first=first, count=len(groups))
-    until = waits_until(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    until = waits_until(
+        state.finished,
+        state.deadlines,
+        step=at.step,
+        per_step=at.per_step,
+        taken=len(state.in_parts),
+    )
     generating = state.index.generating
     due = [one for one in sorted(generating) if until is None or one <= until]
     names = islice(chain.from_iterable(generating[one] for one in due), most)

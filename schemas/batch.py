@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import attrgetter
+from typing import TypeVar
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import TakenGroup
+
+T = TypeVar("T")
 
 _BATCH_DIGEST_HEAD = b"dora-pipe batch 1\n"
 """Names the text that is digested; another text gets another number."""
@@ -39,6 +43,15 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
     return lines_digest(map(batch_lines, sorted(groups, key=attrgetter("group"))))
+
+
+def parts_of(groups: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
+    """The groups of a batch part by part; the last part is what `sizes` leave.
+
+    Example: ``parts_of("abcde", [2, 1]) == ["ab", "c", "de"]``
+    """
+    ends = list(accumulate(sizes))
+    return [groups[at:end] for at, end in zip([0, *ends], [*ends, len(groups)], strict=True)]
 
 
 def batch_lines(group: TakenGroup) -> bytes:

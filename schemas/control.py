@@ -429,6 +429,10 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     """The weights before this step were adopted, not replayed (`--adopt`)."""
     dropped: tuple[int, ...] = ()
     """Versions whose files the trainer deletes once this commit is durable (docs/storage.md)."""
+    parts: tuple[int, ...] = ()
+    """The sizes of all but its last part, as `TakeBatch.parts` has them."""
+    ahead_s: float = 0.0
+    """What was spent on those parts before the batch was taken; no part of a wait for it."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

@@ -250,6 +250,19 @@ class ScoreGroup(Decision, frozen=True, kw_only=True):
     """The siblings with a valid reward, in order."""
 
 
+class TakePart(Decision, frozen=True, kw_only=True):
+    """Finished groups of the next step's batch, while that is not whole: they are due at this step
+    from now on, and the trainer may begin with them. The batch names them again."""
+
+    step: int
+    attempt: int
+    part: int
+    """From 0; a part of this number that was taken before is given up, with those after it."""
+    groups: tuple[TakenGroup, ...]
+    settings: dict[str, float | int | str | bool]
+    """Those of the batch that it becomes a part of: a change of settings gives parts up."""
+
+
 class TakeBatch(Decision, frozen=True, kw_only=True):
     """The batch of a step, keyed (step, attempt): these groups, and no others."""
 
@@ -261,6 +274,9 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     pins: tuple[int, ...] = ()
     """Versions that open groups carry or workers host or shall host, sorted. Of the versions below
     `step` none is added later: dispatches carry the newest. Empty: not said, nothing is dropped."""
+    parts: tuple[int, ...] = ()
+    """How many of the groups, from the first on, each part has that was taken before, in order; the
+    others are the last part. The gradient is added up part by part. Empty: the batch is one."""
 
 
 class End(Decision, frozen=True, kw_only=True):
@@ -315,6 +331,7 @@ AnyDecision = (
     | Drain
     | Fence
     | ScoreGroup
+    | TakePart
     | TakeBatch
     | End
     | EndSiblings

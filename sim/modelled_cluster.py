@@ -36,6 +36,7 @@ from dora_pipe.schemas.control import (
     RoleStarted,
     RunStarted,
     StepCommitted,
+    TakenGroup,
     TrajectoriesLogged,
     WorkerJoined,
     WorkerReady,
@@ -52,6 +53,7 @@ from dora_pipe.schemas.rounds import (
     PlacedRequest,
     PlanPeriod,
     TakeBatch,
+    TakePart,
 )
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.modelled_worker import (
@@ -96,6 +98,9 @@ class ClusterPlan:
     per_step: int
     steps: int
     max_staleness: int
+    parts: int = 1
+    """In which a batch is taken, and computed: each as soon as it is there; what
+    a step costs whatever it trains comes with the last."""
     in_flight_batches: float | None = None
     one_batch: bool = False
     """Never generate for more than one batch: C is 2 while a step trains and 1 while none does, as
@@ -167,6 +172,8 @@ class Cluster:
         self._offset = 0
         self._lefts: dict[str, Left] = {}
         self._training: tuple[TakeBatch, float] | None = None
+        self._parts_until_s = 0.0
+        """When the trainer has computed all parts of the next step that were taken."""
         self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
         """Responses that are not reported yet, by the time at which they will be."""
         self._ends = 0
@@ -318,6 +325,8 @@ class Cluster:
         if isinstance(decision, TakeBatch):
             self._train(decision)
             return True
+        if isinstance(decision, TakePart):
+            self._train_part(decision)
         if isinstance(decision, Place):
             for request in decision.requests():
                 self._place(request)
@@ -380,23 +389,34 @@ class Cluster:
         return Blob(sha256=NO_DIGEST, bytes=tokens * self.plan.rates.kv_bytes)
 
     def _train(self, batch: TakeBatch) -> None:
-        ordinals = [self.state.groups[one.group].spec for one in batch.groups]
-        tokens = sum(sum(self.plan.lengths(spec.ordinal)) for spec in ordinals)
-        samples = len(ordinals) * self.plan.group_size
-        step_s = self.plan.trainer.step_s(tokens=tokens, samples=samples)
-        step_s = step_s * self.plan.slower(self._busy(), True)
+        specs = [self.state.groups[one.group].spec for one in batch.groups]
+        step_s = self._compute_s(batch.groups[sum(batch.parts) :])
         step_s += self.plan.first_step_s if batch.step == 0 else 0.0
-        staleness = Counter(batch.step - spec.version for spec in ordinals)
-        self._training = batch, self.now_s + step_s + self.plan.react_s
+        from_s = max(self.now_s, self._parts_until_s) if batch.parts else self.now_s
+        staleness = Counter(batch.step - spec.version for spec in specs)
+        self._training = batch, from_s + step_s + self.plan.react_s
         self.run_.spans.append(
             StepSpan(
                 step=batch.step,
                 taken_s=self.now_s,
-                committed_s=self.now_s + step_s,
-                tokens=tokens,
+                committed_s=from_s + step_s,
+                tokens=sum(sum(self.plan.lengths(spec.ordinal)) for spec in specs),
                 staleness=tuple(sorted(staleness.items())),
             )
         )
+
+    def _train_part(self, part: TakePart) -> None:
+        fixed_s = self.plan.trainer.fixed_s * self.plan.slower(self._busy(), True)
+        seconds = self._compute_s(part.groups) - fixed_s
+        self._parts_until_s = max(self.now_s, self._parts_until_s) + seconds
+
+    def _compute_s(self, groups: Sequence[TakenGroup]) -> float:
+        """A step of these, with what it costs whatever it trains."""
+        ordinals = [self.state.groups[one.group].spec.ordinal for one in groups]
+        tokens = sum(sum(self.plan.lengths(ordinal)) for ordinal in ordinals)
+        samples = len(ordinals) * self.plan.group_size
+        step_s = self.plan.trainer.step_s(tokens=tokens, samples=samples)
+        return step_s * self.plan.slower(self._busy(), True)
 
     def _busy(self) -> int:
         return sum(len(worker.batch) > 0 for worker in self._workers.values())
@@ -443,6 +463,7 @@ def _config(plan: ClusterPlan) -> Config:
             "per_step": plan.per_step,
             "filter_zero_advantage": plan.filter_zero_advantage,
         },
+        "trainer": {"parts": plan.parts},
         "staleness": staleness,
         "evaluation": evaluation,
         "bus": {"partitions": 1},
@@ -546,4 +567,5 @@ def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
         numerics={},
         decisions_next=0,
         compute_s=0.0,
+        parts=batch.parts,
     )

@@ -135,13 +135,18 @@ def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
     """Batches in another order, behind the same gate."""
 
     def take(
-        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+        finished: Sequence[Finished],
+        deadlines: Mapping[int, int],
+        *,
+        step: int,
+        per_step: int,
+        taken: int,
     ) -> Sequence[Finished]:
-        batch = sorted(finished, key=key)[:per_step]
-        if len(batch) < per_step:
+        batch = sorted(finished, key=key)[: per_step - taken]
+        if len(batch) < per_step - taken:
             return ()
         rest = Counter(deadlines)
-        rest.subtract(one.deadline for one in batch)
+        rest.subtract([*(one.deadline for one in batch), *[step] * taken])
         return batch if staleness.feasible(rest, step + 1, per_step) else ()
 
     patches.everywhere(staleness.next_batch, take)
@@ -154,9 +159,15 @@ def _overdue_then_oldest(patches: Patches) -> None:
         return max(0, min(room, (at.steps - at.step) * at.per_step - untaken))
 
     def take(
-        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+        finished: Sequence[Finished],
+        deadlines: Mapping[int, int],
+        *,
+        step: int,
+        per_step: int,
+        taken: int,
     ) -> Sequence[Finished]:
-        return finished[:per_step] if len(finished) >= per_step else ()
+        lacks = per_step - taken
+        return finished[:lacks] if len(finished) >= lacks else ()
 
     patches.everywhere(staleness.admissible, admissible)
     patches.everywhere(staleness.next_batch, take)
@@ -190,10 +201,16 @@ def _short_batch(patches: Patches) -> None:
     right = staleness.next_batch
 
     def take(
-        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+        finished: Sequence[Finished],
+        deadlines: Mapping[int, int],
+        *,
+        step: int,
+        per_step: int,
+        taken: int,
     ) -> Sequence[Finished]:
-        some = finished[: max(1, per_step - 1)]
-        return right(finished, deadlines, step=step, per_step=per_step) or some
+        some = finished[: max(1, per_step - taken - 1)]
+        whole = right(finished, deadlines, step=step, per_step=per_step, taken=taken)
+        return whole or some
 
     patches.everywhere(staleness.next_batch, take)
 
@@ -281,6 +298,36 @@ def _alone_trained(patches: Patches) -> None:
 
     right = Group.taken
     patches.put(Group, "taken", taken)
+
+
+def _part_too_soon(patches: Patches) -> None:
+    """A part leaves no room for groups that are due."""
+
+    def part(finished: Sequence[Finished], *_: object, size: int, **at: int) -> Sequence[Finished]:
+        fits = len(finished) >= size and at["taken"] + size < at["per_step"]
+        return finished[-size:] if fits else ()
+
+    patches.everywhere(staleness.next_part, part)
+
+
+def _part_lost(patches: Patches) -> None:
+    """A batch forgets its last part."""
+    right = rules_decision.batch_due
+
+    def due(state: State) -> list[str]:
+        names = right(state)
+        return names[len(state.parts[-1]) :] if names and state.parts else names
+
+    patches.everywhere(right, due)
+
+
+def _part_twice(patches: Patches) -> None:
+    """The groups of a part are still there for the next one."""
+
+    def taken(state: State, names: Sequence[str]) -> None:
+        state.parts.append(tuple(names))
+
+    patches.everywhere(transitions.take_part, taken)
 
 
 def _progress_lost(patches: Patches) -> None:
@@ -470,6 +517,9 @@ _ALL: Final = (
     ("alone-trained", "batches leave out what their groups were scored", _alone_trained),
     ("progress-lost", "a lost request starts again from its prompt", _progress_lost),
     ("placed-twice", "a request is placed while it is placed", _placed_twice),
+    ("part-too-soon", "a part leaves no room for groups that are due", _part_too_soon),
+    ("part-lost", "a batch forgets its last part", _part_lost),
+    ("part-twice", "the groups of a part are taken again", _part_twice),
     ("attempts-for-ever", "faults are not counted", _attempts_for_ever),
     ("leaving-counts", "leaving in order counts as a fault", _leaving_counts),
     ("lease-in-outage", "leases run down while nobody listens", _lease_in_outage),

@@ -28,6 +28,7 @@ from dora_pipe.consumers.trainer.effects import (
     FetchBatch,
     PublishPolicy,
     Restore,
+    TrainPart,
     TrainStep,
 )
 from dora_pipe.consumers.trainer.ports import InlinePort
@@ -586,6 +587,7 @@ class PlainParts:
         return {
             Restore: delays.restore_ns,
             FetchBatch: delays.fetch_ns,
+            TrainPart: delays.train_ns,
             TrainStep: delays.train_ns,
             PublishPolicy: delays.publish_ns,
             DropFiles: 0,

@@ -129,10 +129,12 @@ AGENTS_SHARE: Final = 0.25
 RESIDENT_SHARE: Final = 0.3
 """Of these, whose workers host several versions."""
 
-
 AGENTS_SECONDS: Final = 64.0
 """Groups of agents have so long at least, where their time is bounded: else those of slow workers
 would all be over before they end, and the run with them."""
+
+PARTS_SHARE: Final = 1 / 3
+"""Of seeds whose batches are taken in parts, where they have several groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False, agents: bool = T
     faults[chance.choice(STRIKING)] = 1.0
     if slow > 1 and Random(f"dora-pipe sim moving {seed}").random() < 0.75:
         faults = dict.fromkeys(MOVING, 1.0) | faults
-    config = _impatient(seed, config, slow)
+    config = _parts(seed, _impatient(seed, config, slow))
     if config.groups.spare or config.groups.seconds_max:
         faults[HANGING] = 1.0
     first = chance.randint(1, WORKERS_MAX)
@@ -251,6 +253,15 @@ def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
         },
     }
     return msgspec.convert(plain, Config)
+
+
+def _parts(seed: int, config: Config) -> Config:
+    """The same with batches in parts, in one of three seeds; drawn apart."""
+    chance, most = Random(f"dora-pipe sim parts {seed}"), config.groups.per_step
+    if chance.random() >= PARTS_SHARE or most < 2:
+        return config
+    trainer = msgspec.structs.replace(config.trainer, parts=chance.randint(2, most))
+    return msgspec.structs.replace(config, trainer=trainer)
 
 
 def _several(seed: int, config: Config) -> Config:

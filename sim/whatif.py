@@ -47,6 +47,7 @@ KEYS: Final = frozenset(
 
 CLUSTER_KEYS: Final = KEYS | {
     *("evaluation.every", "evaluation.prompts", "evaluation.siblings", "timing.plan_period_s"),
+    "trainer.parts",
 }
 """What the model with versions on workers knows."""
 
@@ -195,6 +196,7 @@ def cluster_plan(
         per_step=config.groups.per_step,
         steps=config.run.steps,
         max_staleness=config.staleness.max_staleness,
+        parts=config.trainer.parts,
         in_flight_batches=config.staleness.in_flight_batches,
         one_batch=scheduler == "one-batch",
         planner=planners.get(scheduler, Production()),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.trajectory import Trajectory
 
@@ -47,7 +48,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The batch of one step, groups in dispatch order."""
+    """The batch of one step, or a part of it; groups in dispatch order, in that of each part."""
 
     step: int
     groups: Sequence[TrainGroup]
@@ -56,6 +57,13 @@ class TrainBatch:
     teacher: Mapping[str, Sequence[float]] | None = None
     """By trajectory, the log-probs of its counted tokens under the teacher, float32; None: the step
     has none."""
+    parts: Sequence[int] = ()
+    """How many groups each part but the last has, in order; empty: the batch is one."""
+
+    def in_parts(self) -> list[TrainBatch]:
+        """Its parts, each as a batch that is one."""
+        found = parts_of(self.groups, self.parts)
+        return [replace(self, groups=groups, parts=()) for groups in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +87,11 @@ class Learner(Protocol):
         ...
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One training step. Raises NonFinite (the state is then no longer valid)."""
+        """One training step. Raises NonFinite (the state is then no longer valid).
+
+        Of a batch in parts the gradient is added up part by part, each divided by what the whole is
+        divided by; what was computed of its first parts is used. Equal bits do not depend on that.
+        """
         ...
 
     def manifest(self) -> Manifest:
@@ -96,4 +108,14 @@ class Learner(Protocol):
 
     def numerics(self) -> dict[str, str]:
         """The fingerprint under which equal bits are promised: versions, device, threads, ..."""
+        ...
+
+
+@runtime_checkable
+class TrainsParts(Protocol):
+    """A learner that can begin with parts of a batch; another computes them with the batch."""
+
+    def train_part(self, batch: TrainBatch, settings: Settings) -> None:
+        """Compute the gradient of the next part of a step, ahead of `train`, which is told of it
+        again. Raises NonFinite (what was computed ahead is then dropped)."""
         ...

@@ -33,6 +33,9 @@ from dora_pipe.store.safetensors_file import (
 WEIGHTS_BYTES: Final = 32
 INITIAL: Final = bytes(WEIGHTS_BYTES)
 
+_Names = tuple[int, tuple[str, ...]]
+"""Step and groups of a part."""
+
 
 class SimulatedLearner:
     """See the module. `poison` names trajectories whose presence makes a step non-finite.
@@ -48,6 +51,8 @@ class SimulatedLearner:
         self._poison = frozenset(poison)
         self._weights = INITIAL
         self._steps = 0
+        self._gathered: list[tuple[_Names, bytes]] = []
+        """The first parts of the next step, and the digest of each."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
@@ -55,24 +60,27 @@ class SimulatedLearner:
             raise PolicyError(f"{weights} holds other weights")
         self._weights = _read(weights, "weights")
         self._steps = 0
+        self._gathered = []
         if optimizer is not None:
             self._steps = int.from_bytes(_read(optimizer, "steps"), "little")
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """One training step. Raises NonFinite for a poisoned batch."""
+        gathered, self._gathered = self._gathered, []
         trajectories = [one for group in batch.groups for one in group.trajectories]
-        poisoned = sorted(self._poison & {one.trajectory for one in trajectories})
-        if poisoned:
-            raise NonFinite(f"{poisoned[0]} makes the loss infinite")
         past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
         past.update(self._flavour.encode() + canonical(_logged(settings)))
-        for one in trajectories:
-            past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
-            past.update(canonical(list(one.logprobs)))
-            if one.meta.contexts:
-                past.update(canonical([msgspec.structs.astuple(of) for of in one.meta.contexts]))
-            if batch.teacher is not None:
-                past.update(canonical(list(batch.teacher[one.trajectory])))
+        if batch.parts:
+            parts = batch.in_parts()
+            if [key for key, _ in gathered] != [_names(one) for one in parts[: len(gathered)]]:
+                gathered = []
+            for _, digest in gathered:
+                past.update(digest)
+            for part in parts[len(gathered) :]:
+                past.update(self._digest(part))
+        else:
+            for one in self._sound(trajectories):
+                _take_in(past, one, batch)
         self._weights = past.digest()
         self._steps += 1
         tokens = float(sum(one.sampled for one in trajectories))
@@ -81,6 +89,26 @@ class SimulatedLearner:
             contributions=_contributions(batch, settings),
             compute_s=0.0,
         )
+
+    def train_part(self, batch: TrainBatch, settings: Settings) -> None:
+        """What the next part is in the step. Raises NonFinite for a poisoned one."""
+        gathered, self._gathered = self._gathered, []
+        digest = self._digest(batch)
+        if gathered and gathered[0][0][0] != batch.step:
+            gathered = []
+        self._gathered = [*gathered, (_names(batch), digest)]
+
+    def _digest(self, part: TrainBatch) -> bytes:
+        found = hashlib.sha256()
+        for one in self._sound([one for group in part.groups for one in group.trajectories]):
+            _take_in(found, one, part)
+        return found.digest()
+
+    def _sound(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        poisoned = sorted(self._poison & {one.trajectory for one in trajectories})
+        if poisoned:
+            raise NonFinite(f"{poisoned[0]} makes the loss infinite")
+        return trajectories
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights."""
@@ -97,6 +125,20 @@ class SimulatedLearner:
     def numerics(self) -> dict[str, str]:
         """What the weights depend on beside inputs."""
         return {"trainer": f"{self.name} {self.version}", "micro_batch_tokens": "1"}
+
+
+def _names(part: TrainBatch) -> _Names:
+    return part.step, tuple(group.group for group in part.groups)
+
+
+def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
+    """A trajectory becomes part of what the weights are a digest of."""
+    past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
+    past.update(canonical(list(one.logprobs)))
+    if one.meta.contexts:
+        past.update(canonical([msgspec.structs.astuple(of) for of in one.meta.contexts]))
+    if batch.teacher is not None:
+        past.update(canonical(list(batch.teacher[one.trajectory])))
 
 
 def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
@@ -122,11 +164,12 @@ def _read(path: Path, name: str) -> bytes:
 
 
 def _contributions(batch: TrainBatch, settings: Settings) -> list[dict[str, Any]]:
-    groups = [(group.version, [one.reward for one in group.trajectories]) for group in batch.groups]
+    ordered = sorted(batch.groups, key=lambda group: group.group)
+    groups = [(group.version, [one.reward for one in group.trajectories]) for group in ordered]
     advantages = batch_advantages(groups, *advantage_rule(settings))
     return [
         _contribution(one, group.group, batch.step, advantage)
-        for group, of_group in zip(batch.groups, advantages, strict=True)
+        for group, of_group in zip(ordered, advantages, strict=True)
         for one, advantage in zip(group.trajectories, of_group, strict=True)
     ]
 

@@ -8,13 +8,17 @@ same way on every machine, and its bits can be made again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import StepSettings
-from dora_pipe.consumers.objectives.advantage import batch_advantages, token_weights
+from dora_pipe.consumers.objectives.advantage import (
+    batch_advantages,
+    summed_weights,
+    token_weights,
+)
 from dora_pipe.consumers.objectives.registry import needs_whole
 from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
 from dora_pipe.core.errors import NonFinite
@@ -270,19 +274,71 @@ def _item(
 
 
 def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> list[Pass]:
-    """The passes of one optimizer update; none if nothing in it has a gradient.
-
-    A zero advantage without a KL term and without a teacher has a gradient of exactly zero: it
-    still counts in the mean, but nothing is computed for it.
-    """
+    """The passes of one optimizer update; none if nothing in it has a gradient."""
     for item in items:
         item.minibatch = minibatch
     objective = settings.objective
     assert objective.loss is not None
     valid = [item for item in items if item.advantage is not None]
-    weights = token_weights(
-        [item.counted for item in valid], objective.loss, tokens=objective.loss_tokens
-    )
+    sampled = [item.counted for item in valid]
+    weights = token_weights(sampled, objective.loss, tokens=objective.loss_tokens)
+    return _passes(valid, weights, settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartKey:
+    """What the gradient of a part depends on, beside the weights."""
+
+    step: int
+    groups: tuple[str, ...]
+    settings: tuple[tuple[str, float | int | str | bool], ...]
+
+    @classmethod
+    def of(cls, part: TrainBatch, settings: Settings) -> PartKey:
+        """Of these groups under these settings."""
+        groups = tuple(group.group for group in part.groups)
+        return cls(step=part.step, groups=groups, settings=tuple(sorted(settings.items())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredPart:
+    """A part whose gradient was added to those of the parts before it."""
+
+    key: PartKey
+    items: Sequence[Item]
+    passes: int
+    divisor: int
+    """Its share of what the whole gradient is divided by."""
+    sums: Sums
+    compute_s: float
+
+
+def in_dispatch_order(items: Iterable[Item]) -> list[Item]:
+    """As in a batch that is one: what a step says of itself does not depend on its parts."""
+    return sorted(items, key=lambda item: (item.ordinal, item.sibling))
+
+
+def part_passes(
+    items: Sequence[Item], settings: StepSettings, *, first: int
+) -> tuple[list[Pass], int]:
+    """The passes of a part of an update, numbered from `first`, and what they are to be divided by
+    once all parts are there (`summed_weights`)."""
+    objective = settings.objective
+    assert objective.loss is not None
+    valid = [item for item in items if item.advantage is not None]
+    sampled = [item.counted for item in valid]
+    weights, divisor = summed_weights(sampled, objective.loss, tokens=objective.loss_tokens)
+    passes = _passes(valid, weights, settings)
+    return [replace(one, number=first + one.number) for one in passes], divisor
+
+
+def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
+    """Items of an update, with the weight of their tokens, in passes.
+
+    A zero advantage without a KL term and without a teacher has a gradient of exactly zero: it
+    still counts in the mean, but nothing is computed for it.
+    """
+    objective = settings.objective
     chosen = [
         (item, weight)
         for item, weight in zip(valid, weights, strict=True)

@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Final, cast
 
 from dora_pipe.consumers.contributions import TEACHER
-from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch, TrainsParts
 from dora_pipe.consumers.teachers.port import Teacher
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.contexts import counted_places, rows_of
@@ -62,16 +63,23 @@ class LearnerWithTeacher:
     def __init__(self, learner: Learner, teacher: Teacher) -> None:
         self._learner = learner
         self.teacher = teacher
+        self._said: dict[str, Sequence[float]] = {}
+        """Of the parts of the next step, by trajectory: it is not asked again."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
     def asked(self, batch: TrainBatch) -> Generator[None, None, TrainBatch]:
-        """The batch with what the teacher says now."""
-        trajectories = [one for group in batch.groups for one in group.trajectories]
+        """The batch with what the teacher says now, or said of its first parts."""
+        everything = [one for group in batch.groups for one in group.trajectories]
+        trajectories = [one for one in everything if one.trajectory not in self._said]
         rows = [(ids, mask) for one in trajectories for ids, mask, _ in rows_of(one)]
         following = iter((yield from self.teacher.logprobs(rows)))
-        column: dict[str, Sequence[float]] = {}
+        column = {
+            one.trajectory: self._said[one.trajectory]
+            for one in everything
+            if one.trajectory in self._said
+        }
         for one in trajectories:
             first, *others = islice(following, 1 + len(one.meta.contexts))
             column[one.trajectory] = list(chain(first, *others)) if others else first
@@ -81,6 +89,7 @@ class LearnerWithTeacher:
         """One training step, with the teacher's column in its contributions."""
         batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
         result = self._learner.train(batch, settings)
+        self._said = {}
         column = batch.teacher
         if column is None:
             return result
@@ -91,6 +100,18 @@ class LearnerWithTeacher:
                 {**row, TEACHER: column[row["trajectory"]]} for row in result.contributions
             ],
         )
+
+    def train_part(self, batch: TrainBatch, settings: Settings) -> None:
+        """The next part of a step, with the teacher's column, which is kept for the whole."""
+        batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
+        self._said |= batch.teacher or {}
+        if isinstance(self._learner, TrainsParts):
+            self._learner.train_part(batch, settings)
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        """As the learner; parts begun before are forgotten."""
+        self._said = {}
+        self._learner.load(weights, digest=digest, optimizer=optimizer)
 
     def numerics(self) -> dict[str, str]:
         """The learner's, and which teacher there is."""

@@ -19,6 +19,7 @@ __all__ = [
     "batch_advantages",
     "group_advantages",
     "leave_one_out_advantages",
+    "summed_weights",
     "token_weights",
     "version_advantages",
 ]
@@ -130,6 +131,22 @@ def token_weights(
         assert tokens is not None
         return [1.0 / (len(sampled) * tokens) if length else 0.0 for length in sampled]
     return [1.0 / (len(sampled) * length) if length else 0.0 for length in sampled]
+
+
+def summed_weights(
+    sampled: Sequence[int], averaging: Averaging, *, tokens: int | None = None
+) -> tuple[list[float], int]:
+    """Weights as of `token_weights` times what that mean divides by, and that divisor.
+
+    Of parts of a minibatch: sums with these weights and divisors add up, and the one divided by the
+    other is the mean over all of it.
+    """
+    if averaging == "token-mean":
+        return [1.0] * len(sampled), sum(sampled)
+    if averaging == "constant":
+        assert tokens is not None
+        return [1.0 / tokens if length else 0.0 for length in sampled], len(sampled)
+    return [1.0 / length if length else 0.0 for length in sampled], len(sampled)
 
 
 def _mean_and_scale(rewards: Rewards, *, divide_by_std: bool) -> tuple[float, float | None]:

@@ -25,6 +25,7 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, SchemaError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, retry_bus
 from dora_pipe.core.runtime import Meter
+from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import StepCommitted, TakenGroup
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.headers import parse_headers
@@ -316,7 +317,7 @@ def committed_batch(
             why = lost_claim(at.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error
         sha256s[taken.trajectory] = sha256_hex(at.record.value)
-    return batch_of(commit.step, commit.groups, trajectories, sha256s)
+    return batch_of(commit.step, commit.groups, trajectories, sha256s, parts=commit.parts)
 
 
 def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: Clock) -> TrainBatch:
@@ -356,13 +357,19 @@ def batch_of(
     groups: Sequence[TakenGroup],
     trajectories: Mapping[str, Trajectory],
     sha256s: Mapping[str, str] | None = None,
+    *,
+    parts: Sequence[int] = (),
 ) -> TrainBatch:
-    """A batch as the learner takes it: groups in dispatch order, siblings in theirs.
+    """A batch as the learner takes it: groups of each part in dispatch order, siblings in theirs.
 
     `sha256s` are of the values as they lie in the log now, where that may be other than taken.
     """
-    ordered = sorted(groups, key=lambda group: group.group)
-    return TrainBatch(step=step, groups=[_group(one, trajectories, sha256s) for one in ordered])
+    ordered = [
+        _group(one, trajectories, sha256s)
+        for part in parts_of(groups, parts)
+        for one in sorted(part, key=lambda group: group.group)
+    ]
+    return TrainBatch(step=step, groups=ordered, parts=parts)
 
 
 def _group(

@@ -14,7 +14,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import Offender, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.headers import matches
 from dora_pipe.schemas.identity import group_of, parse_trajectory_id
-from dora_pipe.schemas.rounds import TakeBatch
+from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.trajectory import Headers, Trajectory, mixing_error
 
 
@@ -44,9 +44,10 @@ class Arrived:
 
 
 def check_batch(
-    decision: TakeBatch, arrived: Mapping[str, Arrived], known: Known
+    decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
 ) -> tuple[Offender, ...]:
-    """Why the batch cannot be accepted; empty when it can. One line per offending trajectory.
+    """Why the batch, or a part of it, cannot be accepted; empty when it can. One line per
+    offending trajectory.
 
     `arrived` has an entry per trajectory id of the decision.
     """
@@ -54,7 +55,7 @@ def check_batch(
 
 
 def _offenders(
-    decision: TakeBatch, arrived: Mapping[str, Arrived], known: Known
+    decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
 ) -> Iterator[Offender]:
     groups: set[str] = set()
     trajectories: set[str] = set()

@@ -21,7 +21,7 @@ from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.schemas.control import RunStarted, StepCommitted
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import TakeBatch
+from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class CommitHistory:
         every = config.get("objective", {}).get("reference_every")
         return set(range(0, self.next_step + 2, every)) if every else set()
 
-    def known(self, decision: TakeBatch, *, run: str) -> Known:
+    def known(self, decision: TakeBatch | TakePart, *, run: str) -> Known:
         """As much of this history as the checks of a batch need."""
         versions = {group.version for group in decision.groups}
         if self.interruptible and versions:

@@ -16,7 +16,7 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import write_contributions
-from dora_pipe.consumers.learners.port import Learner, StepResult, TrainBatch
+from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch, TrainsParts
 from dora_pipe.consumers.learners.with_teacher import add_teacher_logprobs, waits_for
 from dora_pipe.consumers.place_reader import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import (
@@ -28,7 +28,7 @@ from dora_pipe.consumers.trainer.batch_reader import (
     find,
     places_of,
 )
-from dora_pipe.consumers.trainer.checks import Arrived, check_batch
+from dora_pipe.consumers.trainer.checks import Arrived, Known, check_batch
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
     BatchFetched,
@@ -36,12 +36,14 @@ from dora_pipe.consumers.trainer.effects import (
     Effect,
     Event,
     FetchBatch,
+    PartTrained,
     PolicyPublished,
     PublishPolicy,
     Replayed,
     Restore,
     Restored,
     StepTrained,
+    TrainPart,
     TrainStep,
     Unreadable,
 )
@@ -54,11 +56,12 @@ from dora_pipe.consumers.trainer.replay_steps import (
 )
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import ReplayDiverged, ResourceError, SchemaError
+from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, SchemaError
 from dora_pipe.core.retry import until_there_is_room
 from dora_pipe.core.runtime import Meter
 from dora_pipe.schemas.control import TakenTrajectory
 from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -122,6 +125,8 @@ class EffectHandlers:
         """The events of an effect, None while it waits for the log."""
         if isinstance(effect, Restore):
             return self._restore(effect)
+        if isinstance(effect, TrainPart):
+            return self._train_part(effect)
         if isinstance(effect, FetchBatch):
             return self._fetch(effect)
         if isinstance(effect, TrainStep):
@@ -210,10 +215,45 @@ class EffectHandlers:
             why=why,
         )
 
+    def _train_part(self, effect: TrainPart) -> Iterator[Event | None]:
+        """Records stay in the cache: the batch is checked as a whole, and what is wrong is said of
+        it then."""
+        decision, start_ns = effect.decision, self._clock.now_ns()
+        arrived, _ = yield from self._find(decision, effect.known)
+        learner = self.learner
+        wrong = check_batch(decision, arrived, effect.known)
+        if isinstance(learner, TrainsParts) and not wrong:
+            batch = batch_of(decision.step, decision.groups, _all_whole(arrived))
+            try:
+                batch = yield from self._with_files(batch, decision.settings, effect.reference)
+                learner.train_part(batch, decision.settings)
+            except NonFinite as error:
+                LOG.warning("part %d of step %d: %s", decision.part, decision.step, error.message)
+        yield PartTrained(
+            step=decision.step,
+            attempt=decision.attempt,
+            part=decision.part,
+            seconds=(self._clock.now_ns() - start_ns) / 1e9,
+        )
+
     def _fetch(self, effect: FetchBatch) -> Iterator[Event | None]:
         decision = effect.decision
         self._fetched = None
-        self.reader.drop_before(effect.known.next_step)
+        arrived, unreadable = yield from self._find(decision, effect.known)
+        offenders = check_batch(decision, arrived, effect.known)
+        if not offenders:
+            key, parts = (decision.step, decision.attempt), decision.parts
+            whole = _all_whole(arrived)
+            self._fetched = key, batch_of(decision.step, decision.groups, whole, parts=parts)
+            self.reader.drop(places_of(decision.groups))
+        yield from unreadable
+        yield BatchFetched(step=decision.step, attempt=decision.attempt, offenders=offenders)
+
+    def _find(
+        self, decision: TakeBatch | TakePart, known: Known
+    ) -> Generator[None, None, tuple[dict[str, Arrived], list[Unreadable]]]:
+        """Every trajectory of a decision, and dead letters of those that cannot be read."""
+        self.reader.drop_before(known.next_step)
         found = yield from find(self.reader, decision.groups)
         unreadable = list(self._unreadable())
         arrived: dict[str, Arrived] = {}
@@ -221,14 +261,7 @@ class EffectHandlers:
             at = found[RecordPlace(taken.partition, taken.offset)]
             arrived[taken.trajectory], letter = self._arrived(taken, at)
             unreadable += [] if letter is None else [letter]
-        offenders = check_batch(decision, arrived, effect.known)
-        if not offenders:
-            whole = {name: _whole(one) for name, one in arrived.items()}
-            key = (decision.step, decision.attempt)
-            self._fetched = key, batch_of(decision.step, decision.groups, whole)
-            self.reader.drop(places_of(decision.groups))
-        yield from unreadable
-        yield BatchFetched(step=decision.step, attempt=decision.attempt, offenders=offenders)
+        return arrived, unreadable
 
     def _arrived(
         self, taken: TakenTrajectory, at: FetchedRecord
@@ -250,9 +283,7 @@ class EffectHandlers:
         assert self._fetched[0] == key
         batch = self._fetched[1]
         self._fetched = None
-        files = StepFiles(self._store, lambda version: effect.reference)
-        batch = files.with_reference(batch, effect.settings)
-        batch = yield from add_teacher_logprobs(self.learner, batch, effect.settings)
+        batch = yield from self._with_files(batch, effect.settings, effect.reference)
         result = self.learner.train(batch, effect.settings)
         self._trained = key, result
         yield StepTrained(
@@ -261,6 +292,14 @@ class EffectHandlers:
             figures=result.figures,
             compute_s=result.compute_s,
         )
+
+    def _with_files(
+        self, batch: TrainBatch, settings: Settings, reference: str
+    ) -> Generator[None, None, TrainBatch]:
+        """The batch with its reference and what a teacher says of it, where there are such."""
+        files = StepFiles(self._store, lambda version: reference)
+        batch = files.with_reference(batch, settings)
+        return (yield from add_teacher_logprobs(self.learner, batch, settings))
 
     def _publish(self, effect: PublishPolicy) -> Iterator[Event | None]:
         """Files first; the commit that names them comes after, or never.
@@ -317,10 +356,10 @@ class EffectHandlers:
             yield Unreadable(dead_letter=letter)
 
 
-def _whole(arrived: Arrived) -> Trajectory:
-    assert arrived.trajectory is not None
-    return arrived.trajectory
+def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
+    """What arrived, where nothing is wrong with it."""
+    return {name: one.trajectory for name, one in arrived.items() if one.trajectory is not None}
 
 
-EFFECTS: Final = (Restore, FetchBatch, TrainStep, PublishPolicy, DropFiles)
+EFFECTS: Final = (Restore, TrainPart, FetchBatch, TrainStep, PublishPolicy, DropFiles)
 """The effect types that `EffectHandlers.run` takes."""

@@ -11,7 +11,7 @@ from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.schemas.control import Offender
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.schemas.rounds import TakeBatch
+from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,17 @@ class FetchBatch:
 
     decision: TakeBatch
     known: Known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPart:
+    """Find, check and decode every trajectory of a part of the next batch, and compute its
+    gradient. What cannot be is left to the batch."""
+
+    decision: TakePart
+    known: Known
+    reference: str = ""
+    """As of `TrainStep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,7 @@ class DropFiles:
     """sha256 of optimizer states."""
 
 
-Effect = Restore | FetchBatch | TrainStep | PublishPolicy | DropFiles
+Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +112,16 @@ class BatchFetched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartTrained:
+    """A part was looked at, and computed where nothing was wrong with it."""
+
+    step: int
+    attempt: int
+    part: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained:
     """A step was computed; its weights lie in the trainer's memory only."""
 
@@ -128,4 +149,13 @@ class Unreadable:
     dead_letter: DeadLetter
 
 
-Event = Replayed | Adopted | Restored | BatchFetched | StepTrained | PolicyPublished | Unreadable
+Event = (
+    Replayed
+    | Adopted
+    | Restored
+    | PartTrained
+    | BatchFetched
+    | StepTrained
+    | PolicyPublished
+    | Unreadable
+)

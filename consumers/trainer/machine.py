@@ -3,6 +3,8 @@
     phase        waits for                 then
     restoring    Restored                  idle
     idle         a batch of the next step  reading
+                 a part of that            part
+    part         PartTrained               idle
     reading      BatchFetched              training, or refusing if there are offenders
     refusing     the refusal is durable    idle, for another attempt
     training     StepTrained               publishing
@@ -18,7 +20,9 @@ Rules:
    restored. A newer attempt of the step committed last takes that commit back in the same way.
 3. Nothing is begun before everything that was in the log at the start has been read: the batch that
    was decided first may have been replaced since.
-4. Asked to stop, the machine finishes a step that is being trained, and begins no other.
+4. Parts of a batch are work ahead of it: what was computed of them is used where the batch has the
+   same parts, and else nothing is lost but that work.
+5. Asked to stop, the machine finishes a step that is being trained, and begins no other.
 """
 
 from __future__ import annotations
@@ -37,12 +41,14 @@ from dora_pipe.consumers.trainer.effects import (
     BatchFetched,
     DropFiles,
     FetchBatch,
+    PartTrained,
     PolicyPublished,
     PublishPolicy,
     Replayed,
     Restore,
     Restored,
     StepTrained,
+    TrainPart,
     TrainStep,
     Unreadable,
 )
@@ -55,7 +61,7 @@ from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
 from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, TrainerStatus
-from dora_pipe.schemas.rounds import EpochGuard, StopRun, TakeBatch
+from dora_pipe.schemas.rounds import EpochGuard, StopRun, TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.port import weights_url
@@ -64,7 +70,7 @@ LOG = logging.getLogger(__name__)
 
 KEY: Final = b"trainer"  # of everything the trainer writes
 
-_BREAKS_OFF: Final = frozenset({"restoring", "idle", "reading", "refusing"})
+_BREAKS_OFF: Final = frozenset({"restoring", "idle", "part", "reading", "refusing"})
 """Phases in which a stop loses nothing: what was begun is begun again after a restart."""
 
 
@@ -111,6 +117,9 @@ class TrainerMachine:
         self._cached = cached
         self._guard = EpochGuard()
         self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
+        self._parts: list[TakePart] = []  # of the newest step and attempt that has any
+        self._parts_done = 0
+        self._ahead_s = 0.0  # spent on parts of the next step
         self._present: _Taken | None = None
         self._refused: tuple[int, int] = (-1, 0)
         self._trained: StepTrained | None = None
@@ -163,7 +172,9 @@ class TrainerMachine:
             LOG.warning("decisions offset %d: a round of an older orchestrator", record.offset)
             return
         for decision in round_.decisions:
-            if isinstance(decision, TakeBatch):
+            if isinstance(decision, TakePart):
+                self._on_part(decision)
+            elif isinstance(decision, TakeBatch):
                 self._on_batch(_Taken(decision=decision, decisions_next=record.offset + 1))
             elif isinstance(decision, StopRun):
                 self._run_over = True
@@ -174,6 +185,13 @@ class TrainerMachine:
         if known is None or attempt > known.decision.attempt:
             self._taken[step] = taken
             self._run_over = False
+
+    def _on_part(self, part: TakePart) -> None:
+        if self._parts and self._parts[0].step != part.step:
+            self._parts, self._parts_done, self._ahead_s = [], 0, 0.0
+        del self._parts[part.part :]
+        self._parts.append(part)
+        self._parts_done = min(self._parts_done, part.part)
 
     def _on_caught_up(self, _event: CaughtUp, now: Now) -> None:
         self._caught_up = True
@@ -228,6 +246,10 @@ class TrainerMachine:
                     reference=self.history.reference_of(settings),
                 )
             )
+
+    def _on_part_trained(self, event: PartTrained, now: Now) -> None:
+        self.phase = "idle"
+        self._ahead_s += event.seconds
 
     def _on_trained(self, event: StepTrained, now: Now) -> None:
         if self._is_dropped():
@@ -291,8 +313,25 @@ class TrainerMachine:
         taken = self._taken.get(step)
         if taken is not None and (step, taken.decision.attempt) != self._refused:
             self._fetch(taken)
+        elif self._begin_part(step):
+            self.phase = "part"
         elif self._run_over:
             self.phase = "ended"
+
+    def _begin_part(self, step: int) -> bool:
+        """Begin the next part of this step, if there is one."""
+        if self._parts_done == len(self._parts) or self._parts[0].step != step:
+            return False
+        part = self._parts[self._parts_done]
+        self._parts_done += 1
+        self._out.effects.append(
+            TrainPart(
+                decision=part,
+                known=self.history.known(part, run=self._setup.topics.run),
+                reference=self.history.reference_of(part.settings),
+            )
+        )
+        return True
 
     def _fetch(self, taken: _Taken) -> None:
         self.phase = "reading"
@@ -323,6 +362,8 @@ class TrainerMachine:
             figures=dict(self._trained.figures),
             settings=decision.settings,
             numerics=dict(self._numerics),
+            parts=decision.parts,
+            ahead_s=self._ahead_s if decision.parts else 0.0,
             decisions_next=self._present.decisions_next,
             compute_s=self._trained.compute_s,
             checkpoint=event.checkpoint,
@@ -335,6 +376,7 @@ class TrainerMachine:
     def _restore(self) -> None:
         """Bring the weights back to where the next step begins."""
         self._end_attempt("restoring")
+        self._parts_done, self._ahead_s = 0, 0.0
         self._replaying = 0
         self._adopted = False
         step = self.history.next_step
@@ -375,6 +417,7 @@ class TrainerMachine:
             caught_up=self._caught_up,
             refused=self._refused,
             reading=gauges.waits_for,
+            parts=self._parts_done if self._parts and self._parts[0].step == step else 0,
         )
         present = self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
         if now.mono_ns < self._schedule.due_ns:
@@ -403,6 +446,7 @@ _HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {
     Replayed: TrainerMachine._on_replayed,
     Adopted: TrainerMachine._on_adopted,
     Restored: TrainerMachine._on_restored,
+    PartTrained: TrainerMachine._on_part_trained,
     BatchFetched: TrainerMachine._on_fetched,
     StepTrained: TrainerMachine._on_trained,
     PolicyPublished: TrainerMachine._on_policy,

@@ -8,7 +8,15 @@ from dora_pipe.core.wait_tracker import LimitKind, PendingWait
 from dora_pipe.schemas.metrics import Blocker
 
 Phase = Literal[
-    "restoring", "idle", "reading", "refusing", "training", "publishing", "committing", "ended"
+    "restoring",
+    "idle",
+    "part",
+    "reading",
+    "refusing",
+    "training",
+    "publishing",
+    "committing",
+    "ended",
 ]
 
 
@@ -31,12 +39,13 @@ def waits(
     caught_up: bool,
     refused: tuple[int, int],
     reading: str = "",
+    parts: int = 0,
 ) -> list[PendingWait]:
     """What stands between the trainer and the next step; nothing while it works.
 
     `step` is the next one, `replayed` the committed step that a restart comes to next, `refused`
     the (step, attempt) that was refused last, `reading` what the reader waits for, a teacher, or a
-    store without room.
+    store without room, `parts` how many of the batch's are computed.
 
     Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
     """
@@ -50,6 +59,9 @@ def waits(
             return [_found("replay", words, str(replayed), "work", here)]
         case "reading":
             words = f"{batch}: {reading or 'its trajectories are being read'}"
+            return [_found("trajectories", words, key, "short", (_topic("trajectories"), *here))]
+        case "part" if reading:
+            words = f"a part of the {batch}: {reading}"
             return [_found("trajectories", words, key, "short", (_topic("trajectories"), *here))]
         case "training" if reading:
             return [_found("teacher", f"{batch}: {reading}", key, "work", here)]
@@ -68,7 +80,9 @@ def waits(
             words = f"{batch}: attempt {refused[1]} was refused, no other yet"
             return [_found("batch", words, f"{key}/{refused[1]}", "work", decided)]
         case "idle":
-            return [_found("batch", f"{batch}: no decision yet", key, "work", decided)]
+            words = f"{batch}: no decision yet"
+            words += f" but for {parts} part{'s' * (parts > 1)}, computed" if parts else ""
+            return [_found("batch", words, key, "work", decided)]
         case _:
             return []
 

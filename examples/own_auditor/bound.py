@@ -31,6 +31,8 @@ class Bound:
         self._config: Json = {}
         self._u: dict[str, Json] = {}
         self._finished: dict[str, Json] = {}
+        self._parts: list[list[str]] = []  # of the next step, each a list of groups of U
+        self._given_up: list[list[str]] = []  # what they were before a `set`, if it was obeyed
         self._staleness: set[int] = set()
         self.commanded = False
 
@@ -60,7 +62,7 @@ class Bound:
         step = committed + trains
         if len(self._u) >= (self._config["run"]["steps"] - step) * self._per_step:
             yield "is dispatched although no step is left for it"
-        deadlines = [one["deadline"] for one in self._u.values()]
+        deadlines = self._due(committed)
         if not feasible([*deadlines, spec["deadline"]], step, self._per_step):
             yield "is dispatched against the bound"
 
@@ -86,21 +88,63 @@ class Bound:
         self._u.pop(name, None)
         self._finished.pop(name, None)
 
-    def take(self, decision: Json, committed: int) -> Iterator[str]:
-        """A batch is taken; what is wrong with that."""
+    @property
+    def _held(self) -> list[str]:
+        return [name for part in self._parts for name in part]
+
+    def _due(self, committed: int) -> list[int]:
+        """Deadlines of U; what the next step has in parts is due at it."""
+        held = {*self._held}
+        return [committed if name in held else one["deadline"] for name, one in self._u.items()]
+
+    def _earliest(self, count: int) -> list[str]:
+        held = {*self._held}
+        free = [one for name, one in self._finished.items() if name not in held]
+        free.sort(key=lambda one: (one["deadline"], one["ordinal"]))
+        return [one["group"] for one in free[:count]]
+
+    def _not_next(self, decision: Json, committed: int) -> Iterator[str]:
         if decision["step"] != committed:
             yield f"is taken although step {committed} comes next"
         if self.training is not None:
             yield f"is taken while step {self.training[0]} trains"
-        order = sorted(self._finished.values(), key=lambda one: (one["deadline"], one["ordinal"]))
-        due = [one["group"] for one in order[: self._per_step]]
+
+    def _has_parts(self, count: int) -> None:
+        """A decision says how many parts there are: so it tells whether a `set` was obeyed."""
+        if count > len(self._parts):
+            self._parts = self._given_up
+        self._parts, self._given_up = self._parts[:count], []
+
+    def take_part(self, decision: Json, committed: int) -> Iterator[str]:
+        """A part of the next batch is taken; what is wrong with that. One whose number there is
+        already says that a command gave up that one, and those after it."""
+        yield from self._not_next(decision, committed)
+        self._has_parts(decision["part"])
+        taken = [one["group"] for one in decision["groups"]]
+        if taken != self._earliest(len(taken)):
+            yield "has a part that is not of the earliest deadlines"
+        self._parts.append(taken)
+        if len(self._held) >= self._per_step:
+            yield "has a part that leaves nothing for the batch"
+        if not feasible(self._due(committed), committed, self._per_step):
+            yield "has a part that leaves no room for groups that are due"
+
+    def take(self, decision: Json, committed: int) -> Iterator[str]:
+        """A batch is taken; what is wrong with that. Its parts are all that were not given up."""
+        yield from self._not_next(decision, committed)
+        sizes = decision.get("parts", [])
+        self._has_parts(len(sizes))
+        if sizes != [len(part) for part in self._parts[: len(sizes)]]:
+            yield f"names parts of {sizes} groups, which were not taken"
+        held = self._held
+        due = [*held, *self._earliest(self._per_step - len(held))]
         taken = [one["group"] for one in decision["groups"]]
         if taken != due:
             yield f"is not of the earliest deadlines: {sorted({*taken} ^ {*due})[:4]}"
+        self._parts = []
         for name in taken:
             self.leave(name)
-        rest = [one["deadline"] for one in self._u.values()]
-        if not feasible(rest, committed + 1, self._per_step):
+        if not feasible(self._due(committed), committed + 1, self._per_step):
             yield "leaves groups behind that cannot be in time"
         self.training = decision["step"], decision["attempt"]
 
@@ -112,10 +156,12 @@ class Bound:
 
     def command(self, verb: str, args: dict[str, Any]) -> None:
         """What a user asks."""
-        if verb == "fail-batch" and self.training is not None:
-            if args.get("step", self.training[0]) == self.training[0]:
-                self.training = None
-        elif verb == "stop" or (verb == "set" and args.keys() & MATTER):
+        trains = self.training
+        if verb == "fail-batch" and trains and args.get("step", trains[0]) == trains[0]:
+            self.training = None
+        if verb == "set" and self._parts:
+            self._parts, self._given_up = [], self._parts
+        if verb == "stop" or (verb == "set" and args.keys() & MATTER):
             self.commanded = True
             if "staleness.max_staleness" in args:
                 self._staleness.add(args["staleness.max_staleness"])

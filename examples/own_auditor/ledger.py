@@ -513,6 +513,10 @@ class Ledger:
             self.findings.add("batches", f"step {decision['step']}", why)
         self.takes[decision["step"], decision["attempt"]] = decision | {"at": self.at}
 
+    def _take_part(self, decision: Json) -> None:
+        for why in self.bound.take_part(decision, self.newest):
+            self.findings.add("batches", f"step {decision['step']}", why)
+
     def _batch_refused(self, fact: Json) -> None:
         if self.bound.training == (fact["step"], fact["attempt"]):
             offenders = {one["group"] for one in fact["offenders"]}
@@ -536,6 +540,8 @@ class Ledger:
             self.findings.holds("batches", f"step {step}", "was never taken", known)
             return
         self.bound.training = None
+        taken, trained = self.takes[key].get("parts", []), fact.get("parts", [])
+        self.findings.same("batches", f"step {step}", "was trained in parts", taken, trained)
         for one in fact["groups"]:
             self.fate(one["group"], "trained")
         self.commits[step] = fact | {"trainer": self.role_epochs["trainer"]}

@@ -325,3 +325,31 @@ ROUND_IMPATIENT = rounds.Round(
     ),
 )
 """A group waits no longer for two of its siblings; another one has two to spare."""
+
+_TAKEN = next(one for one in ROUND.decisions if isinstance(one, rounds.TakeBatch))
+
+ROUND_PARTS = rounds.Round(
+    ordinal=3,
+    role_epoch=0,
+    now_ns=3,
+    control_next=2,
+    decisions=(
+        rounds.TakePart(
+            reason="8 groups finished; the batch is not whole yet",
+            step=4,
+            attempt=1,
+            part=0,
+            groups=_TAKEN.groups[:1],
+            settings={"trainer.learning_rate": 3e-4},
+        ),
+        msgspec.structs.replace(_TAKEN, attempt=1, parts=(1,)),
+    ),
+)
+"""A batch that is taken in parts."""
+
+COMMITTED_PARTS = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
+    parts=(1,),
+    ahead_s=0.75,
+)
+"""Its commit."""

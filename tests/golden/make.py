@@ -111,6 +111,8 @@ def files() -> dict[str, bytes]:
         "decisions/round-off-engine.json": encode(later_values.ROUND_OFF_ENGINE),
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
+        "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
+        "control/step-committed-parts.json": encode(later_values.COMMITTED_PARTS),
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dora_pipe.orchestrator import planner, staleness
+from dora_pipe.orchestrator import apply_decision, staleness
 from dora_pipe.sim.mutants import BUGS, mutated
 from dora_pipe.sim.mutants_of_sessions import OF_SESSIONS
 from dora_pipe.sim.scenario import draw
@@ -69,7 +69,7 @@ def test_rare_planted_bug_is_found(name: str) -> None:
 
 def test_nothing_stays_planted() -> None:
     take = staleness.next_batch
-    assert vars(planner)["next_batch"] is take
+    assert vars(apply_decision)["next_batch"] is take
     with mutated("short-batch"):
-        assert vars(planner)["next_batch"] is not take
-    assert vars(planner)["next_batch"] is take is staleness.next_batch
+        assert vars(apply_decision)["next_batch"] is not take
+    assert vars(apply_decision)["next_batch"] is take is staleness.next_batch

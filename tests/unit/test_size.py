@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 94_700
-WITH_BENCHES_LINES_MAX = 109_000
-TESTS_LINES_MAX = 94_300
+INSTALLED_LINES_MAX = 95_500
+WITH_BENCHES_LINES_MAX = 109_800
+TESTS_LINES_MAX = 94_900
 SMALL_MODULES_MAX = 13
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 18_910
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 19_400
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

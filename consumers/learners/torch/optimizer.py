@@ -59,6 +59,12 @@ class Optimizer:
         """Forget the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def divide(self, divisor: float) -> None:
+        """Divide the gradients."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+
     def gradient_norm(self, norm_max: float) -> float:
         """Clip the gradients to `norm_max`; returns their norm before. May not be finite."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, norm_max)

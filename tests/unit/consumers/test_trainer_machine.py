@@ -1,20 +1,24 @@
 """The trainer's table of phases, from–to: what comes in, what is begun, what is written."""
 
+import msgspec
+
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.trainer.effects import (
     FetchBatch,
+    PartTrained,
     PublishPolicy,
     Restore,
+    TrainPart,
     TrainStep,
 )
-from dora_pipe.core.runtime import CaughtUp
+from dora_pipe.core.runtime import CaughtUp, StopAsked
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     BatchRefused,
     StepCommitted,
 )
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import TakeBatch
+from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from tests.support.trainer_driver import BLOB, NUMERICS, OFFENDER, Driver, batch, digest
 
 
@@ -197,3 +201,87 @@ def test_step_decided_again_under_the_committed_attempt_changes_nothing() -> Non
     assert driver.decide(batch(0)) == []
     assert driver.phase == "idle"
     assert driver.history.next_step == 1
+
+
+def part(number: int, *, step: int = 0, attempt: int = 1) -> TakePart:
+    of_batch = batch(step)
+    return TakePart(
+        reason="",
+        step=step,
+        attempt=attempt,
+        part=number,
+        groups=of_batch.groups,
+        settings=of_batch.settings,
+    )
+
+
+def part_trained(number: int, step: int = 0) -> PartTrained:
+    return PartTrained(step=step, attempt=1, part=number, seconds=2.0)
+
+
+def test_parts_are_computed_in_order_while_the_batch_is_not_decided() -> None:
+    driver = Driver().to_idle()
+    (first,) = driver.decide(part(0))
+    assert isinstance(first, TrainPart)
+    assert (first.decision, driver.phase) == (part(0), "part")
+    assert first.known.next_step == 0
+    assert driver.decide(part(1)) == []
+    (second,) = driver.react(part_trained(0))
+    assert second.decision.part == 1
+    assert driver.react(part_trained(1)) == []
+    assert driver.phase == "idle"
+
+
+def test_batch_waits_for_the_part_in_work_and_goes_before_the_next_one() -> None:
+    driver = Driver().to_idle()
+    driver.decide(part(0), part(1))
+    assert driver.decide(batch(0)) == []
+    (effect,) = driver.react(part_trained(0))
+    assert isinstance(effect, FetchBatch)
+
+
+def test_commit_says_which_parts_there_were_and_what_was_spent_ahead() -> None:
+    driver = Driver().to_idle()
+    driver.decide(part(0))
+    driver.react(part_trained(0))
+    taken = msgspec.structs.replace(batch(0), parts=(1,))
+    driver.decide(taken)
+    driver.fetched()
+    driver.trained()
+    driver.published()
+    (commit,) = driver.written
+    assert isinstance(commit, StepCommitted)
+    assert (commit.parts, commit.ahead_s) == ((1,), 2.0)
+
+
+def test_parts_that_were_given_up_are_replaced_from_their_number_on() -> None:
+    driver = Driver().to_idle()
+    driver.decide(part(0), part(1))
+    driver.react(part_trained(0))
+    driver.react(part_trained(1))
+    (effect,) = driver.decide(part(0, attempt=2))
+    assert effect.decision.attempt == 2
+    assert driver.react(part_trained(0)) == []
+
+
+def test_parts_of_a_step_that_is_over_or_not_the_next_one_are_not_begun() -> None:
+    driver = Driver().to_idle()
+    assert driver.decide(part(0, step=1)) == []
+    driver.step(0)
+    assert driver.phase == "part"
+
+
+def test_restored_trainer_computes_the_parts_again() -> None:
+    driver = Driver()
+    driver.react()
+    driver.decide(part(0))
+    driver.restored()
+    (effect,) = driver.react(CaughtUp())
+    assert isinstance(effect, TrainPart)
+
+
+def test_stop_breaks_a_part_off() -> None:
+    driver = Driver().to_idle()
+    driver.decide(part(0))
+    driver.react(StopAsked())
+    assert driver.phase == "ended"

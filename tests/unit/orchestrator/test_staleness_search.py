@@ -20,6 +20,7 @@ from dora_pipe.orchestrator.staleness import (
     in_flight_max,
     may_admit,
     next_batch,
+    next_part,
 )
 
 FOR_EVER = 10**6
@@ -34,6 +35,8 @@ class Course(NamedTuple):
     """In order of finishing."""
     training: tuple[int, ...]
     """Deadlines of the batch that trains; empty if none does."""
+    held: tuple[int, ...] = ()
+    """Deadlines of the groups that the next step has in parts, as they were stamped."""
 
 
 Admit = Callable[[Mapping[int, int], Standing], bool]
@@ -66,6 +69,20 @@ def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
     return choose
 
 
+Part = Callable[[Sequence[int], Mapping[int, int], int, int, int], Sequence[int]]
+"""(finished, U, per_step, groups in parts, size) -> places of the next part of step 0, or nothing.
+"""
+
+
+def part_earliest(
+    finished: Sequence[int], deadlines: Mapping[int, int], per_step: int, taken: int, size: int
+) -> Sequence[int]:
+    """The rule itself."""
+    keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
+    part = next_part(keys, deadlines, step=0, per_step=per_step, taken=taken, size=size)
+    return [key.ordinal for key in part]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What is searched. The defaults are the right rules."""
@@ -79,6 +96,9 @@ class Rules:
     refusals: bool = False
     """Batches may also be refused, with any one of their groups as offender."""
     order_matters: bool = False
+    parts: bool = False
+    """Batches may be taken in parts of any size, which may be given up at any time."""
+    part: Part = part_earliest
 
     def standing(self, training: bool) -> Standing:
         """At t = 0."""
@@ -123,8 +143,8 @@ _Step = tuple[str, Course, Literal["broken", "locked", "delayed"] | None]
 
 
 def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
-    unfinished, finished, training = course
-    deadlines = _count(unfinished + finished)
+    unfinished, finished, training, held = course
+    deadlines = _count(unfinished + finished + (0,) * len(held))
     may = rules.admit(deadlines, rules.standing(bool(training)))
     if may:
         yield "admit", course._replace(unfinished=(*unfinished, rules.eta)), None
@@ -134,29 +154,54 @@ def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
         rest = unfinished[:place] + unfinished[place + 1 :]
         yield (
             f"finish {deadline}",
-            Course(rest, (*finished, deadline), training),
+            course._replace(unfinished=rest, finished=(*finished, deadline)),
             None,
         )
         yield from _failure(rules, course, rest, deadline)
-    places = [] if training else rules.take(finished, deadlines, 0, rules.per_step)
+    places = [] if training else _batch(rules, course, deadlines)
     if places:
         yield _taken(course, places)
-    elif not training and not unfinished and not may:
+    if rules.parts and not training:
+        yield from _parts(rules, course, deadlines)
+    if not places and not training and not unfinished and not may:
         yield "wait", course, "locked"
     if training:
         yield from _ended(rules, course)
 
 
 def _taken(course: Course, places: Sequence[int]) -> _Step:
-    batch = tuple(sorted(course.finished[place] for place in places))
+    batch = tuple(sorted([*course.held, *(course.finished[place] for place in places)]))
     behind = tuple(one for place, one in enumerate(course.finished) if place not in places)
     outcome: Literal["broken"] | None = "broken" if batch[0] < 0 else None
     return f"take {batch}", Course(course.unfinished, behind, batch), outcome
 
 
+def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequence[int]:
+    """Places of what the batch lacks beside its parts, or nothing."""
+    if not course.held:
+        return rules.take(course.finished, deadlines, 0, rules.per_step)
+    keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(course.finished))
+    taken = len(course.held)
+    rest = next_batch(keys, deadlines, step=0, per_step=rules.per_step, taken=taken)
+    return [key.ordinal for key in rest]
+
+
+def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterator[_Step]:
+    """Another part of any size; or all of them are given up."""
+    finished, held = course.finished, course.held
+    for size in range(1, rules.per_step):
+        places = rules.part(finished, deadlines, rules.per_step, len(held), size)
+        if places:
+            part = tuple(finished[place] for place in places)
+            rest = tuple(one for place, one in enumerate(finished) if place not in places)
+            yield f"part {part}", course._replace(finished=rest, held=held + part), None
+    if held:
+        yield "give up", course._replace(finished=finished + held, held=()), None
+
+
 def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
     """The step is committed, or refused."""
-    unfinished, finished, training = course
+    unfinished, finished, training, _ = course
     later = Course(tuple(one - 1 for one in unfinished), tuple(one - 1 for one in finished), ())
     yield "commit", later, None
     if rules.refusals:
@@ -183,7 +228,7 @@ def _normal(rules: Rules, course: Course) -> Course:
     training = course.training
     if training and not rules.refusals:
         training = (0,)
-    return Course(tuple(sorted(course.unfinished)), finished, training)
+    return Course(tuple(sorted(course.unfinished)), finished, training, tuple(sorted(course.held)))
 
 
 def _count(deadlines: Sequence[int]) -> dict[int, int]:
@@ -251,6 +296,26 @@ def test_no_course_of_a_larger_run_breaks_the_bound_or_locks_up(rules: Rules) ->
 def test_refused_batches_return_without_breaking_the_bound(rules: Rules) -> None:
     found = search(replace(rules, refusals=True))
     assert found.outcome == "sound", found.path
+
+
+@pytest.mark.parametrize("rules", [one for one in QUICK if one.per_step > 1], ids=name)
+def test_parts_neither_break_the_bound_nor_lock_up(rules: Rules) -> None:
+    found = search(replace(rules, parts=True))
+    assert found.outcome == "sound", found.path
+
+
+def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
+    """The mistake: a part is what finished first, whoever is due."""
+
+    def any_part(
+        finished: Sequence[int], deadlines: Mapping[int, int], per_step: int, taken: int, size: int
+    ) -> Sequence[int]:
+        fits = len(finished) >= size and taken + size < per_step
+        return range(len(finished))[-size:] if fits else ()
+
+    sought = [one for one in QUICK if one.per_step > 1 and one.eta > 0]
+    found = [search(replace(one, parts=True, part=any_part)) for one in sought]
+    assert {one.outcome for one in found} > {"sound"}
 
 
 # Planted mistakes. Each must be found, with a path a person can follow.

@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "a3233095ba9a43a2bc2426880e50f0884bf5e1664fc8d65a142d9fdfab474b16"
+        == "55d2c7289b08a5ebae5c96f9c6e5c3955a44de011a4dae58bf75a5b6f9219a05"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

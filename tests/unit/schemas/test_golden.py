@@ -125,6 +125,7 @@ def test_golden_round_has_every_observation_and_decision() -> None:
         for one in (
             later_values.ROUND_HALT,
             later_values.ROUND_EARLY_STOP,
+            later_values.ROUND_PARTS,
             later_values.ROUND_SCORED,
             later_values.ROUND_IMPATIENT,
         )
@@ -154,6 +155,8 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         values.ROUND_DROPS,
         later_values.ROUND_HALT,
         later_values.ROUND_EARLY_STOP,
+        later_values.ROUND_PARTS,
+        later_values.COMMITTED_PARTS,
         later_values.LOGGED_INVALID,
         later_values.LOGGED_SAID,
         later_values.STATUS_SINCE,

@@ -91,11 +91,12 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
         "WorkerReady": ("load_ms",),
         "TrajectoriesLogged": ("trajectories",),
         "GroupScored": ("siblings",),
-        "StepCommitted": ("groups", "figures", "settings", "compute_s"),
+        "StepCommitted": ("groups", "figures", "settings", "compute_s", "ahead_s"),
         "Command": ("args",),
         "WorkerStatus": ("cost",),
         "TrainerStatus": ("cost",),
         "OrchestratorStatus": ("cost",),
+        "TakePart": ("groups", "settings"),
         "TakeBatch": ("groups", "settings"),
     }
 

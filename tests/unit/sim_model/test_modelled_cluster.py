@@ -91,6 +91,16 @@ def test_a_step_never_beats_the_limit() -> None:
     assert run.wall_s >= 12 * 6.0
 
 
+def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
+    slow = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(one)) for one in range(16)))
+    whole, parted = (
+        Cluster(plan(trainer=slow, max_staleness=0, parts=parts)).run() for parts in (1, 8)
+    )
+    assert sum(span.tokens for span in parted.spans) == sum(span.tokens for span in whole.spans)
+    saved_s = (whole.wall_s - parted.wall_s) / len(whole.spans)
+    assert 2.0 < saved_s < 6.0 * 7 / 8
+
+
 def test_filtered_groups_are_replaced() -> None:
     run = Cluster(
         plan(

@@ -1,0 +1,199 @@
+"""Batches in parts: which groups are taken when, what gives parts up, and what no part may do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dora_pipe.config.checks import problems_of
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.digest import digest_of
+from dora_pipe.orchestrator.snapshots import body_of, state_of
+from dora_pipe.schemas.rounds import End, StopRun, TakeBatch, TakePart
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_records import make_config
+from tests.support.orchestrator_stage import Stage
+
+
+def running(**changes: Any) -> Stage:
+    """Four groups of one trajectory a step, in four parts at most; all of a step are open."""
+    plain = {"groups__per_step": 4, "groups__size": 1, "trainer__parts": 4, "run__steps": 9}
+    stage = Stage(**{**plain, "staleness__max_staleness": 1, **changes}).begin()
+    stage.worker("w0", slots=8)
+    return stage
+
+
+def name(ordinal: int) -> str:
+    return f"g{ordinal:010}"
+
+
+def finish(stage: Stage, *ordinals: int) -> list[TakePart | TakeBatch]:
+    """These end; what is taken then."""
+    taken: list[TakePart | TakeBatch] = []
+    for ordinal in ordinals:
+        stage.finish_group(name(ordinal))
+        taken += [one for one in stage.settle() if isinstance(one, TakePart | TakeBatch)]
+    return taken
+
+
+def test_finished_groups_are_taken_in_parts_and_the_batch_names_them_first() -> None:
+    stage = running()
+    first, second, third, batch = finish(stage, 6, 1, 3, 0)
+    assert [type(one) for one in (first, second, third)] == [TakePart] * 3
+    assert isinstance(batch, TakeBatch)
+    assert [one.group for one in batch.groups] == [name(6), name(1), name(3), name(0)]
+    assert batch.parts == (1, 1, 1)
+    assert first.settings == batch.settings
+    stage.commit()
+    assert stage.state.version == 1
+    assert stage.state.counters.fates == {"trained": 4}
+
+
+def test_batch_that_is_whole_at_once_has_no_parts() -> None:
+    stage = running()
+    for ordinal in range(4):
+        stage.finish_group(name(ordinal))
+    (batch,) = [one for one in stage.settle() if isinstance(one, TakePart | TakeBatch)]
+    assert isinstance(batch, TakeBatch)
+    assert batch.parts == ()
+
+
+def test_parts_are_of_equal_size_and_the_last_is_what_is_left() -> None:
+    stage = running(groups__per_step=5, trainer__parts=2)
+    taken = finish(stage, 4, 0, 1, 2, 3)
+    assert [len(one.groups) for one in taken] == [2, 5]
+    assert [one.group for one in taken[0].groups] == [name(0), name(4)]
+
+
+def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
+    stage = running()
+    finish(stage, 0, 1, 2, 3)
+    stage.commit()
+    stage.settle()
+    due = [one for one in stage.state.groups.values() if one.spec.deadline == 1]
+    assert len(due) == 4
+    assert not finish(stage, 8, 9), "all four places of step 1 belong to those due at it"
+    (part,) = finish(stage, due[1].spec.ordinal)
+    assert [one.group for one in part.groups] == [due[1].spec.group]
+
+
+def test_nothing_of_the_next_step_is_taken_while_one_trains() -> None:
+    stage = running()
+    finish(stage, 0, 1, 2, 3)
+    assert stage.state.training is not None
+    assert not finish(stage, 4, 5)
+    stage.commit()
+    parts = [one for one in stage.settle() if isinstance(one, TakePart)]
+    assert [one.group for part in parts for one in part.groups] == [name(4), name(5)]
+
+
+@pytest.mark.parametrize("keys", [{"trainer__learning_rate": 0.5}, {"staleness__max_staleness": 2}])
+def test_change_of_settings_gives_parts_up_and_they_are_taken_anew(keys: dict[str, Any]) -> None:
+    stage = running()
+    finish(stage, 2, 5)
+    before = sum(stage.state.deadlines.values())
+    stage.tell(records.command("set", **keys))
+    assert stage.state.parts == []
+    assert sum(stage.state.deadlines.values()) == before
+    assert {one.phase for one in stage.state.groups.values()} == {"generating", "finished"}
+    anew = [one for one in stage.settle() if isinstance(one, TakePart)]
+    assert [(one.part, one.groups[0].group) for one in anew] == [(0, name(2)), (1, name(5))]
+
+
+def test_command_that_is_rejected_gives_nothing_up() -> None:
+    stage = running()
+    finish(stage, 2)
+    stage.tell(records.command("set", trainer__learning_rate=-1.0))
+    assert stage.state.parts == [(name(2),)]
+
+
+def test_stop_that_leaves_no_step_cancels_the_groups_of_parts_too() -> None:
+    stage = running()
+    finish(stage, 2, 5)
+    stage.tell(records.command("stop", now=True))
+    decided = stage.settle()
+    ended = {one.group for one in decided if isinstance(one, End) and one.fate == "cancelled"}
+    assert {name(2), name(5)} <= ended
+    assert isinstance(decided[-1], StopRun)
+    assert stage.state.deadlines == {}
+
+
+def test_stop_that_leaves_the_step_keeps_its_parts() -> None:
+    stage = running()
+    finish(stage, 2, 5)
+    stage.tell(records.command("stop"))
+    assert len(stage.state.parts) == 2
+    stage.complete()
+    assert stage.state.version == 2
+
+
+def test_refused_batch_gives_back_its_parts_with_their_own_deadlines() -> None:
+    stage = running()
+    *_, batch = finish(stage, 6, 1, 3, 0)
+    assert isinstance(batch, TakeBatch)
+    stage.tell(records.refused(batch.step, [name(1)]))
+    stage.settle()
+    assert stage.state.attempt == 2
+    keys = {one.deadline for one in stage.state.finished}
+    held = {stage.state.groups[one].spec.deadline for one in stage.state.in_parts}
+    assert keys | held == {1}
+    assert stage.state.counters.fates == {"failed": 1}
+
+
+def test_parts_stand_in_digest_and_snapshot() -> None:
+    stage = running()
+    without = digest_of(stage.state)
+    finish(stage, 2, 5)
+    state = stage.state
+    again = state_of(b"".join(body_of(state).pieces()))
+    assert again.parts == state.parts != []
+    assert again.finished == state.finished
+    assert digest_of(again) == digest_of(state) != without
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"part": 1}, "is the next part"),
+        ({"step": 1}, "is not the next one"),
+        ({"attempt": 2}, "is not the next one"),
+        ({"groups": ()}, "not the part"),
+    ],
+)
+def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: str) -> None:
+    stage = running()
+    finish(stage, 2)
+    taken = stage.state.groups[name(2)].taken()
+    stage.tell(records.command("set", trainer__learning_rate=0.5))
+    due = TakePart(step=0, attempt=1, part=0, groups=(taken,), settings={}, reason="")
+    changed = TakePart(**{**{key: getattr(due, key) for key in due.__struct_fields__}, **change})
+    with pytest.raises(InvariantBroken, match=why):
+        apply_decision(stage.state, changed)
+    apply_decision(stage.state, due)
+    assert stage.state.parts == [(name(2),)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"trainer__parts": 5}, "more than groups.per_step"),
+        ({"trainer__minibatches": 2}, "trainer.minibatches: 2 updates"),
+        ({"objective__advantage": "version-baseline"}, "version-baseline compares"),
+        ({"trainer__kind": "deepspeed"}, "deepspeed computes a batch when it is whole"),
+    ],
+)
+def test_what_parts_cannot_be_with_is_said_by_name(keys: dict[str, Any], why: str) -> None:
+    plain = {"groups__per_step": 4, "trainer__parts": 2}
+    assert any(why in one.text for one in problems_of(make_config(**{**plain, **keys})))
+
+
+def test_change_to_several_updates_ends_parts_from_the_next_step_on() -> None:
+    stage = running()
+    finish(stage, 2)
+    stage.tell(records.command("set", trainer__minibatches=2))
+    taken = finish(stage, 0, 1, 3)
+    assert [type(one) for one in taken] == [TakeBatch]
+    assert isinstance(taken[0], TakeBatch)
+    assert taken[0].parts == ()

@@ -19,6 +19,8 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.text import duration
 from dora_pipe.observe.why.answer import WhyAnswer, why_at, why_now, why_step
+from dora_pipe.observe.why.slots import WORDS as SLOT_WORDS
+from dora_pipe.observe.why.slots import SlotSpan, slots_of
 from dora_pipe.observe.why.summary import RoleWaits, StepWait, Summary, summarise, waits_of
 
 STOPPED_AFTER_S: Final = 60.0
@@ -38,11 +40,12 @@ TREE_HINT: Final = "--tree names every group and request on the way"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One question: a moment, a step, the whole, or the present."""
+    """One question: a moment, a step, the whole, its slots, or the present."""
 
     at: str
     step: int | None
     summary: bool
+    slots: bool
     tree: bool
     as_json: bool
 
@@ -51,6 +54,8 @@ def answer(run: OpenRun, asked: Asked) -> None:
     """Print it. Raises UsageError for what cannot be asked."""
     if asked.summary:
         _print_summary(run, asked)
+    elif asked.slots:
+        _print_slots(run, asked)
     elif asked.at:
         moment_ns = _moment_ns(run, asked.at)
         _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked)
@@ -159,6 +164,46 @@ def _emit_waits(found: Summary) -> None:
     emit_table(("role", "waited", "share", "for", "what to do"), rows, drop=("share", "what to do"))
     if len(roles) < len(found.roles):
         emit_line(f"and {len(found.roles) - len(roles)} more workers, which waited less")
+
+
+def _print_slots(run: OpenRun, asked: Asked) -> None:
+    found = slots_of(run.bus, run.topics)
+    if asked.as_json:
+        emit_json({"whole": _shares(found.whole), "steps": [_shares(one) for one in found.steps]})
+        return
+    emit_line(found.head)
+    emit_line()
+    emit_table(
+        ("slots", "share", "no step trains", "what to do"),
+        [
+            (what, f"{share:.1%}", f"{waiting:.1%}", advice or BLANK)
+            for what, share, waiting, advice in found.whole.rows()
+        ],
+        drop=("what to do",),
+    )
+    if not found.emptiest:
+        return
+    emit_line()
+    emit_table(
+        ("step", "lasted", "in use", "most of the others"),
+        [_emptiest(one) for one in found.emptiest],
+        title="The steps whose slots were empty for longest",
+    )
+
+
+def _emptiest(step: SlotSpan) -> tuple[object, ...]:
+    most = next(one for one in step.uses if one != "busy")
+    words = f"{SLOT_WORDS[most]}: {step.share(most):.0%}"
+    return step.step, f"{step.seconds:.2f} s", f"{step.share('busy'):.0%}", words
+
+
+def _shares(span: SlotSpan) -> dict[str, object]:
+    return {
+        "step": span.step,
+        "seconds": span.seconds,
+        "shares": {use: span.share(use) for use in span.uses},
+        "while_no_step_trains": {use: span.waiting_share(use) for use in span.uses},
+    }
 
 
 def _longest(wait: StepWait) -> tuple[object, ...]:

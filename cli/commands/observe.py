@@ -85,6 +85,9 @@ def why(
     summary: Annotated[
         bool, typer.Option("--summary", help="Who waited how long for what in total.")
     ] = False,
+    slots: Annotated[
+        bool, typer.Option("--slots", help="Which share of the slots was empty, and why.")
+    ] = False,
     tree: Annotated[
         bool,
         typer.Option("--tree", help="Also each wait, role by role, down to who does not move."),
@@ -97,12 +100,12 @@ def why(
 
     Of a run that is over: who waited how long for what in total.
     """
-    if sum((bool(at), step is not None, summary)) > 1:
-        raise UsageError("--at, --step and --summary are three different questions")
+    if sum((bool(at), step is not None, summary, slots)) > 1:
+        raise UsageError("--at, --step, --summary and --slots are four different questions")
     from dora_pipe.cli.why_tables import Asked, answer
     from dora_pipe.launch.run_dir import opened
 
-    asked = Asked(at=at, step=step, summary=summary, tree=tree, as_json=as_json)
+    asked = Asked(at=at, step=step, summary=summary, slots=slots, tree=tree, as_json=as_json)
     with opened(run, root, archive) as open_run:
         answer(open_run, asked)
 

@@ -38,6 +38,26 @@ def test_summary_as_json_has_the_same_figures(call: Call, recorded: RecordedRun)
     assert trainer["waited_s"] == pytest.approx(sum(seconds for _, seconds in trainer["waits"]))
 
 
+def test_slots_are_told_by_what_they_were_used_for_or_why_they_were_empty(
+    call: Call, recorded: RecordedRun
+) -> None:
+    code, out, err = call("why", str(recorded.directory), "--slots")
+    assert code == 0, err
+    assert re.match(r"recorded: [0-9]+% of all slots were in use, over ", out)
+    assert re.search(r"^in use +[0-9.]+% +[0-9.]+%", out, re.MULTILINE)
+    assert "The steps whose slots were empty for longest" in out
+    _, out, _ = call("why", str(recorded.directory), "--slots", "--json")
+    found = json.loads(out)
+    assert [one["step"] for one in found["steps"]] == list(range(STEPS + 1)), "and its end"
+    for one in (found["whole"], *found["steps"]):
+        if one["shares"]:
+            assert sum(one["shares"].values()) == pytest.approx(1.0)
+        for use, share in one["while_no_step_trains"].items():
+            assert 0 <= share <= one["shares"][use]
+    lasted = sum(one["seconds"] for one in found["steps"])
+    assert lasted == pytest.approx(found["whole"]["seconds"])
+
+
 def test_step_is_told_with_the_tree_of_the_moment_before_it(
     call: Call, recorded: RecordedRun
 ) -> None:
@@ -75,7 +95,7 @@ def test_what_cannot_be_asked_is_one_line(call: Call, recorded: RecordedRun) -> 
     for words, said in (
         (("--at", "yesterday"), "not a moment: 'yesterday'"),
         (("--step", "99"), "the batch of step 99 has not been taken"),
-        (("--step", "1", "--summary"), "three different questions"),
+        (("--step", "1", "--summary"), "four different questions"),
     ):
         code, out, err = call("why", run, *words)
         assert (code, out) == (2, "")

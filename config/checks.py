@@ -230,8 +230,6 @@ def _check_parts(config: Config) -> Iterator[str]:
     parts, per_step = config.trainer.parts, config.groups.per_step
     if parts > per_step:
         yield f"trainer.parts: {parts} are more than groups.per_step, {per_step}"
-    if config.trainer.kind == "deepspeed":
-        yield "trainer.parts: trainer.kind deepspeed computes a batch when it is whole"
     if why := why_no_parts(config):
         yield f"trainer.parts: {parts} cannot be; {why}"
 

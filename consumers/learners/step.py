@@ -8,11 +8,11 @@ same way on every machine, and its bits can be made again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.objectives.advantage import (
     batch_advantages,
@@ -135,6 +135,11 @@ class Item:
             self.micro_batch = min(self.micro_batch, micro_batch)
         self.figured += tokens
 
+    def divide_loss(self, divisor: int) -> None:
+        """What the mean divides by was not known when the figures were noted."""
+        if self.figures is not None:
+            self.figures = replace(self.figures, loss_share=self.figures.loss_share / divisor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRow:
@@ -231,6 +236,14 @@ class Sums:
     updates: int = 0
     grad_norms: list[float] = field(default_factory=list)
     padded_tokens: int = 0
+    passes: int = 0
+
+    def note_update(self, norm: float) -> None:
+        """Count an update, from a gradient of this norm. Raises NonFinite."""
+        if not math.isfinite(norm) or not math.isfinite(self.loss):
+            raise NonFinite(f"a step gave gradient norm {norm} and loss {self.loss}")
+        self.updates += 1
+        self.grad_norms.append(norm)
 
 
 def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
@@ -283,39 +296,6 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
     sampled = [item.counted for item in valid]
     weights = token_weights(sampled, objective.loss, tokens=objective.loss_tokens)
     return _passes(valid, weights, settings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartKey:
-    """What the gradient of a part depends on, beside the weights."""
-
-    step: int
-    groups: tuple[str, ...]
-    settings: tuple[tuple[str, float | int | str | bool], ...]
-
-    @classmethod
-    def of(cls, part: TrainBatch, settings: Settings) -> PartKey:
-        """Of these groups under these settings."""
-        groups = tuple(group.group for group in part.groups)
-        return cls(step=part.step, groups=groups, settings=tuple(sorted(settings.items())))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredPart:
-    """A part whose gradient was added to those of the parts before it."""
-
-    key: PartKey
-    items: Sequence[Item]
-    passes: int
-    divisor: int
-    """Its share of what the whole gradient is divided by."""
-    sums: Sums
-    compute_s: float
-
-
-def in_dispatch_order(items: Iterable[Item]) -> list[Item]:
-    """As in a batch that is one: what a step says of itself does not depend on its parts."""
-    return sorted(items, key=lambda item: (item.ordinal, item.sibling))
 
 
 def part_passes(

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 400
 TRAINER = ["-o", "trainer.kind=deepspeed", "-o", "trainer.ranks=2", "-o", "trainer.zero_stage=2"]
+IN_PARTS = ["-o", "groups.per_step=6", "-o", "trainer.parts=3"]
+"""More groups than there are slots for: those of a step never end all at once."""
 COMMAND = str(Path(sys.executable).parent / "dora-pipe")
 
 
@@ -67,10 +69,10 @@ def _until(done: object, what: str) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with a run of three steps, whose rank 1 was killed on the way."""
+    """A user's folder with a run of three steps in parts, whose rank 1 was killed on the way."""
     deepspeed.need_deepspeed(ranks=2)
     place = furnish(tmp_path_factory.mktemp("run"))
-    run = start(place, "run", "config.toml", *TRAINER)
+    run = start(place, "run", "config.toml", *TRAINER, *IN_PARTS)
     control = place / "runs" / "tiny" / "log.sqlite"
     _until(lambda: control.exists() and len(steps(place, "tiny")) >= 1, _said(place))
     (rank,) = _ranks(place)
@@ -97,6 +99,7 @@ def test_replay_starts_as_many_ranks_by_itself_and_every_step_is_bit_equal(finis
     assert all(line.startswith("step") and "equal" in line for line in lines), done.stdout
     assert "3 of 3 steps bit-equal" in done.stderr
     commits = [one for one in facts(finished, "tiny") if isinstance(one, StepCommitted)]
+    assert any(one.parts for one in commits)
     assert {one.numerics["world_size"] for one in commits} == {"2"}
     assert {one.numerics["zero_stage"] for one in commits} == {"2"}
 

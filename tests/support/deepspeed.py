@@ -99,6 +99,9 @@ class LoggedTrainer:
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         return self.trainer.train(self._log.logged(batch), settings)
 
+    def train_part(self, batch: TrainBatch, settings: Settings) -> None:
+        self.trainer.train_part(self._log.logged(batch), settings)
+
     def manifest(self) -> Manifest:
         return self.trainer.manifest()
 

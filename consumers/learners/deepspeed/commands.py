@@ -83,8 +83,8 @@ class PassCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """In which the rows of the units are computed, in order."""
 
 
-class Train(RankCommand, frozen=True, kw_only=True, tag="train"):
-    """Train one step: first read the share and say so, then, if all could, compute."""
+class ShareCommand(RankCommand, frozen=True, kw_only=True):
+    """Base: first read the share and say so, then, if all could, compute."""
 
     settings: dict[str, Plain]
     reference: str
@@ -95,11 +95,30 @@ class Train(RankCommand, frozen=True, kw_only=True, tag="train"):
     the others."""
 
 
+class Train(ShareCommand, frozen=True, kw_only=True, tag="train"):
+    """Train one step, an update after the other."""
+
+
+class Gather(ShareCommand, frozen=True, kw_only=True, tag="gather"):
+    """Add the gradient of a part of a step, its only update, to what is there."""
+
+    fresh: bool
+    """Nothing is to be there."""
+
+
+class Finish(RankCommand, frozen=True, kw_only=True, tag="finish"):
+    """Divide the gradient that was gathered and update with it."""
+
+    divisor: int
+    learning_rate: float
+    grad_norm_max: float
+
+
 class EndRanks(RankCommand, frozen=True, kw_only=True, tag="end"):
     """The trainer is over."""
 
 
-AnyCommand = Open | LoadBase | Load | Read | Train | EndRanks
+AnyCommand = Open | LoadBase | Load | Read | Train | Gather | Finish | EndRanks
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +137,7 @@ class UpdateReply(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     """The rank's part."""
     norm: float
-    """Of the gradients of all ranks together."""
+    """Of the gradients of all ranks together; 0 where they are only gathered."""
     padded_tokens: int
     rows: list[list[RowFigures]]
     """By pass."""
@@ -186,8 +205,15 @@ def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
     return found
 
 
+def share_commands(
+    by_rank: Sequence[Sequence[Pass]], places: dict[str, LoggedAt]
+) -> list[list[PassCommand]]:
+    """The passes of each rank as rank 0 commands them; without places where it is alone."""
+    return [[pass_command(one, places) for one in own] for own in by_rank]
+
+
 def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
-    """A pass as rank 0 commands it; without places where rank 0 does it itself."""
+    """A pass as rank 0 commands it."""
     units = [
         UnitCommand(
             at=places.get(unit.item.trajectory.trajectory, _NOWHERE),

@@ -151,17 +151,23 @@ class Engine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
-    def update(self, learning_rate: float, norm_max: float) -> float:
-        """Clip and update; the norm of all gradients before. May not be finite. Collective."""
+    def update(self, learning_rate: float, norm_max: float, divisor: float = 1.0) -> float:
+        """Divide, clip and update; the norm of all gradients between. May not be finite.
+        Collective."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         if self.options.zero_stage == 0:
             own = [one for _, one in self.parameters()]
+            for one in own:
+                if divisor != 1 and one.grad is not None:
+                    one.grad.div_(divisor)
             norm = float(torch.nn.utils.clip_grad_norm_(own, norm_max))
             self._engine.step()
             return norm
         self._zero.clip_grad = norm_max
+        self._zero.loss_scale = divisor  # What losses were scaled by, as far as ZeRO knows.
         self._engine.step()
+        self._zero.loss_scale = 1.0
         norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0.0 else math.inf  # DeepSpeed says -1 where it is not finite
 
@@ -245,6 +251,16 @@ class Engine:
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(flat, memory_format=torch.preserve_format)
             self._adamw.state[flat] = state
+
+    def held(self) -> list[Tensor]:
+        """All that an update changes on this rank: weights, as they are computed with and as they
+        are updated, moments, counts of updates."""
+        found: list[Tensor] = []
+        for flat in {id(one.flat): one.flat for one in self._shards.values()}.values():
+            found += [flat.data, *self._adamw.state[flat].values()]
+        for _, parameter in self.parameters():
+            found.append(getattr(parameter, "ds_tensor", parameter).data)
+        return found
 
     def _within(self, shard: _Shard, moment: Moment | None) -> Tensor:
         if moment is None:

@@ -21,11 +21,12 @@ from dora_pipe.consumers.learners.deepspeed import prepare
 from dora_pipe.consumers.learners.deepspeed.commands import (
     AnyCommand,
     EndRanks,
+    Finish,
     Load,
     LoadBase,
     Open,
     Read,
-    Train,
+    ShareCommand,
 )
 from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import DoraError
@@ -98,14 +99,16 @@ class Follower:
         elif isinstance(command, Read):
             for _ in rank.read(moments=command.moments):
                 pass
-        elif isinstance(command, Train):
-            self._train(rank, command)
+        elif isinstance(command, Finish):
+            rank.finish(command)
+        elif isinstance(command, ShareCommand):
+            self._compute(rank, command)
 
-    def _train(self, rank: Rank, command: Train) -> None:
+    def _compute(self, rank: Rank, command: ShareCommand) -> None:
         ready, trajectories = rank.fetch(command)
         self._group.reply(ready)
         if self._group.agree(good=False):
-            self._group.reply(rank.train(command, trajectories))
+            self._group.reply(rank.compute(command, trajectories))
 
 
 def _watch(parent: int, folder: Path) -> None:

@@ -13,10 +13,10 @@ import platform
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -24,6 +24,8 @@ import transformers
 from torch import Tensor
 
 from dora_pipe.consumers.learners.deepspeed.commands import (
+    Finish,
+    Gather,
     Load,
     LoadBase,
     Open,
@@ -31,13 +33,15 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Ready,
     StepReply,
     Train,
-    pass_command,
+    UpdateReply,
     places_of,
+    share_commands,
     shares,
 )
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
 from dora_pipe.consumers.learners.deepspeed.rank import Rank, engine_options
 from dora_pipe.consumers.learners.deepspeed.rank_group import rank_group
+from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
     MICRO_BATCH_TOKENS,
@@ -62,7 +66,7 @@ from dora_pipe.consumers.learners.torch.model import (
 )
 from dora_pipe.consumers.learners.torch.optimizer import STEPS
 from dora_pipe.consumers.objectives.registry import needs_reference
-from dora_pipe.core.errors import InvariantBroken, NonFinite, PolicyError, ResourceError
+from dora_pipe.core.errors import InvariantBroken, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.safetensors_file import (
@@ -129,6 +133,8 @@ class DeepspeedLearner:
         self._group = rank_group(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
         self._first = reference
+        self._parts = StepInParts()
+        """The gradient of those that were computed ahead lies in the engines of the ranks."""
         self._referred = ""
         """Digest of the version that the KL is to, where that moves."""
         lora = self._options.engine.lora
@@ -153,6 +159,7 @@ class DeepspeedLearner:
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         need_digest(weights, digest)
+        self._parts.forget()
         moments: dict[str, Entry] = {}
         updates = 0
         if optimizer is not None:
@@ -171,38 +178,86 @@ class DeepspeedLearner:
             self._rank.load(command, given)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One step: several updates. Raises NonFinite (the state is then no longer valid)."""
-        options = self._options
-        clock = compute_clock(self._group.device, options.threads)
+        """One step: several updates, or one of several parts. Raises NonFinite (the state is then
+        no longer valid)."""
+        if batch.parts:
+            return self._parts.train(self, batch, settings)
+        self._parts.forget()
+        clock = self.stopwatch()
         start_s = clock()
-        logged = {MICRO_BATCH_TOKENS: options.micro_batch_tokens, **settings}
-        step = step_settings(logged)
+        step = self.settings_of(settings)
         items, updates = updates_of(batch, step)
-        shared = [
-            shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
-            for passes in updates
-            if passes
-        ]
-        places = places_of(batch) if options.ranks > 1 else {}
-        command = Train(
-            learner=self._number,
-            retired=_retired(),
-            settings=dict(logged),
-            reference=str(self._reference_of(batch, step)),
-            updates=[
-                [[pass_command(one, places) for one in own] for own in by_rank]
-                for by_rank in shared
-            ],
-        )
-        replies = self._run_step(command, [one for by_rank in shared for one in by_rank[0]])
-        sums = _sums(shared, replies)
-        if self._adapter_base is not None and sums.updates:
-            self._adapter_base.updated = True
+        shared = [self._shares(passes) for passes in updates if passes]
+        command = Train(**self._share(batch, settings, shared))
+        sums = _sums(shared, self._run_step(command, shared))
+        self._note_updates(sums)
         return StepResult(
             figures=figures_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
+
+    def train_part(self, batch: TrainBatch, settings: Settings) -> None:
+        """Add the gradient of the next part of a step to those before it. Raises NonFinite,
+        InvariantBroken, ResourceError."""
+        self._parts.add(self, batch, settings)
+
+    def stopwatch(self) -> Callable[[], float]:
+        """Seconds of computing, for differences."""
+        return compute_clock(self._group.device, self._options.threads)
+
+    def settings_of(self, settings: Settings) -> StepSettings:
+        """What is in force for a step."""
+        return step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
+
+    def gather(
+        self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
+    ) -> Sums:
+        """Add the gradient of these passes, spread over the ranks, to that of so many before."""
+        shared = self._shares(passes)
+        command = Gather(fresh=not before, **self._share(part, settings, [shared]))
+        replies = [reply.updates[0] for reply in self._run_step(command, [shared])]
+        numbered = [[replace(one, number=before + one.number) for one in own] for own in shared]
+        _note_rows(numbered, replies)
+        return Sums(
+            loss=_added([one.loss for one in replies]),
+            padded_tokens=sum(one.padded_tokens for one in replies),
+            passes=sum(map(len, shared)),
+        )
+
+    def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
+        """Divide the gradient that is there and update with it. Raises NonFinite."""
+        command = Finish(
+            learner=self._number,
+            retired=_retired(),
+            divisor=divisor,
+            learning_rate=step.learning_rate,
+            grad_norm_max=step.grad_norm_max,
+        )
+        self._group.send(command)
+        sums.note_update(self._rank.finish(command))
+        self._note_updates(sums)
+
+    def _shares(self, passes: Sequence[Pass]) -> list[list[Pass]]:
+        options = self._options
+        return shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
+
+    def _share(
+        self, batch: TrainBatch, settings: Settings, shared: Sequence[Sequence[Sequence[Pass]]]
+    ) -> dict[str, Any]:
+        """What a command says to the ranks of what they are to compute, by update and rank."""
+        places = places_of(batch) if self._options.ranks > 1 else {}
+        return {
+            "learner": self._number,
+            "retired": _retired(),
+            "settings": {MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings},
+            "reference": str(self._reference_of(batch, self.settings_of(settings))),
+            "updates": [share_commands(by_rank, places) for by_rank in shared],
+        }
+
+    def _note_updates(self, sums: Sums) -> None:
+        if self._adapter_base is not None and sums.updates:
+            self._adapter_base.updated = True
 
     def _reference_of(self, batch: TrainBatch, step: StepSettings) -> Path:
         """The weights that the KL is to. Raises PolicyError where they are not what they were."""
@@ -353,7 +408,9 @@ class DeepspeedLearner:
 
     # The other ranks
 
-    def _run_step(self, command: Train, own: Sequence[Pass]) -> list[StepReply]:
+    def _run_step(
+        self, command: Train | Gather, shared: Sequence[Sequence[Sequence[Pass]]]
+    ) -> list[StepReply]:
         """What every rank made of its share. Raises InvariantBroken, ResourceError, NonFinite."""
         group = self._group
         group.send(command)
@@ -365,8 +422,9 @@ class DeepspeedLearner:
                 problem, broken = f"rank {rank} could not read its share: {ready.why}", ready.broken
         if not group.agree(good=not problem):
             raise InvariantBroken(problem) if broken else ResourceError(problem)
+        own = [one for by_rank in shared for one in by_rank[0]]
         trajectories = [unit.item.trajectory for one in own for unit in one.units]
-        replies = [self._rank.train(command, trajectories)]
+        replies = [self._rank.compute(command, trajectories)]
         replies += [_REPLY.decode(data) for data in group.replies()]
         return replies
 
@@ -396,16 +454,19 @@ def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepRepl
     sums = Sums()
     for number, by_rank in enumerate(shared):
         of_ranks = [reply.updates[number] for reply in replies]
-        norm = of_ranks[0].norm
-        losses = [one.loss for one in of_ranks]
-        # `fsum` raises ValueError for infinities of both signs.
-        sums.loss += math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+        sums.loss += _added([one.loss for one in of_ranks])
         sums.padded_tokens += sum(one.padded_tokens for one in of_ranks)
-        if not math.isfinite(norm) or not math.isfinite(sums.loss):
-            raise NonFinite(f"a step gave gradient norm {norm} and loss {sums.loss}")
-        sums.updates += 1
-        sums.grad_norms.append(norm)
-        for passes, one in zip(by_rank, of_ranks, strict=True):
-            for done, figures in zip(passes, one.rows, strict=True):
-                done.note(figures)
+        sums.note_update(of_ranks[0].norm)
+        _note_rows(by_rank, of_ranks)
     return sums
+
+
+def _added(losses: Sequence[float]) -> float:
+    # `fsum` raises ValueError for infinities of both signs.
+    return math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+
+
+def _note_rows(by_rank: Sequence[Sequence[Pass]], of_ranks: Sequence[UpdateReply]) -> None:
+    for passes, one in zip(by_rank, of_ranks, strict=True):
+        for done, figures in zip(passes, one.rows, strict=True):
+            done.note(figures)

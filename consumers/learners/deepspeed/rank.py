@@ -19,12 +19,14 @@ from torch import Tensor
 
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.consumers.learners.deepspeed.commands import (
+    Finish,
+    Gather,
     Load,
     Open,
     PassCommand,
     Ready,
+    ShareCommand,
     StepReply,
-    Train,
     UpdateReply,
 )
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
@@ -132,11 +134,18 @@ class _Update:
     padded_tokens: int = 0
     rows: list[list[RowFigures]] = field(default_factory=list)
 
+    def reply(self, *, norm: float) -> UpdateReply:
+        """What it came to on this rank."""
+        return UpdateReply(
+            loss=self.loss, norm=norm, padded_tokens=self.padded_tokens, rows=self.rows
+        )
+
 
 class Rank:
     """One trainer's part in this process: an engine, and the way to the log.
 
-    Making one, `read` and `train` are collective; the log is opened when it is first needed.
+    Making one, `read`, `compute` and `finish` are collective; the log is opened when it is first
+    needed.
     """
 
     def __init__(self, group: RankGroup, command: Open, store: PolicyStore | None = None) -> None:
@@ -158,6 +167,8 @@ class Rank:
         with deterministic(self._threads), group.together():
             self.engine = Engine(self._assets, options)
         self._idle = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
+        self._gathered = False
+        """Whether a gradient is there that no update has followed."""
 
     def close(self) -> None:
         """Let go of engine and log."""
@@ -181,6 +192,7 @@ class Rank:
         `given` gives rank 0's tensors by their names in a file.
         """
         engine = self.engine
+        self._drop_gathered()
         with torch.no_grad():
             for name in engine.names:
                 engine.write(name, self._shared(name, name, engine.dtype(name), given))
@@ -216,7 +228,7 @@ class Rank:
 
     # A training step
 
-    def fetch(self, command: Train) -> tuple[Ready, list[Trajectory]]:
+    def fetch(self, command: ShareCommand) -> tuple[Ready, list[Trajectory]]:
         """Read this rank's share of the batch from the log, in the order of its passes."""
         passes = _mine(command, self._group.info.rank)
         places = [unit.at for one in passes for unit in one.units]
@@ -235,17 +247,18 @@ class Rank:
             return Ready(why=error.message, broken=True), []
         return Ready(records=self._reader.records - before), found
 
-    def train(self, command: Train, trajectories: Sequence[Trajectory]) -> StepReply:
-        """Compute the updates of a step; ends early where a norm is not finite.
+    def compute(self, command: ShareCommand, trajectories: Sequence[Trajectory]) -> StepReply:
+        """Train or gather; `trajectories` are those of this rank's passes, one after the other."""
+        if isinstance(command, Gather):
+            return self._gather(command, trajectories)
+        return self._train(command, trajectories)
 
-        `trajectories` are those of this rank's passes, one after the other.
-        """
-        step = step_settings(command.settings)
-        objective_kind(step.objective.kind, self._modules)
-        following = iter(trajectories)
+    def _train(self, command: ShareCommand, trajectories: Sequence[Trajectory]) -> StepReply:
+        """Compute the updates of a step; ends early where a norm is not finite."""
+        step, following = step_settings(command.settings), iter(trajectories)
         with deterministic(self._threads), self._group.together():
-            if needs_reference(step.objective) and command.reference != self._reference_path:
-                self._refer_to(command.reference)
+            self._drop_gathered()
+            self._prepare(command, step)
             updates = [self._rounds(by_rank, following) for by_rank in command.updates]
             if needs_proximal(step.objective):
                 self._score_later(updates)
@@ -257,6 +270,47 @@ class Rank:
                 if not math.isfinite(done[-1].norm):
                     break
         return StepReply(updates=done)
+
+    def _gather(self, command: Gather, trajectories: Sequence[Trajectory]) -> StepReply:
+        """Add the gradient of a part of a step to what is there."""
+        step = step_settings(command.settings)
+        (by_rank,), following = command.updates, iter(trajectories)
+        with deterministic(self._threads), self._group.together():
+            if command.fresh:
+                self._drop_gathered()
+            self._prepare(command, step)
+            self._gathered = True
+            update = self._accumulate(self._rounds(by_rank, following), step, ends=False)
+        return StepReply(updates=[update.reply(norm=0.0)])
+
+    def finish(self, command: Finish) -> float:
+        """Divide what was gathered and update with it; the norm, which may not be finite."""
+        with deterministic(self._threads), self._group.together():
+            return self._end_gathered(command.learning_rate, command.grad_norm_max, command.divisor)
+
+    def _end_gathered(self, learning_rate: float, norm_max: float, divisor: float) -> float:
+        """A pass of nothing ends what the passes of parts have left open: which is the last is not
+        known when it is computed, and gradients cross between the ranks at the end of all."""
+        self._gathered = False
+        self.engine.backward(self.engine.logprobs(self._idle).sum() * 0.0, last=True)
+        return self.engine.update(learning_rate, norm_max, divisor)
+
+    def _drop_gathered(self) -> None:
+        """Forget the gradient that is there. DeepSpeed can only update with it: so it does, and
+        what that changes is put back."""
+        if not self._gathered:
+            return
+        with deterministic(self._threads), self._group.together():
+            kept = [one.clone() for one in self.engine.held()]
+            self._end_gathered(0.0, 1.0, 1.0)
+            with torch.no_grad():
+                for one, before in zip(self.engine.held(), kept, strict=True):
+                    one.copy_(before)
+
+    def _prepare(self, command: ShareCommand, step: StepSettings) -> None:
+        objective_kind(step.objective.kind, self._modules)
+        if needs_reference(step.objective) and command.reference != self._reference_path:
+            self._refer_to(command.reference)
 
     def _rounds(
         self, by_rank: list[list[PassCommand]], following: Iterator[Trajectory]
@@ -296,16 +350,18 @@ class Rank:
             return [self.engine.logprobs(one) for one in passages]
 
     def _update(self, rounds: Sequence[_Round], step: StepSettings) -> UpdateReply:
+        update = self._accumulate(rounds, step, ends=True)
+        return update.reply(norm=self.engine.update(step.learning_rate, step.grad_norm_max))
+
+    def _accumulate(self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool) -> _Update:
+        """Add up the gradient of these; `ends`: an update follows."""
         update = _Update()
         for number, one in enumerate(rounds):
             losses = self._losses(one, step, update)
             for turn, loss in enumerate(losses, start=1):
                 last = number == len(rounds) - 1 and turn == one.turns
-                self.engine.backward(loss, last=last)
-        norm = self.engine.update(step.learning_rate, step.grad_norm_max)
-        return UpdateReply(
-            loss=update.loss, norm=norm, padded_tokens=update.padded_tokens, rows=update.rows
-        )
+                self.engine.backward(loss, last=last and ends)
+        return update
 
     def _losses(self, one: _Round, step: StepSettings, update: _Update) -> Iterator[Tensor]:
         """What to go back from in each turn of a round; what the units did goes into `update`."""
@@ -379,7 +435,7 @@ class Rank:
             return self._reference.logprobs(passage)
 
 
-def _mine(command: Train, rank: int) -> list[PassCommand]:
+def _mine(command: ShareCommand, rank: int) -> list[PassCommand]:
     return [one for by_rank in command.updates for one in by_rank[rank]]
 
 

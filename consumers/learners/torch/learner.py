@@ -6,9 +6,8 @@ the batch alone, one fixed number of threads, deterministic kernels, no dropout.
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,19 +17,14 @@ import transformers
 from torch import Tensor
 
 from dora_pipe.config.section import WeightDecayExclude
+from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import (
-    GatheredPart,
-    Item,
-    PartKey,
     Pass,
     Sums,
     contribution,
     figures_of,
-    in_dispatch_order,
-    items_of,
-    part_passes,
     updates_of,
 )
 from dora_pipe.consumers.learners.torch.device import (
@@ -54,7 +48,6 @@ from dora_pipe.consumers.learners.torch.model import (
 )
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
-from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.safetensors_file import manifest_in_memory, need_digest, write_tensors
 
@@ -102,15 +95,15 @@ class TorchLearner:
         self._reference_digest: str | None = None
         """Of a version that was named; empty for version 0, None for nothing yet."""
         self._optimizer = self._fresh_optimizer()
-        self._gathered: list[GatheredPart] = []
-        """The first parts of the next step; their gradient lies in the optimizer."""
+        self._parts = StepInParts()
+        """The gradient of those that were computed ahead lies in the optimizer."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         need_digest(weights, digest)
         with deterministic(self._options.threads):
             self._model.load(weights)
-        self._gathered = []
+        self._parts.forget()
         self._optimizer = self._fresh_optimizer()
         if optimizer is not None:
             self._optimizer.load(optimizer)
@@ -119,11 +112,11 @@ class TorchLearner:
         """One step: several updates, or one of several parts. Raises NonFinite (the state is then
         no longer valid)."""
         if batch.parts:
-            return self._train_in_parts(batch, settings)
-        self._gathered = []
-        clock = compute_clock(self._options.device, self._options.threads)
+            return self._parts.train(self, batch, settings)
+        self._parts.forget()
+        clock = self.stopwatch()
         start_s = clock()
-        step = self._settings(settings)
+        step = self.settings_of(settings)
         items, updates = updates_of(batch, step)
         sums = Sums()
         with deterministic(self._options.threads):
@@ -141,66 +134,34 @@ class TorchLearner:
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
         """Add the gradient of the next part of a step to those before it. Raises NonFinite."""
-        key = PartKey.of(batch, settings)
-        if self._gathered and self._gathered[0].key.step != key.step:
-            self._gathered = []
-        self._gather(batch, key, self._settings(settings))
+        self._parts.add(self, batch, settings)
 
-    def _train_in_parts(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One update, from the sums of all parts."""
-        step, parts = self._settings(settings), batch.in_parts()
-        keys = [PartKey.of(part, settings) for part in parts]
-        if [one.key for one in self._gathered] != keys[: len(self._gathered)]:
-            self._gathered = []
-        for part, key in list(zip(parts, keys, strict=True))[len(self._gathered) :]:
-            self._gather(part, key, step)
-        clock = compute_clock(self._options.device, self._options.threads)
-        start_s = clock()
-        gathered, self._gathered = self._gathered, []
-        divisor = max(1, sum(one.divisor for one in gathered))
-        sums = Sums(
-            loss=sum(one.sums.loss for one in gathered) / divisor,
-            padded_tokens=sum(one.sums.padded_tokens for one in gathered),
-        )
-        if any(one.passes for one in gathered):
-            with deterministic(self._options.threads):
-                self._optimizer.divide(divisor)
-                self._step_optimizer(step, sums)
-        items = in_dispatch_order(item for one in gathered for item in one.items)
-        return StepResult(
-            figures=figures_of(items, sums, step),
-            contributions=[contribution(item) for item in items],
-            compute_s=sum(one.compute_s for one in gathered) + clock() - start_s,
-        )
+    def stopwatch(self) -> Callable[[], float]:
+        """Seconds of computing, for differences."""
+        return compute_clock(self._options.device, self._options.threads)
 
-    def _gather(self, part: TrainBatch, key: PartKey, step: StepSettings) -> None:
-        clock = compute_clock(self._options.device, self._options.threads)
-        start_s = clock()
-        if not self._gathered:
+    def gather(
+        self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
+    ) -> Sums:
+        """Add the gradient of these passes to that of so many before."""
+        if not before:
             self._optimizer.clear()
-        items: list[Item] = [item for group in items_of(part, step) for item in group]
-        first = sum(one.passes for one in self._gathered)
-        passes, divisor = part_passes(items, step, first=first)
-        sums, before = Sums(), self._gathered
-        self._gathered = []  # Until it is whole: with half a part the gradient is nobody's.
+        step, sums = self.settings_of(settings), Sums(passes=len(passes))
         with deterministic(self._options.threads):
             if needs_reference(step.objective):
                 self._refer_to(part.reference)
             for one in passes:
                 self._accumulate(one, step, sums)
-        self._gathered = [
-            *before,
-            GatheredPart(
-                key=key,
-                items=items,
-                passes=len(passes),
-                divisor=divisor,
-                sums=sums,
-                compute_s=clock() - start_s,
-            ),
-        ]
+        return sums
 
-    def _settings(self, settings: Settings) -> StepSettings:
+    def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
+        """Divide the gradient that is there and update with it. Raises NonFinite."""
+        with deterministic(self._options.threads):
+            self._optimizer.divide(divisor)
+            self._step_optimizer(step, sums)
+
+    def settings_of(self, settings: Settings) -> StepSettings:
+        """What is in force for a step."""
         return step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
 
     def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -278,13 +239,9 @@ class TorchLearner:
 
     def _step_optimizer(self, step: StepSettings, sums: Sums) -> None:
         """Step with the gradient that is there. Raises NonFinite."""
-        norm = self._optimizer.gradient_norm(step.grad_norm_max)
-        if not math.isfinite(norm) or not math.isfinite(sums.loss):
-            raise NonFinite(f"a step gave gradient norm {norm} and loss {sums.loss}")
+        sums.note_update(self._optimizer.gradient_norm(step.grad_norm_max))
         self._optimizer.update(step.learning_rate)
         self._model.updated()
-        sums.updates += 1
-        sums.grad_norms.append(norm)
 
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
         """Add the gradient of one pass, and note what each of its units did."""

@@ -74,8 +74,10 @@ def test_gradient_of_parts_is_that_of_the_batch(
     assert second.figures.keys() == first.figures.keys()
     for name in ("loss", "grad_norm", "tokens", "trajectories", "without_gradient"):
         assert second.figures[name] == pytest.approx(first.figures[name], rel=1e-4, abs=1e-6)
-    names = [row["trajectory"] for row in first.contributions]
-    assert [row["trajectory"] for row in second.contributions] == names
+    for row, other in zip(first.contributions, second.contributions, strict=True):
+        assert row["trajectory"] == other["trajectory"]
+        share = pytest.approx(other["loss_share"] or 0.0, rel=1e-3, abs=1e-6)
+        assert (row["loss_share"] or 0.0) == share
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])

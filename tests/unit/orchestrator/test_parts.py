@@ -181,7 +181,6 @@ def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: s
         ({"trainer__parts": 5}, "more than groups.per_step"),
         ({"trainer__minibatches": 2}, "trainer.minibatches: 2 updates"),
         ({"objective__advantage": "version-baseline"}, "version-baseline compares"),
-        ({"trainer__kind": "deepspeed"}, "deepspeed computes a batch when it is whole"),
     ],
 )
 def test_what_parts_cannot_be_with_is_said_by_name(keys: dict[str, Any], why: str) -> None:

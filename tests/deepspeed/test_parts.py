@@ -1,0 +1,164 @@
+"""Batches in parts on ranks: the gradient of the whole, and the same bits however early."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.core.errors import NonFinite
+from tests.deepspeed.conftest import Bench
+from tests.deepspeed.test_arithmetic import HARD, assert_same_steps
+from tests.support.batches import SETTINGS, make_batch, poisoned, with_teacher
+from tests.support.deepspeed import LoggedTrainer
+
+PLAIN: Settings = {**SETTINGS, "trainer.minibatches": 1}
+WIDE: Settings = {**PLAIN, "trainer.grad_norm_max": 1e6}
+"""Nothing is clipped: the gradient stays to be seen."""
+
+ENGINES: list[dict[str, Any]] = [
+    {"zero_stage": 0},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"zero_stage": 2, "offload": "optimizer"},
+    {"zero_stage": 3, "offload": "all"},
+    {"zero_stage": 2, "rounds_min": 3},
+    {"zero_stage": 2, "dtype": "bfloat16"},
+]
+
+
+def parted(seed: int, parts: Sequence[int], **more: Any) -> TrainBatch:
+    """Of four groups; a part of one has three trajectories or fewer."""
+    made = make_batch(seed=seed, step=0, groups=4, siblings=3, **{"valid": 0.8, **more})
+    return replace(with_teacher(made), parts=parts)
+
+
+def told(bench: Bench, batch: TrainBatch, settings: Settings, *, ahead: int) -> LoggedTrainer:
+    """One that computed so many parts of this batch ahead, and the rest with it."""
+    trainer = bench.deepspeed()
+    for part in batch.in_parts()[:ahead]:
+        trainer.train_part(part, settings)
+    trainer.train(batch, settings)
+    return trainer
+
+
+def moments(trainer: Any, path: Path) -> dict[str, Any]:
+    """Of the one update there was: the gradient, up to a factor."""
+    from dora_pipe.consumers.learners.torch.model import read_tensor
+    from dora_pipe.store.safetensors_file import mapped, read_entries
+
+    trainer.save_optimizer(path)
+    with mapped(path) as data:
+        found = [one for one in read_entries(path) if one.name.startswith("exp_avg/")]
+        return {one.name: read_tensor(data, one).clone() for one in found}
+
+
+@pytest.mark.parametrize("loss", ["token-mean", "sequence-mean", "constant"])
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_gradient_of_parts_is_that_of_the_batch_on_one_process(
+    bench: Bench, engine: dict[str, Any], loss: str, tmp_path: Path
+) -> None:
+    rough = engine.get("dtype") == "bfloat16"
+    settings = {**WIDE, **HARD, "objective.loss": loss, "objective.loss_tokens": 16}
+    settings |= {"trainer.minibatches": 1, "trainer.grad_norm_max": 1e6}
+    ours, theirs = bench.deepspeed(**engine), bench.torch()
+    batch = parted(5, [1, 2])
+    found = ours.train(batch, settings)
+    expected = theirs.train(replace(batch, parts=()), settings)
+    assert_same_steps([found], [expected], relative=0.05 if rough else 1e-3)
+    whole = moments(theirs, tmp_path / "theirs")
+    scale = max(float(one.abs().max()) for one in whole.values())
+    for name, one in moments(ours, tmp_path / "ours").items():
+        apart = float((one - whole[name]).abs().max())
+        assert apart < (0.05 if rough else 1e-4) * scale, name
+
+
+def test_gradient_of_parts_is_clipped_once_it_is_divided(bench: Bench, tmp_path: Path) -> None:
+    settings, batch = {**PLAIN, "trainer.grad_norm_max": 1e-3}, parted(5, [1, 2])
+    for stage in range(4):
+        ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
+        found = ours.train(batch, settings)
+        expected = theirs.train(replace(batch, parts=()), settings)
+        assert_same_steps([found], [expected])
+        whole = moments(theirs, tmp_path / "theirs")
+        for name, one in moments(ours, tmp_path / "ours").items():
+            assert float((one - whole[name]).abs().max()) < 1e-7, name
+
+
+@pytest.mark.parametrize("settings", [PLAIN, {**HARD, "trainer.minibatches": 1}], ids=["p", "h"])
+def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
+    bench: Bench, settings: Settings
+) -> None:
+    batch = parted(3, [1, 2])
+    found = [told(bench, batch, settings, ahead=ahead) for ahead in range(4)]
+    assert len({one.manifest().digest for one in found}) == 1
+
+
+def test_part_with_fewer_trajectories_than_ranks_is_computed_by_some_of_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    batch = replace(make_batch(seed=8, groups=3, siblings=1), parts=[1, 1])
+    settings = {**WIDE, "objective.kl": 0.3}
+    ours, theirs = bench.deepspeed(), bench.torch()
+    for part in batch.in_parts():
+        ours.train_part(part, settings)
+    found = ours.train(batch, settings)
+    assert_same_steps([found], [theirs.train(replace(batch, parts=()), settings)])
+    assert [row["micro_batch"] for row in found.contributions] == [0, 1, 2]
+
+
+def test_part_without_a_gradient_adds_nothing_and_a_batch_of_such_changes_nothing(
+    bench: Bench,
+) -> None:
+    empty = parted(1, [1, 2], valid=0.0)
+    trainer = bench.deepspeed()
+    for part in empty.in_parts():
+        trainer.train_part(part, PLAIN)
+    assert trainer.train(empty, PLAIN).figures["updates"] == 0
+    assert trainer.manifest() == bench.policy
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradient_of_other_parts_is_forgotten_before_a_batch_and_when_weights_are_loaded(
+    bench: Bench, stage: int, tmp_path: Path
+) -> None:
+    batch, other = parted(4, [1]), parted(6, [2])
+    fresh = bench.deepspeed(zero_stage=stage)
+    before = bench.deepspeed(zero_stage=stage)
+    digests = []
+    for one in (fresh, before):
+        one.train(make_batch(seed=9), PLAIN)
+    for part in other.in_parts():
+        before.train_part(part, PLAIN)
+    for one in (fresh, before):
+        one.train(replace(batch, step=1), PLAIN)
+        digests.append(one.manifest().digest)
+        one.save_optimizer(tmp_path / str(len(digests)))
+    before.train_part(other.in_parts()[0], PLAIN)
+    for one in (fresh, before):
+        one.train(make_batch(seed=2, step=2), PLAIN)
+        digests.append(one.manifest().digest)
+    before.train_part(other.in_parts()[0], PLAIN)
+    for one in (fresh, before):
+        one.load(bench.weights, digest=bench.policy.digest, optimizer=None)
+        one.train(batch, PLAIN)
+        digests.append(one.manifest().digest)
+    assert digests[0::2] == digests[1::2]
+    assert len(set(digests)) == 3
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+def test_step_in_parts_that_is_not_finite_leaves_ranks_that_can_load_again(bench: Bench) -> None:
+    batch = parted(7, [1, 2])
+    trainer = bench.deepspeed()
+    for part in poisoned(parted(7, [1, 2])).in_parts():
+        trainer.train_part(part, PLAIN)
+    with pytest.raises(NonFinite):
+        trainer.train(poisoned(parted(7, [1, 2])), PLAIN)
+    trainer.train_part(poisoned(parted(7, [1, 2])).in_parts()[0], PLAIN)
+    trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
+    trainer.train(batch, PLAIN)
+    assert trainer.manifest() == told(bench, batch, PLAIN, ahead=0).manifest()

@@ -52,7 +52,7 @@ class BoundLedger:
     def deadlines(self) -> list[int]:
         """Of the groups in U."""
         held = self.held
-        return [self.version if one in held else spec.deadline for one, spec in self.u.items()]
+        return [self.step if one in held else spec.deadline for one, spec in self.u.items()]
 
     @property
     def held(self) -> dict[str, None]:
@@ -94,6 +94,11 @@ class BoundLedger:
         held, self.parts = self.held, []
         self.finished |= {name: self.u[name] for name in held if name in self.u}
 
+    def end_training(self) -> None:
+        """The batch in training comes to nothing, and a part of the step after it is given up."""
+        self.give_up_parts()
+        self.training = None
+
     def take(self, batch: tuple[int, int], groups: Sequence[str]) -> None:
         """A batch, (step, attempt), is in training."""
         self.training, self.parts = batch, []
@@ -116,8 +121,10 @@ class BoundLedger:
         """What forbids a part of the next step; empty when nothing does."""
         config, groups = in_force.config, [one.group for one in take.groups]
         per_step, parts = config.groups.per_step, config.trainer.parts
-        if why := self._why_not_step(take.step, in_force):
+        if why := self._why_not_next(take.step, in_force):
             return why
+        if self.training is not None and self.parts:
+            return f"step {self.training[0]} is being trained, and the next one has a part"
         if take.part != len(self.parts) or take.part >= parts - 1:
             return f"part {len(self.parts)} of at most {parts} is the next one, not {take.part}"
         size = max(1, per_step // parts)
@@ -154,8 +161,11 @@ class BoundLedger:
     def _why_not_step(self, step: int, in_force: EffectiveConfig) -> str:
         if self.training is not None:
             return f"step {self.training[0]} is being trained"
-        if step != self.version:
-            return f"the next step is {self.version}"
+        return self._why_not_next(step, in_force)
+
+    def _why_not_next(self, step: int, in_force: EffectiveConfig) -> str:
+        if step != self.step:
+            return f"the next step is {self.step}"
         return f"the run ends after {in_force.steps} steps" if step >= in_force.steps else ""
 
     def _earliest(self, count: int) -> list[str]:

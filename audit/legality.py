@@ -92,7 +92,7 @@ class Legality:
         if self.in_force.config is not before or self.in_force.steps <= bound.step:
             bound.give_up_parts()
         if self.ended_by(command):
-            bound.training = None
+            bound.end_training()
             self.attempt += 1
 
     def ended_by(self, command: Command) -> tuple[int, int] | None:
@@ -145,7 +145,7 @@ class Legality:
     def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
         """The groups of a refused batch are finished again, but for the offenders."""
         offenders = {one.group for one in fact.offenders}
-        self.bound.training = None
+        self.bound.end_training()
         self.attempt = fact.attempt + 1
         for taken in take.groups:
             group = self._ledger.accounts.open.get(taken.group)
@@ -348,9 +348,10 @@ class Legality:
         who = f"step {decision.step}"
         if self.in_force and (why := self.bound.why_not_part(decision, self.in_force)):
             self._wrong(who, f"a part of it is taken in {where} against the rule: {why}")
-        if decision.attempt != self.attempt:
+        attempt = self.attempt if self.bound.training is None else 1
+        if decision.attempt != attempt:
             message = f"a part of it is taken in {where} under a wrong attempt"
-            self._wrong(who, message, self.attempt, decision.attempt)
+            self._wrong(who, message, attempt, decision.attempt)
         for taken in decision.groups:
             self._taken_group(taken, who)
         self.bound.take_part([taken.group for taken in decision.groups])

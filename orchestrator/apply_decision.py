@@ -255,8 +255,11 @@ def _score_group(state: State, decision: ScoreGroup) -> None:
 
 
 def _take_part(state: State, decision: TakePart) -> None:
-    assert state.config is not None
-    _of_next_step(state, decision)
+    _require(
+        (decision.step, decision.attempt) == part_key(state),
+        f"part {decision.part} of {(decision.step, decision.attempt)} is not the next one",
+    )
+    _require(decision.step < state.steps, f"no step {decision.step} is left")
     _require(decision.part == len(state.parts), f"{len(state.parts)} is the next part")
     same = [one.group for one in decision.groups] == part_due(state)
     _require(same and bool(decision.groups), "not the part that may be taken (C3)")
@@ -265,15 +268,24 @@ def _take_part(state: State, decision: TakePart) -> None:
     take_part(state, [one.group for one in decision.groups])
 
 
+def part_key(state: State) -> tuple[int, int]:
+    """Step and attempt of the next part; what a step that trains is followed by is a first one."""
+    at = state.standing()
+    return at.step, 1 if at.training else state.attempt
+
+
 def part_due(state: State) -> list[str]:
     """The groups of the next part of the next step; none where it has all its parts, or waits.
 
+    While a step trains that is the first alone: a trainer has nothing to compute while it
+    publishes, and what is taken earlier than it can be used takes the place of what ends later.
     The pairs of keys that know no parts are refused where a configuration is read; here they are
     kept from changing a run that has parts.
     """
     config, at = state.config, state.standing()
     assert config is not None
-    if at.training or len(state.parts) >= config.trainer.parts - 1 or why_no_parts(config):
+    most = min(1, config.trainer.parts - 1) if at.training else config.trainer.parts - 1
+    if len(state.parts) >= most or why_no_parts(config):
         return []
     part = next_part(
         state.finished,
@@ -307,7 +319,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     take_batch(state, decision)
 
 
-def _of_next_step(state: State, decision: TakeBatch | TakePart) -> None:
+def _of_next_step(state: State, decision: TakeBatch) -> None:
     key = (decision.step, decision.attempt)
     _require(state.training is None, f"step {state.version} is training")
     _require(key == (state.version, state.attempt), f"batch {key} is not the next one")

@@ -33,6 +33,7 @@ from dora_pipe.orchestrator.apply_decision import (
     may_cancel,
     next_training_row,
     part_due,
+    part_key,
     pinned,
     take_batch,
     train_spec,
@@ -293,14 +294,14 @@ def _take_batch(draft: Draft) -> None:
     """The batch of the next step, or another part of it while it is not whole."""
     state = draft.state
     assert state.config is not None
-    if state.training is not None or not state.finished:
+    if not state.finished:
         return
     if state.surplus:
         return  # The plan is full: what a batch has waits for nobody.
     at = state.standing()
     if at.step >= at.steps:
         return
-    batch = batch_due(state)
+    batch = [] if at.training else batch_due(state)
     if not batch:
         _take_parts(draft)
         return
@@ -321,14 +322,15 @@ def _take_batch(draft: Draft) -> None:
 def _take_parts(draft: Draft) -> None:
     state = draft.state
     assert state.config is not None
+    step, attempt = part_key(state)
     while not draft.full and (part := part_due(state)):
         draft.add(
             TakePart(
-                step=state.version,
-                attempt=state.attempt,
+                step=step,
+                attempt=attempt,
                 part=len(state.parts),
                 groups=tuple(state.groups[name].taken() for name in part),
-                settings=settings_in_force(state.config, state.version),
+                settings=settings_in_force(state.config, step),
                 reason=f"{len(state.finished)} groups finished; the batch is not whole yet",
             )
         )

@@ -9,9 +9,10 @@ Rules (docs/staleness.md proves them; every detail has a counterexample there an
    training, else from s = t. The batch in training has no deadlines any more.
 3. *Take* for step s the B finished groups with the earliest deadlines, iff what stays behind is
    feasible from s + 1.
-4. *Take a part* of step s while none is training: the finished groups with the earliest deadlines,
-   fewer than the batch still lacks, iff U is feasible from s with them due at s, as they are from
-   then on. The batch of s is those of its parts, and rule 3 for what it lacks.
+4. *Take a part* of step s: the finished groups with the earliest deadlines, fewer than the batch
+   still lacks, iff U is feasible from s with them due at s, as they are from then on. The batch of
+   s is those of its parts, and rule 3 for what it lacks. While a step is training, s = t + 1 has
+   one part at most; it is given up if that step is refused.
 
 U, the groups dispatched and not yet taken, is given as the number of groups per deadline: there
 are few deadlines, however many groups there are.

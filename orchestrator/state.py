@@ -312,7 +312,8 @@ class State:
     attempt: int = 1
     """Of the next batch decision for step t."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
-    """Groups that step t has in parts, while its batch is not whole. They are in U, due at t."""
+    """Groups that the next step has in parts, while its batch is not whole. They are in U, due at
+    that step: t, or t + 1 while t is training."""
 
     groups: dict[str, Group] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)

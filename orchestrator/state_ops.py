@@ -349,15 +349,15 @@ def take_group(state: State, group: Group) -> None:
 
 
 def take_part(state: State, names: Sequence[str]) -> None:
-    """Finished groups are in a part of step t: they stay in U, due at t."""
+    """Finished groups are in a part of the next step: they stay in U, due at it."""
     for name in names:
         take_group(state, state.groups[name])
-    _count(state, state.version, len(names))
+    _count(state, state.standing().step, len(names))
     state.parts.append(tuple(names))
 
 
 def give_up_parts(state: State) -> None:
-    """The groups of the parts of step t are finished as before, with their deadlines."""
+    """The groups of all parts are finished as before, with their deadlines."""
     names = state.in_parts
     end_parts(state)
     for name in names:
@@ -365,9 +365,9 @@ def give_up_parts(state: State) -> None:
 
 
 def end_parts(state: State) -> None:
-    """The groups of the parts of step t leave U; what becomes of them is the caller's affair."""
+    """The groups of all parts leave U; what becomes of them is the caller's affair."""
     if state.parts:
-        _count(state, state.version, -len(state.in_parts))
+        _count(state, state.standing().step, -len(state.in_parts))
         state.parts = []
 
 
@@ -398,7 +398,9 @@ def fail_batch(state: State, training: Training) -> None:
 
 
 def end_training(state: State, training: Training) -> None:
-    """The batch in training comes to nothing; the step is tried again with another one."""
+    """The batch in training comes to nothing; the step is tried again with another one, and what
+    the step after it had in a part may be due in that."""
+    give_up_parts(state)
     state.training = None
     state.attempt = training.attempt + 1
 

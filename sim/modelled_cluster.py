@@ -408,7 +408,8 @@ class Cluster:
     def _train_part(self, part: TakePart) -> None:
         fixed_s = self.plan.trainer.fixed_s * self.plan.slower(self._busy(), True)
         seconds = self._compute_s(part.groups) - fixed_s
-        self._parts_until_s = max(self.now_s, self._parts_until_s) + seconds
+        trained_s = self._training[1] - self.plan.react_s if self._training else 0.0
+        self._parts_until_s = max(self.now_s, trained_s, self._parts_until_s) + seconds
 
     def _compute_s(self, groups: Sequence[TakenGroup]) -> float:
         """A step of these, with what it costs whatever it trains."""

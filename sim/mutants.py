@@ -32,7 +32,7 @@ from dora_pipe.orchestrator.curriculum import NextRow
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Worker
+from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Training, Worker
 from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
@@ -330,6 +330,16 @@ def _part_twice(patches: Patches) -> None:
     patches.everywhere(transitions.take_part, taken)
 
 
+def _part_outlives(patches: Patches) -> None:
+    """A part stays although the step before it comes to nothing."""
+
+    def ended(state: State, training: Training) -> None:
+        state.training = None
+        state.attempt = training.attempt + 1
+
+    patches.everywhere(transitions.end_training, ended)
+
+
 def _progress_lost(patches: Patches) -> None:
     patches.everywhere(transitions.note_progress, lambda state, trajectory, resume: None)
 
@@ -520,6 +530,7 @@ _ALL: Final = (
     ("part-too-soon", "a part leaves no room for groups that are due", _part_too_soon),
     ("part-lost", "a batch forgets its last part", _part_lost),
     ("part-twice", "the groups of a part are taken again", _part_twice),
+    ("part-outlives", "a part stays although the step before it is refused", _part_outlives),
     ("attempts-for-ever", "faults are not counted", _attempts_for_ever),
     ("leaving-counts", "leaving in order counts as a fault", _leaving_counts),
     ("lease-in-outage", "leases run down while nobody listens", _lease_in_outage),

@@ -113,7 +113,11 @@ class Learner(Protocol):
 
 @runtime_checkable
 class TrainsParts(Protocol):
-    """A learner that can begin with parts of a batch; another computes them with the batch."""
+    """A learner that can begin with parts of a batch; another computes them with the batch.
+
+    While one thread computes a part, another may write the weights and the optimizer state down
+    (`save_weights`, `save_optimizer`): a part changes neither.
+    """
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
         """Compute the gradient of the next part of a step, ahead of `train`, which is told of it

@@ -88,19 +88,25 @@ class CommitHistory:
         every = config.get("objective", {}).get("reference_every")
         return set(range(0, self.next_step + 2, every)) if every else set()
 
-    def known(self, decision: TakeBatch | TakePart, *, run: str) -> Known:
-        """As much of this history as the checks of a batch need."""
+    def known(
+        self, decision: TakeBatch | TakePart, *, run: str, after: TakeBatch | None = None
+    ) -> Known:
+        """As much of this history as the checks of a batch need; `after` is the batch of a step
+        that was trained and is not committed yet, where there is one."""
         versions = {group.version for group in decision.groups}
         if self.interruptible and versions:
             versions.update(range(max(0, min(versions)), self.next_step + 1))
         exist = {version for version in versions if 0 <= version <= self.next_step}
-        names = {group.group for group in decision.groups} & self.trained.keys()
+        trained = {name: step for name, (step, _) in self.trained.items()}
+        if after is not None:
+            trained |= {group.group: after.step for group in after.groups}
+        names = {group.group for group in decision.groups} & trained.keys()
         return Known(
             run=run,
-            next_step=self.next_step,
+            next_step=self.next_step if after is None else after.step + 1,
             digests={version: self.digest_of(version) for version in exist},
             interruptible=self.interruptible,
-            trained={name: self.trained[name][0] for name in names},
+            trained={name: trained[name] for name in names},
         )
 
     def add(self, offset: int, commit: StepCommitted) -> bool:

@@ -1,8 +1,9 @@
 """The trainer's slow work, effect by effect: restore, fetch, train, publish; it decides nothing.
 
 Every effect is a generator of events. It yields None where it must wait for the log, so that the
-same code runs in a thread of its own (production) and step by step in one thread (tests and
-simulator). One thread uses it, with a bus of its own.
+same code runs in threads of its own (production) and step by step in one thread (tests and
+simulator). One thread uses it, with a bus of its own, but for publishing: that may be done in
+another one while this computes a part of the next step, which changes no weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dora_pipe.consumers.trainer.batch_reader import (
     find,
     places_of,
 )
-from dora_pipe.consumers.trainer.checks import Arrived, Known, check_batch
+from dora_pipe.consumers.trainer.checks import Arrived, check_batch
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
     BatchFetched,
@@ -141,9 +142,9 @@ class EffectHandlers:
         yield from self._unreadable()
 
     def gauges(self) -> Gauges:
-        """How it is with the reader, the teacher, or the store while that has no room."""
-        waiting = self._no_room or waits_for(self._learner) or self.reader.waits_for
-        return Gauges(self.reader.records, self.reader.bytes, waiting)
+        """How it is with the reader, the teacher, and the store while that has no room."""
+        waiting = waits_for(self._learner) or self.reader.waits_for
+        return Gauges(self.reader.records, self.reader.bytes, waiting, self._no_room)
 
     def close(self) -> None:
         """Close the reader; idempotent."""
@@ -219,7 +220,7 @@ class EffectHandlers:
         """Records stay in the cache: the batch is checked as a whole, and what is wrong is said of
         it then."""
         decision, start_ns = effect.decision, self._clock.now_ns()
-        arrived, _ = yield from self._find(decision, effect.known)
+        arrived, _ = yield from self._find(decision)
         learner = self.learner
         wrong = check_batch(decision, arrived, effect.known)
         if isinstance(learner, TrainsParts) and not wrong:
@@ -239,23 +240,24 @@ class EffectHandlers:
     def _fetch(self, effect: FetchBatch) -> Iterator[Event | None]:
         decision = effect.decision
         self._fetched = None
-        arrived, unreadable = yield from self._find(decision, effect.known)
+        self.reader.drop_before(effect.known.next_step)
+        arrived, unreadable = yield from self._find(decision)
         offenders = check_batch(decision, arrived, effect.known)
         if not offenders:
             key, parts = (decision.step, decision.attempt), decision.parts
             whole = _all_whole(arrived)
             self._fetched = key, batch_of(decision.step, decision.groups, whole, parts=parts)
             self.reader.drop(places_of(decision.groups))
+        yield from self._unreadable()
         yield from unreadable
         yield BatchFetched(step=decision.step, attempt=decision.attempt, offenders=offenders)
 
     def _find(
-        self, decision: TakeBatch | TakePart, known: Known
+        self, decision: TakeBatch | TakePart
     ) -> Generator[None, None, tuple[dict[str, Arrived], list[Unreadable]]]:
         """Every trajectory of a decision, and dead letters of those that cannot be read."""
-        self.reader.drop_before(known.next_step)
         found = yield from find(self.reader, decision.groups)
-        unreadable = list(self._unreadable())
+        unreadable: list[Unreadable] = []
         arrived: dict[str, Arrived] = {}
         for taken in (one for group in decision.groups for one in group.trajectories):
             at = found[RecordPlace(taken.partition, taken.offset)]

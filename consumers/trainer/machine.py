@@ -4,12 +4,13 @@
     restoring    Restored                  idle
     idle         a batch of the next step  reading
                  a part of that            part
-    part         PartTrained               idle
+    part         the part's PartTrained    idle
     reading      BatchFetched              training, or refusing if there are offenders
     refusing     the refusal is durable    idle, for another attempt
     training     StepTrained               publishing
     publishing   PolicyPublished           committing
-    committing   the commit is durable     idle, the next step is the next one
+    committing   the commit is durable     idle, the next step is the next one; part, if one of
+                                           its parts is in work
     ended
 
 Rules:
@@ -21,7 +22,8 @@ Rules:
 3. Nothing is begun before everything that was in the log at the start has been read: the batch that
    was decided first may have been replaced since.
 4. Parts of a batch are work ahead of it: what was computed of them is used where the batch has the
-   same parts, and else nothing is lost but that work.
+   same parts, and else nothing is lost but that work. A part of the step after the present one may
+   be computed while that is published and committed: the weights are those it begins with.
 5. Asked to stop, the machine finishes a step that is being trained, and begins no other.
 """
 
@@ -29,12 +31,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.trainer.commits import CommitHistory, droppable, files_of
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -96,6 +99,26 @@ class _Taken:
     decisions_next: int
 
 
+@dataclass(slots=True, kw_only=True)
+class _StepParts:
+    """The parts that were decided of a step whose batch is not known yet."""
+
+    decisions: list[TakePart] = field(default_factory=list)
+    begun: int = 0
+    ahead_s: float = 0.0
+    """Spent on them while nothing else could be done."""
+
+    def decided(self, part: TakePart) -> None:
+        """The next one; or one again, which replaces it and those after it."""
+        del self.decisions[part.part :]
+        self.decisions.append(part)
+        self.begun = min(self.begun, part.part)
+
+    def again(self) -> None:
+        """What was computed of them is gone."""
+        self.begun, self.ahead_s = 0, 0.0
+
+
 class TrainerMachine:
     """A `core.runtime.Machine`; `history` is what control said at the start, and is kept up.
 
@@ -117,9 +140,9 @@ class TrainerMachine:
         self._cached = cached
         self._guard = EpochGuard()
         self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
-        self._parts: list[TakePart] = []  # of the newest step and attempt that has any
-        self._parts_done = 0
-        self._ahead_s = 0.0  # spent on parts of the next step
+        self._parts: dict[int, _StepParts] = {}  # by step
+        self._part_in_work = False
+        self._free_ns = 0  # since when nothing but parts could be computed
         self._present: _Taken | None = None
         self._refused: tuple[int, int] = (-1, 0)
         self._trained: StepTrained | None = None
@@ -187,11 +210,7 @@ class TrainerMachine:
             self._run_over = False
 
     def _on_part(self, part: TakePart) -> None:
-        if self._parts and self._parts[0].step != part.step:
-            self._parts, self._parts_done, self._ahead_s = [], 0, 0.0
-        del self._parts[part.part :]
-        self._parts.append(part)
-        self._parts_done = min(self._parts_done, part.part)
+        self._parts.setdefault(part.step, _StepParts()).decided(part)
 
     def _on_caught_up(self, _event: CaughtUp, now: Now) -> None:
         self._caught_up = True
@@ -219,6 +238,7 @@ class TrainerMachine:
         assert event.step == self.history.next_step
         assert event.digest == self.history.digest_of(event.step)
         self._numerics = event.numerics
+        self._free_ns = now.mono_ns
         self._end_attempt("idle")
 
     def _on_fetched(self, event: BatchFetched, now: Now) -> None:
@@ -248,8 +268,12 @@ class TrainerMachine:
             )
 
     def _on_part_trained(self, event: PartTrained, now: Now) -> None:
-        self.phase = "idle"
-        self._ahead_s += event.seconds
+        self._part_in_work = False
+        if self.phase == "part":
+            free_s = (now.mono_ns - self._free_ns) / 1e9
+            if event.step in self._parts:
+                self._parts[event.step].ahead_s += min(event.seconds, free_s)
+            self.phase = "idle"
 
     def _on_trained(self, event: StepTrained, now: Now) -> None:
         if self._is_dropped():
@@ -282,7 +306,8 @@ class TrainerMachine:
             files = files_of(self.history, self._commit.dropped)
             self._out.effects.append(DropFiles(weights=files.weights, optimizers=files.optimizers))
         self._adopted = False
-        self._end_attempt("idle")
+        self._free_ns = now.mono_ns
+        self._end_attempt("part" if self._part_in_work else "idle")
 
     def _on_unreadable(self, event: Unreadable, now: Now) -> None:
         letter = event.dead_letter
@@ -299,8 +324,10 @@ class TrainerMachine:
 
     def _advance(self) -> None:
         """Begin what can be begun, or end."""
-        if self._stop_asked and (self.phase in _BREAKS_OFF or self._cached().waits_for):
+        if self._stop_asked and (self.phase in _BREAKS_OFF or self._cached().blocking(self.phase)):
             self.phase = "ended"
+        if self.phase in ("publishing", "committing"):
+            self._begin_part(self._decision.step + 1, after=self._decision)
         if self.phase != "idle" or not self._caught_up:
             return
         if self._is_revoked():
@@ -310,6 +337,7 @@ class TrainerMachine:
             return
         step = self.history.next_step
         self._taken = {at: taken for at, taken in self._taken.items() if at >= step - 1}
+        self._parts = {at: parts for at, parts in self._parts.items() if at >= step - 1}
         taken = self._taken.get(step)
         if taken is not None and (step, taken.decision.attempt) != self._refused:
             self._fetch(taken)
@@ -318,20 +346,29 @@ class TrainerMachine:
         elif self._run_over:
             self.phase = "ended"
 
-    def _begin_part(self, step: int) -> bool:
-        """Begin the next part of this step, if there is one."""
-        if self._parts_done == len(self._parts) or self._parts[0].step != step:
+    def _begin_part(self, step: int, after: TakeBatch | None = None) -> bool:
+        """Begin the next part of this step, if there is one that can be; the step before may be
+        trained and not committed yet."""
+        parts = self._parts.get(step)
+        if self._part_in_work or parts is None or parts.begun == len(parts.decisions):
             return False
-        part = self._parts[self._parts_done]
-        self._parts_done += 1
+        part = parts.decisions[parts.begun]
+        if after is not None and (self._stop_asked or self._is_dropped() or self._is_ahead(part)):
+            return False
+        parts.begun += 1
+        self._part_in_work = True
         self._out.effects.append(
             TrainPart(
                 decision=part,
-                known=self.history.known(part, run=self._setup.topics.run),
+                known=self.history.known(part, run=self._setup.topics.run, after=after),
                 reference=self.history.reference_of(part.settings),
             )
         )
         return True
+
+    def _is_ahead(self, part: TakePart) -> bool:
+        """Whether its reference is a version that is not committed yet."""
+        return int(part.settings.get(REFERENCE, 0)) > self.history.next_step
 
     def _fetch(self, taken: _Taken) -> None:
         self.phase = "reading"
@@ -363,7 +400,7 @@ class TrainerMachine:
             settings=decision.settings,
             numerics=dict(self._numerics),
             parts=decision.parts,
-            ahead_s=self._ahead_s if decision.parts else 0.0,
+            ahead_s=self._ahead_s(decision),
             decisions_next=self._present.decisions_next,
             compute_s=self._trained.compute_s,
             checkpoint=event.checkpoint,
@@ -373,10 +410,15 @@ class TrainerMachine:
             ),
         )
 
+    def _ahead_s(self, decision: TakeBatch) -> float:
+        parts = self._parts.get(decision.step)
+        return parts.ahead_s if parts is not None and decision.parts else 0.0
+
     def _restore(self) -> None:
         """Bring the weights back to where the next step begins."""
         self._end_attempt("restoring")
-        self._parts_done, self._ahead_s = 0, 0.0
+        for parts in self._parts.values():
+            parts.again()
         self._replaying = 0
         self._adopted = False
         step = self.history.next_step
@@ -416,8 +458,8 @@ class TrainerMachine:
             replayed=self._replaying,
             caught_up=self._caught_up,
             refused=self._refused,
-            reading=gauges.waits_for,
-            parts=self._parts_done if self._parts and self._parts[0].step == step else 0,
+            reading=gauges.blocking(self.phase),
+            parts=self._parts[step].begun if step in self._parts else 0,
         )
         present = self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
         if now.mono_ns < self._schedule.due_ns:

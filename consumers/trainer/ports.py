@@ -1,7 +1,8 @@
-"""Two ways to run the trainer's work: in a thread of its own, or step by step in the loop.
+"""Two ways to run the trainer's work: in threads of its own, or step by step in the loop.
 
 They decide nothing but when: a step may take minutes, and heartbeats must go on meanwhile. Between
-effects the thread reads ahead, so that a batch is in memory when it is decided.
+effects the thread reads ahead, so that a batch is in memory when it is decided. A policy is
+published in a second thread: the first may compute a part of the next step meanwhile.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
-from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event
+from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event, PublishPolicy
 from dora_pipe.consumers.trainer.status import Gauges
-from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers, ends_role, unanswered
+from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unanswered
 from dora_pipe.core.runtime import Meter
 
 EFFECTS_MAX: Final = 4
-"""Effects that may wait for the thread; the machine has at most one under way."""
+"""Effects that may wait for the thread; the machine has at most a part, files to drop, and what
+brings the weights back."""
 
 EVENTS_MAX: Final = 1024
 """Events that may wait for the loop; then the thread waits."""
@@ -32,7 +34,8 @@ CLOSE_S: Final = 5.0
 
 
 class ThreadPort:
-    """Runs `EffectHandlers` in one thread; `open_handlers` is entered there, with a bus of its own.
+    """Runs `EffectHandlers` in one thread, publishing in another; `open_handlers` is entered in the
+    first, with a bus of its own.
 
     Without a trainer's work there is no trainer: what fails is raised by `poll`, in the loop, and
     ends the role.
@@ -49,10 +52,12 @@ class ThreadPort:
         self._metered = {"bus": 0.0, "codec": 0.0}
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None
-        handlers: Handlers = {
+        handlers: dict[type, Handler] = {
             **dict.fromkeys(EFFECTS, Handler(do=self._do, failed=ends_role)),
             DropFiles: Handler(do=self._do, failed=unanswered),
         }
+        publishing = {PublishPolicy: handlers.pop(PublishPolicy)}
+        self._publisher = EffectRunner("trainer-publishing", publishing, asked_max=1)
         self._runner = EffectRunner(
             "trainer-work",
             handlers,
@@ -69,20 +74,22 @@ class ThreadPort:
         return False
 
     def start(self, effect: Any) -> None:
-        """Hand an effect to the thread."""
-        self._runner.start(effect)
+        """Hand an effect to its thread."""
+        runner = self._publisher if isinstance(effect, PublishPolicy) else self._runner
+        runner.start(effect)
 
     def poll(self) -> list[Any]:
-        """Events since the last call. Raises what ended the thread."""
+        """Events since the last call. Raises what ended a thread."""
         self._add_costs()
-        return self._runner.poll()
+        return self._runner.poll() + self._publisher.poll()
 
     def cached(self) -> Gauges:
         """How it is with the batch reader and its cache."""
         return self._gauges
 
     def close(self) -> None:
-        """Stop the thread where it stands between two events; idempotent."""
+        """Stop the threads where they stand between two events; idempotent."""
+        self._publisher.close(wait_s=CLOSE_S, finish=False)
         self._runner.close(wait_s=CLOSE_S, finish=False)
 
     def _add_costs(self) -> None:
@@ -92,7 +99,7 @@ class ThreadPort:
             self._meter.add(name, spent_s - self._metered[name])
             self._metered[name] = spent_s
 
-    # In the thread
+    # In the threads
 
     @contextmanager
     def _opened(self) -> Iterator[None]:

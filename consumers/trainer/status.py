@@ -27,8 +27,14 @@ class Gauges(NamedTuple):
     """In its cache."""
     bytes: int
     waits_for: str = ""
-    """What it has not reached yet, or what a teacher has not said, or why it cannot publish, in
-    words."""
+    """What it has not reached yet, or what a teacher has not said, in words."""
+    no_room: str = ""
+    """Why nothing can be published, in words."""
+
+    def blocking(self, phase: Phase) -> str:
+        """What work of this phase waits for; empty: for nothing."""
+        beside = phase in ("publishing", "committing")  # The reader then is at work for a part.
+        return self.no_room if beside else self.no_room or self.waits_for
 
 
 def waits(

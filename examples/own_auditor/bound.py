@@ -94,8 +94,8 @@ class Bound:
 
     def _due(self, committed: int) -> list[int]:
         """Deadlines of U; what the next step has in parts is due at it."""
-        held = {*self._held}
-        return [committed if name in held else one["deadline"] for name, one in self._u.items()]
+        held, step = {*self._held}, committed + (self.training is not None)
+        return [step if name in held else one["deadline"] for name, one in self._u.items()]
 
     def _earliest(self, count: int) -> list[str]:
         held = {*self._held}
@@ -103,11 +103,9 @@ class Bound:
         free.sort(key=lambda one: (one["deadline"], one["ordinal"]))
         return [one["group"] for one in free[:count]]
 
-    def _not_next(self, decision: Json, committed: int) -> Iterator[str]:
-        if decision["step"] != committed:
-            yield f"is taken although step {committed} comes next"
-        if self.training is not None:
-            yield f"is taken while step {self.training[0]} trains"
+    def _not_next(self, decision: Json, step: int) -> Iterator[str]:
+        if decision["step"] != step:
+            yield f"is taken although step {step} comes next"
 
     def _has_parts(self, count: int) -> None:
         """A decision says how many parts there are: so it tells whether a `set` was obeyed."""
@@ -118,20 +116,25 @@ class Bound:
     def take_part(self, decision: Json, committed: int) -> Iterator[str]:
         """A part of the next batch is taken; what is wrong with that. One whose number there is
         already says that a command gave up that one, and those after it."""
-        yield from self._not_next(decision, committed)
+        step = committed + (self.training is not None)
+        yield from self._not_next(decision, step)
         self._has_parts(decision["part"])
+        if self.training is not None and self._parts:
+            yield f"has a second part while step {self.training[0]} trains"
         taken = [one["group"] for one in decision["groups"]]
         if taken != self._earliest(len(taken)):
             yield "has a part that is not of the earliest deadlines"
         self._parts.append(taken)
         if len(self._held) >= self._per_step:
             yield "has a part that leaves nothing for the batch"
-        if not feasible(self._due(committed), committed, self._per_step):
+        if not feasible(self._due(committed), step, self._per_step):
             yield "has a part that leaves no room for groups that are due"
 
     def take(self, decision: Json, committed: int) -> Iterator[str]:
         """A batch is taken; what is wrong with that. Its parts are all that were not given up."""
         yield from self._not_next(decision, committed)
+        if self.training is not None:
+            yield f"is taken while step {self.training[0]} trains"
         sizes = decision.get("parts", [])
         self._has_parts(len(sizes))
         if sizes != [len(part) for part in self._parts[: len(sizes)]]:
@@ -152,13 +155,17 @@ class Bound:
         """A refused batch returns, without its offenders."""
         for spec in specs:
             self._u[spec["group"]] = self._finished[spec["group"]] = spec
-        self.training = None
+        self._end_training()
+
+    def _end_training(self) -> None:
+        """The step is tried again, and what the one after it had in parts is given up."""
+        self.training, self._parts, self._given_up = None, [], []
 
     def command(self, verb: str, args: dict[str, Any]) -> None:
         """What a user asks."""
         trains = self.training
         if verb == "fail-batch" and trains and args.get("step", trains[0]) == trains[0]:
-            self.training = None
+            self._end_training()
         if verb == "set" and self._parts:
             self._parts, self._given_up = [], self._parts
         if verb == "stop" or (verb == "set" and args.keys() & MATTER):

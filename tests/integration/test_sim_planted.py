@@ -25,6 +25,7 @@ RARE = frozenset(
         "newest-first",
         "open-call-lost",
         "orphan-forgotten",
+        "part-outlives",
         "progress-lost",
         "restart-forgets",
         "short-batch",

@@ -1,6 +1,7 @@
 """The trainer's table of phases, from–to: what comes in, what is begun, what is written."""
 
 import msgspec
+import pytest
 
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.trainer.effects import (
@@ -243,7 +244,7 @@ def test_batch_waits_for_the_part_in_work_and_goes_before_the_next_one() -> None
 def test_commit_says_which_parts_there_were_and_what_was_spent_ahead() -> None:
     driver = Driver().to_idle()
     driver.decide(part(0))
-    driver.react(part_trained(0))
+    driver.react(part_trained(0), after_ns=2 * 10**9)
     taken = msgspec.structs.replace(batch(0), parts=(1,))
     driver.decide(taken)
     driver.fetched()
@@ -269,6 +270,90 @@ def test_parts_of_a_step_that_is_over_or_not_the_next_one_are_not_begun() -> Non
     assert driver.decide(part(0, step=1)) == []
     driver.step(0)
     assert driver.phase == "part"
+
+
+def test_first_part_of_the_next_step_is_computed_while_the_present_one_is_published() -> None:
+    driver = Driver().to_publishing()
+    (effect,) = driver.decide(part(0, step=1))
+    assert isinstance(effect, TrainPart)
+    assert effect.known.next_step == 1
+    assert effect.known.trained == {}
+    assert driver.phase == "publishing"
+    driver.published()
+    assert driver.phase == "committing"
+    driver.acknowledged()
+    assert driver.phase == "part", "the commit is durable, and the part still in work"
+    assert driver.decide(batch(1)) == []
+    (fetch,) = driver.react(part_trained(0, step=1))
+    assert isinstance(fetch, FetchBatch)
+
+
+def test_part_that_names_a_group_of_the_batch_in_publication_knows_it_as_trained() -> None:
+    driver = Driver().to_publishing()
+    twice = msgspec.structs.replace(part(0, step=1), groups=batch(0).groups)
+    (effect,) = driver.decide(twice)
+    assert effect.known.trained == {batch(0).groups[0].group: 0}
+
+
+def test_part_ahead_of_a_commit_waits_for_weights_that_only_that_names() -> None:
+    driver = Driver().to_publishing()
+    settings = {**batch(1).settings, "trainer.reference": 1}
+    assert driver.decide(msgspec.structs.replace(part(0, step=1), settings=settings)) == []
+    assert driver.published() == []
+    (effect,) = driver.acknowledged()
+    assert isinstance(effect, TrainPart)
+
+
+def test_part_is_not_begun_before_its_weights_are_there() -> None:
+    driver = Driver().to_training()
+    assert driver.decide(part(0, step=1)) == []
+    publish, effect = driver.trained()
+    assert isinstance(publish, PublishPolicy)
+    assert isinstance(effect, TrainPart)
+
+
+def test_what_a_part_takes_beside_a_publication_is_no_time_that_was_free() -> None:
+    driver = Driver().to_publishing()
+    driver.decide(part(0, step=1))
+    driver.react(part_trained(0, step=1), after_ns=2 * 10**9)
+    driver.published()
+    driver.acknowledged()
+    driver.decide(msgspec.structs.replace(batch(1), parts=(1,)))
+    driver.fetched(step=1)
+    driver.trained(step=1)
+    driver.published(step=1)
+    commit = driver.written[-1]
+    assert isinstance(commit, StepCommitted)
+    assert (commit.parts, commit.ahead_s) == ((1,), 0.0)
+
+
+@pytest.mark.parametrize("ended_first", [True, False])
+def test_part_of_the_step_after_a_batch_that_was_replaced_is_computed_again(
+    ended_first: bool,
+) -> None:
+    driver = Driver().to_publishing()
+    driver.decide(part(0, step=1))
+    if ended_first:
+        driver.react(part_trained(0, step=1))
+    driver.decide(batch(0, attempt=2))
+    assert driver.published() == [Restore(step=0, notes=())]
+    if not ended_first:
+        assert driver.react(part_trained(0, step=1)) == []
+    (effect,) = driver.restored()
+    assert isinstance(effect, FetchBatch)
+    driver.decide(part(0, step=1))
+    driver.fetched(attempt=2)
+    assert [type(one) for one in driver.trained(attempt=2)] == [PublishPolicy, TrainPart]
+
+
+def test_no_part_is_begun_beside_a_publication_after_a_stop_or_for_a_batch_that_is_replaced() -> (
+    None
+):
+    stopped, replaced = Driver().to_publishing(), Driver().to_publishing()
+    stopped.react(StopAsked())
+    assert stopped.decide(part(0, step=1)) == []
+    replaced.decide(batch(0, attempt=2))
+    assert replaced.decide(part(0, step=1)) == []
 
 
 def test_restored_trainer_computes_the_parts_again() -> None:

@@ -79,14 +79,59 @@ def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
     assert [one.group for one in part.groups] == [due[1].spec.group]
 
 
-def test_nothing_of_the_next_step_is_taken_while_one_trains() -> None:
-    stage = running()
+def in_training(**changes: Any) -> tuple[Stage, TakePart]:
+    """Step 0 trains, and step 1 has a part."""
+    stage = running(**changes)
     finish(stage, 0, 1, 2, 3)
     assert stage.state.training is not None
-    assert not finish(stage, 4, 5)
+    (part,) = finish(stage, 4)
+    assert isinstance(part, TakePart)
+    return stage, part
+
+
+def test_first_part_of_the_next_step_alone_is_taken_while_one_trains() -> None:
+    stage, part = in_training()
+    assert (part.step, part.attempt, part.part) == (1, 1, 0)
+    assert part.groups[0].group == name(4)
+    assert not finish(stage, 5)
     stage.commit()
-    parts = [one for one in stage.settle() if isinstance(one, TakePart)]
-    assert [one.group for part in parts for one in part.groups] == [name(4), name(5)]
+    (second,) = [one for one in stage.settle() if isinstance(one, TakePart)]
+    assert (second.step, second.attempt, second.part) == (1, 1, 1)
+    *_, batch = finish(stage, 6, 7)
+    assert isinstance(batch, TakeBatch)
+    assert batch.parts == (1, 1, 1)
+    assert [one.group for one in batch.groups] == [name(4), name(5), name(6), name(7)]
+
+
+def test_part_of_the_step_after_the_one_that_trains_is_due_at_it() -> None:
+    stage, part = in_training(staleness__max_staleness=2)
+    assert part.groups[0].deadline == 2
+    assert stage.state.deadlines[1] == 1
+    stage.commit()
+    assert stage.state.deadlines[1] == 1
+
+
+@pytest.mark.parametrize("how", ["refused", "fail-batch", "set"])
+def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
+    stage, part = in_training()
+    told = {
+        "refused": records.refused(0, [name(1)]),
+        "fail-batch": records.command("fail-batch"),
+        "set": records.command("set", trainer__learning_rate=0.5),
+    }
+    stage.tell(told[how])
+    assert stage.state.parts == []
+    assert stage.state.deadlines == {1: 7 if how == "refused" else 4}
+    assert stage.state.groups[part.groups[0].group].phase == "finished"
+    stage.complete()
+    assert stage.state.version == 9
+
+
+def test_no_part_is_taken_of_a_step_behind_the_last() -> None:
+    stage = running(run__steps=1)
+    finish(stage, 0, 1, 2, 3)
+    assert stage.state.training is not None
+    assert stage.state.parts == []
 
 
 @pytest.mark.parametrize("keys", [{"trainer__learning_rate": 0.5}, {"staleness__max_staleness": 2}])

@@ -69,17 +69,25 @@ def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
     return choose
 
 
-Part = Callable[[Sequence[int], Mapping[int, int], int, int, int], Sequence[int]]
-"""(finished, U, per_step, groups in parts, size) -> places of the next part of step 0, or nothing.
-"""
+class Sizes(NamedTuple):
+    """Of a part: the step that it is of, B, the groups in parts before it, and its own."""
+
+    step: int
+    per_step: int
+    taken: int
+    size: int
+
+
+Part = Callable[[Sequence[int], Mapping[int, int], Sizes], Sequence[int]]
+"""(finished, U, sizes) -> places of the next part, or nothing."""
 
 
 def part_earliest(
-    finished: Sequence[int], deadlines: Mapping[int, int], per_step: int, taken: int, size: int
+    finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
 ) -> Sequence[int]:
     """The rule itself."""
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
-    part = next_part(keys, deadlines, step=0, per_step=per_step, taken=taken, size=size)
+    part = next_part(keys, deadlines, **sizes._asdict())
     return [key.ordinal for key in part]
 
 
@@ -97,8 +105,11 @@ class Rules:
     """Batches may also be refused, with any one of their groups as offender."""
     order_matters: bool = False
     parts: bool = False
-    """Batches may be taken in parts of any size, which may be given up at any time."""
+    """Batches may be taken in parts of any size, the first while the step before is in training;
+    they may be given up at any time."""
     part: Part = part_earliest
+    keeps_parts: bool = False
+    """The mistake: a refused batch leaves the part of the step after it to its own step."""
 
     def standing(self, training: bool) -> Standing:
         """At t = 0."""
@@ -144,7 +155,7 @@ _Step = tuple[str, Course, Literal["broken", "locked", "delayed"] | None]
 
 def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
     unfinished, finished, training, held = course
-    deadlines = _count(unfinished + finished + (0,) * len(held))
+    deadlines = _count(unfinished + finished + (int(bool(training)),) * len(held))
     may = rules.admit(deadlines, rules.standing(bool(training)))
     if may:
         yield "admit", course._replace(unfinished=(*unfinished, rules.eta)), None
@@ -161,7 +172,7 @@ def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
     places = [] if training else _batch(rules, course, deadlines)
     if places:
         yield _taken(course, places)
-    if rules.parts and not training:
+    if rules.parts:
         yield from _parts(rules, course, deadlines)
     if not places and not training and not unfinished and not may:
         yield "wait", course, "locked"
@@ -188,9 +199,9 @@ def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequen
 
 def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterator[_Step]:
     """Another part of any size; or all of them are given up."""
-    finished, held = course.finished, course.held
-    for size in range(1, rules.per_step):
-        places = rules.part(finished, deadlines, rules.per_step, len(held), size)
+    finished, held, step = course.finished, course.held, int(bool(course.training))
+    for size in range(1, rules.per_step if not (step and held) else 1):
+        places = rules.part(finished, deadlines, Sizes(step, rules.per_step, len(held), size))
         if places:
             part = tuple(finished[place] for place in places)
             rest = tuple(one for place, one in enumerate(finished) if place not in places)
@@ -200,14 +211,15 @@ def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterat
 
 
 def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
-    """The step is committed, or refused."""
-    unfinished, finished, training, _ = course
-    later = Course(tuple(one - 1 for one in unfinished), tuple(one - 1 for one in finished), ())
-    yield "commit", later, None
+    """The step is committed, or refused; then what the one after it has in a part is given up."""
+    unfinished, finished, training, held = course
+    less = [tuple(one - 1 for one in those) for those in (unfinished, finished, held)]
+    yield "commit", Course(less[0], less[1], (), less[2]), None
     if rules.refusals:
         for place in range(len(training)):
-            back = training[:place] + training[place + 1 :]
-            yield f"refuse {training[place]}", Course(unfinished, finished + back, ()), None
+            back = training[:place] + training[place + 1 :] + (() if rules.keeps_parts else held)
+            following = Course(unfinished, finished + back, (), held if rules.keeps_parts else ())
+            yield f"refuse {training[place]}", following, None
 
 
 def _failure(rules: Rules, course: Course, rest: tuple[int, ...], deadline: int) -> Iterator[_Step]:
@@ -304,14 +316,27 @@ def test_parts_neither_break_the_bound_nor_lock_up(rules: Rules) -> None:
     assert found.outcome == "sound", found.path
 
 
+@pytest.mark.parametrize("rules", [one for one in SMALL if one.eta <= 2], ids=name)
+def test_part_of_the_step_after_a_batch_that_is_refused_breaks_no_bound(rules: Rules) -> None:
+    found = search(replace(rules, parts=True, refusals=True))
+    assert found.outcome == "sound", found.path
+
+
+def test_part_that_outlives_the_refusal_of_the_step_before_it_is_found() -> None:
+    """Its groups then fill the step that is tried again, whoever is due there."""
+    sought = [one for one in SMALL if one.per_step > 1 and 1 <= one.eta <= 2]
+    rules = [replace(one, parts=True, refusals=True, keeps_parts=True) for one in sought]
+    assert {search(one).outcome for one in rules} > {"sound"}
+
+
 def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
     """The mistake: a part is what finished first, whoever is due."""
 
     def any_part(
-        finished: Sequence[int], deadlines: Mapping[int, int], per_step: int, taken: int, size: int
+        finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
     ) -> Sequence[int]:
-        fits = len(finished) >= size and taken + size < per_step
-        return range(len(finished))[-size:] if fits else ()
+        fits = len(finished) >= sizes.size and sizes.taken + sizes.size < sizes.per_step
+        return range(len(finished))[-sizes.size :] if fits else ()
 
     sought = [one for one in QUICK if one.per_step > 1 and one.eta > 0]
     found = [search(replace(one, parts=True, part=any_part)) for one in sought]

@@ -11,6 +11,7 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.snapshots import body_of, state_of
+from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import End, StopRun, TakeBatch, TakePart
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_records import make_config
@@ -114,7 +115,7 @@ def test_part_of_the_step_after_the_one_that_trains_is_due_at_it() -> None:
 @pytest.mark.parametrize("how", ["refused", "fail-batch", "set"])
 def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
     stage, part = in_training()
-    told = {
+    told: dict[str, AnyControl] = {
         "refused": records.refused(0, [name(1)]),
         "fail-batch": records.command("fail-batch"),
         "set": records.command("set", trainer__learning_rate=0.5),

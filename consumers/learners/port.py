@@ -116,7 +116,8 @@ class TrainsParts(Protocol):
     """A learner that can begin with parts of a batch; another computes them with the batch.
 
     While one thread computes a part, another may write the weights and the optimizer state down
-    (`save_weights`, `save_optimizer`): a part changes neither.
+    (`save_weights`, `save_optimizer`): a part changes neither. Whoever cannot do both at once lets
+    one of them wait.
     """
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:

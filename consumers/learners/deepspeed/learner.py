@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,6 +136,8 @@ class DeepspeedLearner:
         self._first = reference
         self._parts = StepInParts()
         """The gradient of those that were computed ahead lies in the engines of the ranks."""
+        self._one_by_one = threading.Lock()
+        """What the ranks do together they do in one order, whichever thread asks."""
         self._referred = ""
         """Digest of the version that the KL is to, where that moves."""
         lora = self._options.engine.lora
@@ -200,7 +203,8 @@ class DeepspeedLearner:
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
         """Add the gradient of the next part of a step to those before it. Raises NonFinite,
         InvariantBroken, ResourceError."""
-        self._parts.add(self, batch, settings)
+        with self._one_by_one:
+            self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
         """Seconds of computing, for differences."""
@@ -281,7 +285,8 @@ class DeepspeedLearner:
 
         Raises OSError.
         """
-        return self._weights(lambda sources: write_tensors(path, sources))
+        with self._one_by_one:
+            return self._weights(lambda sources: write_tensors(path, sources))
 
     def save_optimizer(self, path: Path) -> None:
         """Write the optimizer state, whole and by name: any number of ranks can take it back.
@@ -294,7 +299,8 @@ class DeepspeedLearner:
             write_tensors(path, [steps])
             return
         names = [(f"{moment}/{name}", name) for moment, name in self._engine.moments]
-        self._whole(lambda sources: write_tensors(path, [*sources, steps]), names, moments=True)
+        with self._one_by_one:
+            self._whole(lambda sources: write_tensors(path, [*sources, steps]), names, moments=True)
 
     def numerics(self) -> dict[str, str]:
         """What the bits of a step depend on beside its inputs."""

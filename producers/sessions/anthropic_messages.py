@@ -161,29 +161,38 @@ def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[
         function = call["function"]
         use = {"id": call["id"], "name": function["name"], "input": function["arguments"]}
         content.append({"type": "tool_use", **use})
-    stopped = "tool_use" if "tool_calls" in said else "end_turn"
+    reason, stop = _stopped(request, sampled, calls="tool_calls" in said)
     return {
         "id": f"msg_{number}",
         "type": "message",
         "role": "assistant",
         "model": request.model,
         "content": content,
-        "stop_reason": "max_tokens" if sampled.finish == "length" else stopped,
-        "stop_sequence": None,
+        "stop_reason": reason,
+        "stop_sequence": stop,
         "usage": {"input_tokens": sampled.prompt_tokens, "output_tokens": len(sampled.token_ids)},
     }
 
 
+def _stopped(request: MessagesRequest, sampled: Sampled, *, calls: bool) -> tuple[str, str | None]:
+    """Why the answer ends, and at which of the caller's sequences."""
+    if sampled.finish == "length":
+        return "max_tokens", None
+    if sampled.stop:
+        return "stop_sequence", sampled.stop
+    return "tool_use" if calls else "end_turn", None
+
+
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
     """The same answer as the events of a stream."""
-    start = {**answer, "content": [], "stop_reason": None}
+    start = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
     found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
     for at, block in enumerate(answer["content"]):
         empty, deltas = _opened(block)
         found.append({"type": "content_block_start", "index": at, "content_block": empty})
         found += [{"type": "content_block_delta", "index": at, "delta": one} for one in deltas]
         found.append({"type": "content_block_stop", "index": at})
-    delta = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    delta = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
     found.append({"type": "message_delta", "delta": delta, "usage": answer["usage"]})
     found.append({"type": "message_stop"})
     return [(one["type"], one) for one in found]

@@ -93,6 +93,8 @@ class Sampled:
     prompt_tokens: int
     turn: Turn = field(default_factory=lambda: Turn(text=""))
     """What it says, where the call was of messages."""
+    stop: str = ""
+    """The caller's string at which its text ends."""
 
 
 def asked_of(settings: Mapping[str, Any], run: model.Sampling) -> dict[str, Any]:

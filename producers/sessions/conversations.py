@@ -105,13 +105,16 @@ class Conversations:
             tools=tools,
         )
 
-    def answer(self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()) -> Turn:
+    def answer(
+        self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()
+    ) -> tuple[Turn, str]:
         """What was sampled says this; its calls have ids that no other call of the session has.
         `stop` are strings at which the caller wants the text to end: sampling ended with the token
-        that completes one, and the text ends before it."""
+        that completes one, and the text ends before it, the second of what is answered."""
         said = self._chat.parse(sampled, prompt.ids, prompt.tools)
         calls = self._named(said.tool_calls, prompt, sampled)
-        said = msgspec.structs.replace(said, text=_cut(said.text, stop), tool_calls=calls)
+        text, stopped = _cut(said.text, stop)
+        said = msgspec.structs.replace(said, text=text, tool_calls=calls)
         message = said.message()
         self._answered.setdefault(
             _behind(prompt.digest, message),
@@ -122,7 +125,7 @@ class Conversations:
                 message=message,
             ),
         )
-        return said
+        return said, stopped
 
     def _named(
         self, calls: Sequence[ToolCall], prompt: Prompt, sampled: Sequence[int]
@@ -193,6 +196,10 @@ def _call_id(turn: bytes, again: int, at: int) -> str:
     return base64.b32encode(digest)[:9].decode().lower()
 
 
-def _cut(text: str, stop: Sequence[str]) -> str:
-    places = [text.find(one) for one in stop if one and one in text]
-    return text[: min(places)] if places else text
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text before the first of these strings, and that string; empty if there is none."""
+    places = [(text.find(one), one) for one in stop if one and one in text]
+    if not places:
+        return text, ""
+    at, stopped = min(places)
+    return text[:at], stopped

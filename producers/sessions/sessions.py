@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dora_pipe.config import model
@@ -239,23 +239,14 @@ def sampled_of(
     found: list[Sampled] = []
     for one in answers:
         ids = unpacked_ids(one.token_ids)
-        plain = Sampled(
+        sampled = Sampled(
             token_ids=ids,
             logprobs=one.logprobs,
             finish=one.finish,
             prompt_tokens=one.prompt_tokens,
         )
-        if prompt is None or session.conversations is None:
-            found.append(plain)
-            continue
-        turn = session.conversations.answer(prompt, ids, wanted.stop)
-        found.append(
-            Sampled(
-                token_ids=ids,
-                logprobs=one.logprobs,
-                finish=one.finish,
-                prompt_tokens=one.prompt_tokens,
-                turn=turn,
-            )
-        )
+        if prompt is not None and session.conversations is not None:
+            turn, stop = session.conversations.answer(prompt, ids, wanted.stop)
+            sampled = replace(sampled, turn=turn, stop=stop)
+        found.append(sampled)
     return found

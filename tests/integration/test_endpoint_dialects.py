@@ -107,6 +107,24 @@ def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
     goes_on(one, assets)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropics_messages_say_at_which_string_they_end(one: Stage, streamed: bool) -> None:
+    url, key = one.open(f"g-5/{int(streamed)}")
+    asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
+    given: dict[str, Any] = {"model": "any", "max_tokens": 50, "stop_sequences": ["xyz", "re"]}
+    base = url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
+        said: Any = client.messages.create(messages=asked, **given)
+        assert (said.stop_reason, said.stop_sequence) != ("stop_sequence", "re")
+        if streamed:
+            with client.messages.stream(messages=asked, **given) as stream:
+                said = stream.get_final_message()
+        else:
+            said = client.messages.create(messages=asked, **given)
+    assert said.content[0].text == "th"
+    assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "re")
+
+
 def test_anthropics_errors_have_their_form(one: Stage) -> None:
     url, _ = one.open("g-3/0")
     base = url.removesuffix("/v1")

@@ -1,5 +1,4 @@
-"""The off-policy study: which cells it has, what each measured, the file of those that are done,
-and what many of them say.
+"""The off-policy study: which cells it has, what each measured, and what many of them say.
 
 A cell trains the same task from the same warm start on as many samples as every other one; only
 the objective and the staleness differ. Staleness is exact: step s trains what version
@@ -13,17 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.schemas.wire import canonical, sha256_hex
+from dora_pipe.core.errors import UsageError
 
 Batch = TypeVar("Batch")
 
@@ -68,15 +64,6 @@ TOPR would be TOPR. The last three are masks, by the names of docs/objectives.md
 """
 
 
-CELLS: Final = "cells.jsonl"
-SETTING: Final = "setting.json"
-SETTING_DIGITS: Final = 16
-FILE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""A larger file is none of ours."""
-
-_HINT: Final = "give the options that it was made with, or another --out"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Cell:
     """One training of the study."""
@@ -119,7 +106,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cell(self) -> Cell:
-        """Which one it is."""
+        """Which one it is. Raises ValueError for none of the study."""
+        if self.objective not in OBJECTIVES or not self.rewards:
+            raise ValueError(self.objective)
         return Cell(objective=self.objective, eta=self.eta, seed=self.seed)
 
     @property
@@ -131,81 +120,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     def area(self) -> float:
         """Area under the evaluation reward over the steps, as its mean."""
         return area_of(self.rewards)
-
-
-def setting_digest(setting: Mapping[str, Any]) -> str:
-    """A short name of plain values that must be equal where cells are compared."""
-    return sha256_hex(canonical(setting))[:SETTING_DIGITS]
-
-
-class CellFile:
-    """The cells of one setting that are done, a line each, so that a study goes on where it ended.
-
-    Cells of another setting are never mixed with these, and a line that was cut off by a crash was
-    never written.
-
-    Example: ``done = CellFile(Path("study"), setting)``, then ``done.add(measured)`` for every cell
-    that is not in ``done.cells``.
-    """
-
-    def __init__(self, folder: Path, setting: Mapping[str, Any]) -> None:
-        """`folder` is there; it belongs to this setting from now on, warm starts and all.
-
-        Raises UsageError for a folder of another setting, or a file that is none of ours.
-        """
-        self._path = folder / CELLS
-        self.setting = setting_digest(setting)
-        self.cells: dict[Cell, Measured] = {}
-        self._check_setting(folder / SETTING, setting)
-        if self._path.exists():
-            self._read()
-
-    def add(self, measured: Measured) -> None:
-        """Append a cell, durably. Raises ResourceError."""
-        assert measured.setting == self.setting
-        try:
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(measured) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise ResourceError(f"{self._path} cannot be written: {error.strerror}") from error
-        self.cells[measured.cell] = measured
-
-    def _check_setting(self, path: Path, setting: Mapping[str, Any]) -> None:
-        """Write the setting down, or compare it with what was."""
-        try:
-            if not path.exists():
-                path.write_bytes(canonical(setting) + b"\n")
-            found = path.read_bytes().strip()
-        except OSError as error:
-            raise ResourceError(f"{path}: {error.strerror}") from error
-        if found != canonical(setting):
-            raise UsageError(f"{path.parent} is a study of another setting", hint=_HINT)
-
-    def _read(self) -> None:
-        if self._path.stat().st_size > FILE_BYTES_MAX:
-            raise UsageError(f"{self._path} is larger than {FILE_BYTES_MAX} bytes")
-        data = self._path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.truncate(self._path, len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
-            self._add_line(line, number)
-
-    def _add_line(self, line: bytes, number: int) -> None:
-        try:
-            measured = msgspec.json.decode(line, type=Measured)
-        except msgspec.DecodeError as error:
-            raise UsageError(f"{self._path} line {number}: {error}") from None
-        if measured.setting != self.setting:
-            raise UsageError(
-                f"{self._path} line {number} is of another setting",
-                hint=_HINT,
-            )
-        if measured.objective not in OBJECTIVES or not measured.rewards:
-            raise UsageError(f"{self._path} line {number} is no cell of this study")
-        self.cells[measured.cell] = measured
 
 
 def sampled_by(step: int, eta: int) -> int:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from dora_pipe.bench.cells import CellFile
 from dora_pipe.bench.offpolicy import (
     BASE,
     OBJECTIVES,
     Cell,
-    CellFile,
     Measured,
     Spread,
     Summary,
@@ -87,7 +87,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
 cell has a weight decay)."""
 
 
-def measure_cells(study: Study, done: CellFile, cells: Sequence[Cell]) -> None:
+def measure_cells(study: Study, done: CellFile[Cell, Measured], cells: Sequence[Cell]) -> None:
     """Train the cells that are missing; the process computes with one thread."""
     share_cores()
     with tempfile.TemporaryDirectory(dir=study.out, prefix=".bench-") as folder:

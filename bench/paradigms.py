@@ -1,9 +1,8 @@
 """Figures of finished runs that are to be compared, each from the run's own log; decides nothing.
 
-Times are wall clock on one machine, from the commit of step `WARM_STEPS - 1` to the last one: what
-comes before is the start of processes and the filling of queues, which would count for a paradigm
-that may work ahead. `target_s` lies on the straight line between the commits of the two evaluated
-versions between which the reward comes to the target.
+Times are of the run's log, from `run started` to the commit of the last step. `target_s` lies on
+the straight line between the commits of the two evaluated versions between which the reward comes
+to the target.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Final
 
+import msgspec
+
 from dora_pipe.audit.auditor import audit, raise_if_broken
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.bench.moves_log import Span, covered_s
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
-BASES: Final = ("sync", "one-step")
+BASES: Final = ("sync", "one-step", "dora")
 """What the others are compared with."""
 
 T_975: Final = (
@@ -34,9 +34,6 @@ T_975: Final = (
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
 """Quantiles .975 of Student's t by degrees of freedom from 1; the last serves for more."""
-
-WARM_STEPS: Final = 2
-"""Steps before the time that counts."""
 
 STEPS: Final = "select committed_ns, trajectories, compute_s, figures from steps order by step"
 
@@ -47,12 +44,31 @@ EVALUATED: Final = """
     group by version order by version"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParadigmRun:
-    """One run; shares are of the time that counts."""
+class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """A run of the study: an entrant (see `entrants`), how it is set, and a seed."""
 
-    paradigm: str
+    entrant: str
+    batches: float
+    """C: batches in flight."""
+    learning_rate: float
+    filtered: bool
+    """Whether groups without an advantage are replaced."""
     seed: int
+
+    def __str__(self) -> str:
+        kept = "" if self.filtered else ", no filter"
+        return (
+            f"{self.entrant}, C {self.batches:g}, learning rate {self.learning_rate:g}{kept},"
+            f" seed {self.seed}"
+        )
+
+
+class ParadigmRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run; shares are of its whole time."""
+
+    setting: str
+    """Digest of all that must be equal in cells that are compared."""
+    cell: Cell
     steps: int
     seconds: float
     samples_per_s: float
@@ -78,19 +94,19 @@ class ParadigmRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A figure of a paradigm: mean over seeds, and as a ratio to the base with its spread."""
+    """A figure of an entrant: mean over seeds, and as a ratio to the base with its spread."""
 
-    paradigm: str
+    entrant: str
     base: str
     mean: float
     ratio: float
-    """Mean over seeds of the ratio to the base with the same seed."""
+    """Geometric mean over seeds of the ratio to the base with the same seed."""
     low: float
     high: float
     seeds: int
     """Pairs that the ratio is a mean of."""
     interval: tuple[float, float] | None
-    """95 % interval of that mean by Student's t over pairs; None for one pair."""
+    """95 % interval of that mean, by Student's t over the pairs' logarithms; None for one pair."""
 
     @property
     def told_apart(self) -> bool:
@@ -99,43 +115,40 @@ class Compared:
 
 
 def measure_run(
-    bus: Bus, topics: Topics, *, paradigm: str, seed: int, target: float
+    bus: Bus, topics: Topics, *, cell: Cell, setting: str, target: float
 ) -> ParadigmRun:
     """The figures of a finished run. Raises InvariantBroken unless its audit is clean."""
     report = audit(bus, topics, None)
     raise_if_broken(report)
     with closing(read_catalogue(bus, topics)) as tables:
         steps = tables.records(STEPS)
+        ((begin,),) = tables.query("select started_ns from runs")
         rewards = tables.query(EVALUATED)
         slots_of = dict(tables.query("select incarnation, slots from workers"))
         ((moves,),) = tables.query("select count(*) from attempts where outcome = 'moved'")
-    if len(steps) <= WARM_STEPS:
-        raise UsageError(f"{len(steps)} steps say nothing", hint="more steps")
-    counted = steps[WARM_STEPS:]
-    begin, end = steps[WARM_STEPS - 1]["committed_ns"], counted[-1]["committed_ns"]
+    end = steps[-1]["committed_ns"]
     seconds = (end - begin) / 1e9
     spans = spans_of(bus, topics, begin, end)
     slots = sum(slots_of[epoch] for epoch in spans)
-    # Version v is there from the commit of step v - 1; what was before counts as the beginning.
-    course = [
-        (max(0.0, (steps[version - 1]["committed_ns"] - begin) / 1e9) if version else 0.0, reward)
+    course = [  # version v is there from the commit of step v - 1
+        ((steps[version - 1]["committed_ns"] - begin) / 1e9 if version else 0.0, reward)
         for version, reward in rewards
     ]
     busy_s = sum(stop - start for found in spans.values() for start, stop in found) / 1e9
     sampling_s = sum(covered_s(found) for found in spans.values())
     return ParadigmRun(
-        paradigm=paradigm,
-        seed=seed,
+        setting=setting,
+        cell=cell,
         steps=len(steps),
         seconds=seconds,
-        samples_per_s=sum(one["trajectories"] for one in counted) / seconds,
+        samples_per_s=sum(one["trajectories"] for one in steps) / seconds,
         target_s=crossing(course, target),
         reward=course[-1][1] if course else 0.0,
         sampling=sampling_s / (seconds * max(1, len(spans))),
         slots_busy=busy_s / (seconds * max(1, slots)),
-        training=sum(one["compute_s"] for one in counted) / seconds,
+        training=sum(one["compute_s"] for one in steps) / seconds,
         staleness=_mean_of(report.staleness),
-        token_staleness=_token_staleness(counted),
+        token_staleness=_token_staleness(steps),
         moves=moves,
         mixed=report.mixed_share or 0.0,
     )
@@ -160,30 +173,34 @@ def crossing(course: Sequence[tuple[float, float]], target: float) -> float | No
 def compare(
     runs: Sequence[ParadigmRun], figure: Callable[[ParadigmRun], float | None], *, base: str
 ) -> list[Compared]:
-    """A figure by paradigm, beside the base with the same seed; runs without it are left out."""
+    """A figure by entrant, beside the base with the same seed; runs without it are left out."""
     by_seed: dict[str, dict[int, float]] = defaultdict(dict)
     for run in runs:
         value = figure(run)
         if value is not None:
-            by_seed[run.paradigm][run.seed] = value
+            by_seed[run.cell.entrant][run.cell.seed] = value
     found = []
-    for paradigm, values in by_seed.items():
+    for entrant, values in by_seed.items():
         both = [seed for seed in values if by_seed.get(base, {}).get(seed)]
-        ratios = [values[seed] / by_seed[base][seed] for seed in both]
-        if ratios:
+        logs = [math.log(values[seed] / by_seed[base][seed]) for seed in both]
+        if logs:
             found.append(
                 Compared(
-                    paradigm=paradigm,
+                    entrant=entrant,
                     base=base,
                     mean=math.fsum(values.values()) / len(values),
-                    ratio=math.fsum(ratios) / len(ratios),
-                    low=min(ratios),
-                    high=max(ratios),
-                    seeds=len(ratios),
-                    interval=interval_95(ratios),
+                    ratio=math.exp(math.fsum(logs) / len(logs)),
+                    low=math.exp(min(logs)),
+                    high=math.exp(max(logs)),
+                    seeds=len(logs),
+                    interval=_exponents(interval_95(logs)),
                 )
             )
     return found
+
+
+def _exponents(interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float] | None:

@@ -1,36 +1,36 @@
-"""`bench paradigms`: the same task trained in every way, one run after the other; it decides how
-large the runs are."""
+"""`bench paradigms`: the same task trained in every way; it decides how large the runs are and what
+is equal in all of them."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import typer
+import msgspec
 
-from dora_pipe.bench.paradigms import BASES, Compared, ParadigmRun, compare, measure_run
-from dora_pipe.cli.demo import TASK, warm
+from dora_pipe.bench.cells import CellFile, setting_digest
+from dora_pipe.bench.entrants import ENTRANTS, best, overrides_of, reported, tried
+from dora_pipe.bench.paradigms import BASES, Cell, Compared, ParadigmRun, compare, measure_run
+from dora_pipe.bench.whole_runs import run_whole, warm_start
+from dora_pipe.cli.demo import TASK
 from dora_pipe.cli.options import REWARD_MIN
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import UsageError
-from dora_pipe.launch.children import Children, share_cores
+from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.launch.children import share_cores
 from dora_pipe.launch.examples import example_config, make_model
-from dora_pipe.launch.plan import Plan, plan_new
-from dora_pipe.launch.run import supervise
+from dora_pipe.launch.plan import plan_new
 from dora_pipe.launch.run_dir import opened
-
-EVALUATE_EVERY: Final = 4
-"""About an eighth of what the steps between sample."""
-
-LINES_KEPT: Final = 12
-"""Of what a run said, shown when it fails."""
 
 FIGURES: Final[Sequence[tuple[str, Callable[[ParadigmRun], float | None]]]] = (
     ("samples/s", lambda run: run.samples_per_s),
@@ -47,101 +47,187 @@ class Scale:
     """Whose configuration and model it has."""
     steps: int
     target: float
-    evaluation_prompts: int
+    prompts: int
+    """That are evaluated."""
+    every: int
+    """Steps between evaluations, which take about an eighth of what is sampled."""
+    rates: tuple[float, ...]
+    """Learning rates that are tried; the first where none is chosen."""
     overrides: tuple[str, ...] = ()
+    virtual: str = ""
+    """Which pace its time has (`PACES`); empty: real processes and real time."""
 
 
 QUIET: Final = ("timing.alarm_s=3600.0", "timing.alarm_work_s=3600.0")
-"""Tools that take long are no alarm here."""
+"""What takes long is no alarm here."""
+
+ONE_UPDATE: Final = "trainer.minibatches=1"
+"""Of a step, for all alike: a batch in parts has one."""
+
+SMALL: Final = ("groups.per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20}")
+"""The demo's task with shorter chains."""
+
+RATES: Final = (4.5e-4, 3e-4, 7e-4)
 
 SCALES: Final[Mapping[str, Scale]] = {
-    "demo": Scale(example=TASK, steps=48, target=REWARD_MIN, evaluation_prompts=128),
+    "demo": Scale(
+        example=TASK,
+        steps=48,
+        target=REWARD_MIN,
+        prompts=128,
+        every=4,
+        rates=RATES,
+        overrides=(ONE_UPDATE,),
+    ),
+    "gpu": Scale(
+        example=TASK,
+        steps=40,
+        target=REWARD_MIN,
+        prompts=128,
+        every=2,
+        rates=RATES,
+        overrides=(*SMALL, ONE_UPDATE, *QUIET),
+        virtual="gpu",
+    ),
     "tools": Scale(
         example="calculator",
         steps=16,
         target=0.85,
-        evaluation_prompts=64,
-        overrides=("groups.per_step=16", "workers.slots=16", "workers.prefetch=8", *QUIET),
+        prompts=64,
+        every=2,
+        rates=RATES,
+        overrides=(
+            "groups.per_step=16",
+            "workers.slots=16",
+            "workers.prefetch=8",
+            ONE_UPDATE,
+            *QUIET,
+        ),
+        virtual="tools",
     ),
 }
 QUICK: Final = Scale(
     example="calculator",
     steps=4,
     target=0.85,
-    evaluation_prompts=8,
+    prompts=8,
+    every=2,
+    rates=RATES[:1],
     overrides=(
-        "groups.per_step=2",
+        "groups.per_step=4",
         "groups.size=2",
         "workers.slots=4",
         "workers.prefetch=2",
         "sampling.max_tokens=24",
         "evaluation.sampling.max_tokens=24",
         "task.turns_max=3",
+        ONE_UPDATE,
         *QUIET,
     ),
+    virtual="tools",
 )
 """Sizes that show only that it works, of a model that has learnt nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Study:
+class Study(msgspec.Struct, frozen=True, kw_only=True):
     """The runs of one `bench paradigms`."""
 
+    out: str
+    """Where it lies, and goes on."""
     task: str
     quick: bool
     scale: Scale
     workers: int
     overrides: Sequence[str]
-    model: Path | None = None
+    model: str = ""
     """That all runs start from; without one it is made."""
 
-    def begin(self, place: Path) -> Path:
-        """The configuration; the model lies beside it, or is the one that was given."""
-        if self.model is None and not self.quick:
-            return warm_start(place, self.scale.example)
-        config = place / "config.toml"
-        place.mkdir(parents=True, exist_ok=True)
-        config.write_text(example_config(self.scale.example))
-        if self.model is None:
-            make_model(place / "random", self.scale.example)
-        return config
+    @property
+    def config(self) -> Path:
+        """The configuration of all runs."""
+        return Path(self.out) / "start" / "demo.toml"
 
-    def run(self, place: Path, config: Path, name: str, seed: int) -> ParadigmRun:
-        """One run of a paradigm and its figures."""
-        made = "random" if self.quick else "start/warm"
+    def begin(self) -> None:
+        """Make the configuration, and beside it the model that every run starts from, if they are
+        not there."""
+        self.config.parent.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(example_config(self.scale.example))
+        start = Path(self.start)
+        if start.exists():
+            return
+        if self.model:
+            raise UsageError(f"{self.model} is not there", hint="--model is a model directory")
+        part = Path(self.out) / "start.part"
+        shutil.rmtree(part, ignore_errors=True)
+        if self.quick:
+            make_model(part / start.name, self.scale.example)
+        else:
+            warm_start(part, self.scale.example)
+        (part / start.name).rename(start)
+        shutil.rmtree(part)
+
+    @property
+    def start(self) -> str:
+        """The model that all runs start from."""
+        return self.model or str(self.config.parent / ("random" if self.quick else "warm"))
+
+    def setting(self) -> dict[str, Any]:
+        """All that must be equal in cells that are compared."""
+        found = msgspec.to_builtins(self)
+        return {name: value for name, value in found.items() if name not in ("out", "rates")}
+
+    def load(self, cell: Cell) -> Config:
+        """The configuration of a run. Raises ConfigError."""
+        entrant = ENTRANTS[cell.entrant]
+        workers = self.workers + (entrant.together and bool(self.scale.virtual))
         overrides = [
-            f'run.name="{name}-{seed}"',
-            f"run.seed={seed}",
+            f'run.name="{entrant.name}-{cell.seed}"',
             f"run.steps={self.scale.steps}",
-            f"workers.count={self.workers}",
-            f"evaluation.every={EVALUATE_EVERY}",
-            f"evaluation.prompts={self.scale.evaluation_prompts}",
-            f'model.path="{(self.model or place / made).resolve()}"',
+            f"workers.count={workers}",
+            f"evaluation.every={self.scale.every}",
+            f"evaluation.prompts={self.scale.prompts}",
+            f'model.path="{Path(self.start).resolve()}"',
             *self.scale.overrides,
+            *overrides_of(cell),
             *self.overrides,
         ]
-        if self.task == "demo":
-            return run_one(config, name, seed, overrides, place, self.scale.target)
-        from dora_pipe.bench.paradigms_tools import run_tools
+        if entrant.together and not self.scale.virtual:
+            overrides.append(f"trainer.threads={self.workers}")
+        return load_config(self.config, overrides, paradigm=entrant.paradigm)
 
-        say(f"{name}, seed {seed} ...")
+    def run(self, cell: Cell, place: Path) -> ParadigmRun:
+        """One run and its figures, its audit among them; `place` is for what it writes."""
+        config, setting = self.load(cell), setting_digest(self.setting())
+        if not self.scale.virtual:
+            plan = plan_new(config, place)
+            run_whole(plan)
+            with opened(str(plan.directory.path)) as run:
+                return measure_run(
+                    run.bus, run.topics, cell=cell, setting=setting, target=self.scale.target
+                )
+        from dora_pipe.bench.paradigms_virtual import PACES, run_virtual
+
         share_cores()
-        resolved = load_config(config, overrides, paradigm=name)
-        return run_tools(resolved, name, target=self.scale.target)
+        pace = PACES[self.scale.virtual]
+        if ENTRANTS[cell.entrant].together:
+            pace = pace.shared_by(config.workers.count)
+        return run_virtual(config, cell, pace=pace, setting=setting, target=self.scale.target)
 
-    def setting(self, seeds: int) -> str:
+    def summary(self, seeds: int) -> str:
         """What all runs have in common, as people read it."""
         many = f"{self.workers} worker{'s' * (self.workers > 1)} and a trainer"
         how = f"{many} of one thread each on {os.cpu_count()} cores, one run after the other"
-        if self.task == "tools":
-            how = f"{many} in virtual time, tools that take N(10, 10) s"
+        if self.scale.virtual:
+            how = f"{many} in virtual time at the pace of {self.scale.virtual!r}"
         return (
-            f"{how}; {self.scale.steps} steps, {self.scale.evaluation_prompts} prompts evaluated "
-            f"every {EVALUATE_EVERY} steps, seeds 0 to {seeds - 1}"
+            f"{how}; {self.scale.steps} steps, {self.scale.prompts} prompts evaluated every"
+            f" {self.scale.every} steps, {seeds} seeds; target: evaluation reward"
+            f" {self.scale.target:g}"
         )
 
 
 def study_of(
+    out: Path,
     task: str,
     *,
     quick: bool,
@@ -152,11 +238,11 @@ def study_of(
     model: Path | None,
 ) -> Study:
     """A study with its task's sizes where none are given. Raises UsageError for another task, or
-    quick runs of the demo's, which are processes that take their time."""
+    quick runs of another than the tools', which have no small sizes."""
     if task not in SCALES:
         raise UsageError(f"no task {task!r}", hint=f"one of {', '.join(SCALES)}")
     if quick and task != "tools":
-        raise UsageError("--quick is for --task tools", hint="--steps and -o make the demo small")
+        raise UsageError("--quick is for --task tools", hint="--steps and -o make others small")
     scale = QUICK if quick else SCALES[task]
     scale = replace(
         scale,
@@ -164,93 +250,126 @@ def study_of(
         target=scale.target if target is None else target,
     )
     return Study(
-        task=task, quick=quick, scale=scale, workers=workers, overrides=overrides, model=model
+        out=str(out),
+        task=task,
+        quick=quick,
+        scale=scale,
+        workers=workers,
+        overrides=overrides,
+        model="" if model is None else str(model.resolve()),
     )
 
 
-def run_one(
-    config: Path, name: str, seed: int, overrides: Sequence[str], place: Path, target: float
-) -> ParadigmRun:
-    """One run and its figures, its audit among them."""
-    say(f"{name}, seed {seed} ...")
-    plan = plan_new(load_config(config, overrides, paradigm=name), place)
-    run_whole(plan)
-    with opened(str(plan.directory.path)) as run:
-        return measure_run(run.bus, run.topics, paradigm=name, seed=seed, target=target)
+Done = CellFile[Cell, ParadigmRun]
 
 
-def run_whole(plan: Plan) -> None:
-    """A run of a bench, which says nothing unless it fails: then what it said last."""
-    lines: list[str] = []
-
-    def tell_the_last() -> None:
-        for line in lines[-LINES_KEPT:]:
-            say(line)
-
-    with ExitStack() as failing:
-        failing.callback(tell_the_last)
-        if not supervise(plan, report=lines.append):
-            raise typer.Exit(130)
-        failing.pop_all()
-
-
-def warm_start(place: Path, task: str = TASK) -> Path:
-    """The configuration, and beside it the model that every run starts from."""
-    start = place / "start"
-    if start.exists():
-        raise UsageError(f"{start} exists", hint="--keep takes a folder of its own")
-    start.mkdir(parents=True)
-    config = start / "demo.toml"
-    config.write_text(example_config(task))
-    with closing(Children({"warm start": lambda: warm(start, task)})) as children:
-        children.run("warm start")
-    return config
+def play(
+    study: Study, only: Sequence[str] | None, *, seeds: int, choose: int, jobs: int
+) -> tuple[list[Cell], list[ParadigmRun]]:
+    """The setting of every entrant, chosen over so many seeds of its grid, and its runs that are
+    compared; with no `jobs` those that are there. Raises UsageError where there are none."""
+    names = list(only or ENTRANTS)
+    if unknown := [name for name in names if name not in ENTRANTS]:
+        raise UsageError(f"no entrant {unknown[0]!r}", hint=f"one of {', '.join(ENTRANTS)}")
+    if jobs > 1 and not study.scale.virtual:
+        raise UsageError("--jobs is for virtual time", hint="real runs would share the cores")
+    study.begin()
+    done: Done = CellFile(Path(study.out), study.setting(), kind=ParadigmRun)
+    rates = study.scale.rates if choose else study.scale.rates[:1]
+    tries = measure_cells(study, done, tried(names, rates, choose), jobs=jobs)
+    chosen = [best(name, rates, tries) for name in names]
+    runs = measure_cells(study, done, reported(chosen, seeds), jobs=jobs)
+    if not runs:
+        raise UsageError(f"{study.out} has none of these runs yet", hint="leave out --report")
+    return chosen, runs
 
 
-@contextmanager
-def bench_place(keep: Path | None) -> Iterator[Path]:
-    """Where runs of a bench go: a folder that stays, or one that is removed afterwards."""
-    if keep is not None:
-        yield keep.resolve()
-        return
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        yield Path(folder)
+def measure_cells(
+    study: Study, done: Done, cells: Sequence[Cell], *, jobs: int
+) -> list[ParadigmRun]:
+    """Run those that are not done, each in a process of its own, so many at a time; those that are
+    then."""
+    missing = [one for one in cells if one not in done.cells] if jobs else []
+    with ThreadPoolExecutor(max(1, jobs)) as threads:
+        running = [threads.submit(_run_apart, study, one) for one in missing]
+        try:
+            for at, one in enumerate(as_completed(running), 1):
+                done.add(one.result())
+                say(f"{line_of(one.result())}; {len(missing) - at} to go")
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return [done.cells[one] for one in cells if one in done.cells]
+
+
+def _run_apart(study: Study, cell: Cell) -> ParadigmRun:
+    words = [msgspec.json.encode(one).decode() for one in (study, cell)]
+    command = [sys.executable, "-m", "dora_pipe.bench.paradigms_study", *words]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if ended.returncode:
+        raise ResourceError(f"{cell}: its process ended with {ended.returncode}")
+    return msgspec.json.decode(ended.stdout, type=ParadigmRun)
+
+
+def _main(study_json: str, cell_json: str) -> None:
+    """Run one cell; what others print goes to the standard error."""
+    study = msgspec.json.decode(study_json, type=Study)
+    cell = msgspec.json.decode(cell_json, type=Cell)
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        with tempfile.TemporaryDirectory(dir=study.out, prefix="run-") as place:
+            answer.write(msgspec.json.encode(study.run(cell, Path(place))))
 
 
 def line_of(run: ParadigmRun) -> str:
     """A run in one line."""
     reached = "target not reached" if run.target_s is None else f"target in {run.target_s:.1f} s"
     return (
-        f"{run.paradigm}, seed {run.seed}: {run.samples_per_s:.0f} samples/s, {reached}, "
-        f"reward {run.reward:.3f}, {run.seconds:.1f} s"
+        f"{run.cell}: {run.samples_per_s:.2g} samples/s, {reached}, reward {run.reward:.3f},"
+        f" {run.seconds:.1f} s"
     )
 
 
-def print_paradigms(
-    runs: Sequence[ParadigmRun], target: float, setting: str, *, as_json: bool
+def print_study(
+    study: Study, chosen: Sequence[Cell], runs: Sequence[ParadigmRun], *, tries: int, as_json: bool
 ) -> None:
-    """Every run, and how the paradigms compare."""
-    columns = [field.name for field in fields(ParadigmRun)]
+    """What was chosen, every run, and how the entrants compare."""
+    seeds = len({run.cell.seed for run in runs})
+    rows = [_row_of(run) for run in runs]
     compared = [
         (name, compare(runs, figure, base=base)) for name, figure in FIGURES for base in BASES
     ]
     if as_json:
-        emit_json({"setting": setting, "target": target})
-        emit_rows(columns, [asdict(run) for run in runs], as_json=True)
+        emit_json({"setting": study.summary(seeds), "chosen": msgspec.to_builtins(chosen)})
+        emit_rows(list(rows[0]), rows, as_json=True)
         for name, found in compared:
             emit_rows([], [{"figure": name, **asdict(one)} for one in found], as_json=True)
         return
-    emit_line(f"{setting}; target: evaluation reward {target:g}")
-    emit_rows(columns, [asdict(run) for run in runs], as_json=False)
+    emit_line(study.summary(seeds))
+    why = f"the best of its grid over {tries} other seeds" if tries else "its own"
+    emit_table(
+        ("entrant", "C", "learning rate", "filter", "chosen as"),
+        [(one.entrant, one.batches, one.learning_rate, one.filtered, why) for one in chosen],
+    )
+    emit_rows(list(rows[0]), rows, as_json=False)
     for name, found in compared:
         if len(found) > 1:
             emit_line()
             ratio = f"ratio to {found[0].base}"
-            heads = ("paradigm", name, ratio, "lowest", "highest", "pairs", "95 %", "")
-            emit_table(heads, [_row(one) for one in found])
+            heads = ("entrant", name, ratio, "lowest", "highest", "pairs", "95 %", "")
+            emit_table(heads, [_compared_row(one) for one in found])
 
 
-def _row(one: Compared) -> tuple[object, ...]:
+def _row_of(run: ParadigmRun) -> dict[str, Any]:
+    figures = msgspec.to_builtins(run)
+    del figures["setting"], figures["cell"]
+    return {"entrant": run.cell.entrant, "seed": run.cell.seed, **figures}
+
+
+def _compared_row(one: Compared) -> tuple[object, ...]:
     interval = "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval)
-    said = "" if one.told_apart or one.paradigm == one.base else "not told apart from 1"
-    return one.paradigm, one.mean, one.ratio, one.low, one.high, one.seeds, interval, said
+    said = "" if one.told_apart or one.entrant == one.base else "not distinguishable"
+    return one.entrant, one.mean, one.ratio, one.low, one.high, one.seeds, interval, said
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -13,7 +13,6 @@ import typer
 from dora_pipe.cli.options import (
     OBJECTIVE_NAMES,
     OFFPOLICY_STEPS,
-    PARADIGM_NAMES,
     JsonOption,
     OverrideOption,
 )
@@ -31,38 +30,49 @@ ObjectivesOption = Annotated[
 def paradigms(
     task: Annotated[
         str,
-        typer.Option(help="demo: real processes. tools: a calculator, in virtual time."),
+        typer.Option(
+            help="demo: real processes. In virtual time: gpu, the demo's with a modelled engine; "
+            "tools, a calculator that takes its time."
+        ),
     ] = "demo",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of every paradigm.")] = 2,
-    steps: Annotated[int | None, typer.Option(min=1, help="48; of tools, 16.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the study lies, and goes on; paradigms-TASK.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 2,
+    choose: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Runs of every C and learning rate, on other seeds, by which each gets its best; "
+            "0: its own.",
+        ),
+    ] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, where time is virtual.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="48; of gpu 40, of tools 16.")] = None,
     target: Annotated[
         float | None,
         typer.Option(help="Evaluation reward, the time to which is measured: .85."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Beside the trainer.")] = 2,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(PARADIGM_NAMES)}; all.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Of the entrants; all.")] = None,
     model: Annotated[
         Path | None, typer.Option(help="Warmed up already; without, one is made.")
     ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("-o", "--override", help="key=value of every run.")
-    ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Where the runs go and stay.")] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Run nothing, show what is there.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Tools, in sizes that show only that it works.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Train the demo's task, or one with tools, in every paradigm and compare, with repeated
-    seeds."""
-    from dora_pipe.bench.paradigms import ParadigmRun
-    from dora_pipe.bench.paradigms_study import bench_place, line_of, print_paradigms, study_of
-    from dora_pipe.config.paradigms import paradigm
+    """Train a task in every paradigm and compare, with paired seeds. What is done is kept: the same
+    command goes on."""
+    from dora_pipe.bench.paradigms_study import play, print_study, study_of
 
-    names = [paradigm(name).name for name in only or PARADIGM_NAMES]
     study = study_of(
+        out or Path(f"paradigms-{task}"),
         task,
         quick=quick,
         steps=steps,
@@ -71,14 +81,8 @@ def paradigms(
         overrides=override or (),
         model=model,
     )
-    runs: list[ParadigmRun] = []
-    with bench_place(keep) as place:
-        config = study.begin(place)
-        for seed in range(seeds):
-            for name in names[seed % len(names) :] + names[: seed % len(names)]:
-                runs.append(study.run(place, config, name, seed))
-                say(line_of(runs[-1]))
-    print_paradigms(runs, study.scale.target, study.setting(seeds), as_json=as_json)
+    chosen, runs = play(study, only, seeds=seeds, choose=choose, jobs=0 if report else jobs)
+    print_study(study, chosen, runs, tries=choose, as_json=as_json)
 
 
 def offpolicy(
@@ -103,7 +107,8 @@ def offpolicy(
     """Train the demo's task on samples of exactly so many versions ago, with every objective:
     the reward after equal samples. What is done is kept: the same command goes on."""
     names = [name for name in objectives.split(",") if name]
-    from dora_pipe.bench.offpolicy import CellFile, planned
+    from dora_pipe.bench.cells import CellFile
+    from dora_pipe.bench.offpolicy import Cell, Measured, planned
     from dora_pipe.bench.offpolicy_study import (
         Study,
         draw_study,
@@ -114,7 +119,7 @@ def offpolicy(
 
     cells = planned(numbers_of(etas), names, 1 if quick and seeds is None else seeds)
     study = Study(out=out, quick=quick, steps=steps, overrides=override or ())
-    done = CellFile(out, study.setting())
+    done: CellFile[Cell, Measured] = CellFile(out, study.setting(), kind=Measured)
     if not report:
         measure_cells(study, done, cells)
     chosen = [done.cells[cell] for cell in cells if cell in done.cells]
@@ -140,7 +145,6 @@ def traces(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Train with traces on and off, in turns on this machine, and compare the throughput."""
-    from dora_pipe.bench.paradigms_study import bench_place
     from dora_pipe.bench.traces import (
         LOST_MAX,
         STILL,
@@ -152,6 +156,7 @@ def traces(
         run_one,
         setting_of,
     )
+    from dora_pipe.bench.whole_runs import bench_place
 
     runs: list[TracedRun] = []
     with bench_place(keep) as place:

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from dora_pipe.bench.paradigms_study import run_whole, warm_start
 from dora_pipe.bench.processes import end
+from dora_pipe.bench.whole_runs import run_whole, warm_start
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows
@@ -186,7 +186,7 @@ def setting_of(config: Path | None, place: Path) -> tuple[Path, list[str]]:
     """The configuration, and what every run of it has in common."""
     if config is not None:
         return config, []
-    demo = warm_start(place)
+    demo = warm_start(place / "start")
     return demo, [f'model.path="{place / "start" / "warm"}"', "evaluation.prompts=0"]
 
 

@@ -501,7 +501,7 @@ class PlainParts:
         )
         inner = InlinePort(handlers)
         port = PacedPort(
-            inner, site.clock, delay_ns=self._work_ns, again_ns=lambda: self.delays.again_ns
+            inner, site.clock, delay_ns=self.work_ns, again_ns=lambda: self.delays.again_ns
         )
         return TrainerParts(ports=[port], cached=inner.cached)
 
@@ -579,10 +579,15 @@ class PlainParts:
             inner,
             site.clock,
             delay_ns=lambda effect: plan.load_ns if isinstance(effect, LoadWeights) else 0,
-            again_ns=lambda: self.steps_max * plan.token_ns,
+            again_ns=lambda: self.steps_max * self.step_ns(engine, plan),
         )
 
-    def _work_ns(self, effect: Any) -> int:
+    def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
+        """How long one step of the engine takes with what is in it now."""
+        return plan.token_ns
+
+    def work_ns(self, effect: Any) -> int:
+        """How long an effect of the trainer takes."""
         delays = self.delays
         return {
             Restore: delays.restore_ns,

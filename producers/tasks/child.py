@@ -151,9 +151,9 @@ class Child:
         """Whether it is exhausted and has nothing to do any more."""
         return bool(self.exhausted) and not (self.sent or self.deferred or self.episodes)
 
-    def closing(self, now_ns: int) -> bool:
-        """Whether an episode may still have to be closed."""
-        return bool(self.episodes) or now_ns < self.closing_until_ns
+    def closing_s(self, now_ns: int) -> float:
+        """How long it may still be closing episodes."""
+        return max(0.0, (self.closing_until_ns - now_ns) / _NS)
 
     def send(self, call: OpenCall, now_ns: int) -> None:
         """Put a call on its way; it leaves with `flush`."""
@@ -252,8 +252,10 @@ class Child:
         self.selector.unregister(self.link.outbox)
         self.link.close()
 
-    def hang_up(self) -> None:
+    def hang_up(self, now_ns: int) -> None:
         """End what goes to it, so that it closes its episodes and goes."""
+        if self.episodes:
+            self.closing_until_ns = now_ns + int(CLOSE_S * _NS)
         self._stop_writing()
         self.link.hang_up()
 

@@ -49,13 +49,7 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.child import (
-    CLOSE_S,
-    DEFERRED_DEATHS_MAX,
-    HUNG_CALLS_MAX,
-    Child,
-    OpenCall,
-)
+from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
 from dora_pipe.producers.tasks.servers import BAD_MAX, Places, is_working, words_of
@@ -224,13 +218,11 @@ class TaskPool:
             return
         self._closed = True
         for child in self._children:
-            child.hang_up()
-        now_ns = self._clock.now_ns()
-        end_ns = now_ns + int(CLOSE_S * _NS)
+            child.hang_up(self._clock.now_ns())
         for child in self._children:
             # One that is in a call does not look at its pipe.
-            if child.closing(now_ns) and not child.sent:
-                child.wait(max(0.0, (end_ns - self._clock.now_ns()) / _NS))
+            if not child.sent:
+                child.wait(child.closing_s(self._clock.now_ns()))
             child.kill()
             child.release()
         self._children.clear()
@@ -465,7 +457,7 @@ class TaskPool:
                 )
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
             self._head_is_late(child, now_ns)
-        elif child.over and not child.closing(now_ns):
+        elif child.over and not child.closing_s(now_ns):
             self._end_process(child, now_ns, "", child.exhausted)
         else:
             self._limit_deferred(child, now_ns)

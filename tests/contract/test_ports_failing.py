@@ -21,6 +21,7 @@ from dora_pipe.consumers.trainer.effects import (
     FetchBatch,
     PublishPolicy,
     Restore,
+    TrainPart,
     TrainStep,
 )
 from dora_pipe.consumers.trainer.ports import ThreadPort
@@ -244,6 +245,7 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
         _thread_port,
         [
             Case(Restore(step=0, notes=()), ENDS),
+            Case(TrainPart(decision=KNOWN, known=KNOWN), ENDS),
             Case(FetchBatch(decision=KNOWN, known=KNOWN), ENDS),
             Case(TrainStep(step=0, attempt=0, settings=KNOWN), ENDS),
             Case(PublishPolicy(step=0, attempt=0, checkpoint=False), ENDS),

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.bench.offpolicy import CELLS
+from dora_pipe.bench.cells import CELLS
 
 pytestmark = [pytest.mark.slow, pytest.mark.pure]
 

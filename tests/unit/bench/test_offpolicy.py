@@ -3,27 +3,28 @@ that was stopped goes on where it ended, and never mixes settings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.bench.cells import CELLS, CellFile, setting_digest
 from dora_pipe.bench.offpolicy import (
     BASE,
-    CELLS,
     ETAS,
     OBJECTIVES,
     SEEDS,
     SEEDS_FIRST,
     Cell,
-    CellFile,
+    Measured,
     StaleQueue,
     area_of,
     planned,
     sampled_by,
-    setting_digest,
     steps_of,
     summarise,
 )
@@ -167,12 +168,16 @@ FIRST = measured("grpo", 0, 0, 0.8, setting=S)
 SECOND = measured("tis", 8, 1, 0.7, setting=S, masked=0.25)
 
 
+def opened(folder: Path, setting: Mapping[str, Any] | None = None) -> CellFile[Cell, Measured]:
+    return CellFile(folder, STUDIED if setting is None else setting, kind=Measured)
+
+
 def test_what_was_measured_is_there_when_the_study_goes_on(tmp_path: Path) -> None:
-    done = CellFile(tmp_path, STUDIED)
+    done = opened(tmp_path)
     assert done.cells == {}
     done.add(FIRST)
-    CellFile(tmp_path, STUDIED).add(SECOND)
-    again = CellFile(tmp_path, STUDIED)
+    opened(tmp_path).add(SECOND)
+    again = opened(tmp_path)
     assert again.cells == {FIRST.cell: FIRST, SECOND.cell: SECOND}
     assert list(again.cells) == [
         Cell(objective="grpo", eta=0, seed=0),
@@ -182,29 +187,29 @@ def test_what_was_measured_is_there_when_the_study_goes_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("cut", [1, 20, 150])
 def test_a_line_that_a_crash_cut_off_was_never_written(tmp_path: Path, cut: int) -> None:
-    done = CellFile(tmp_path, STUDIED)
+    done = opened(tmp_path)
     done.add(FIRST)
     done.add(SECOND)
     path = tmp_path / CELLS
     path.write_bytes(path.read_bytes()[:-cut])
-    torn = CellFile(tmp_path, STUDIED)
+    torn = opened(tmp_path)
     assert list(torn.cells) == [FIRST.cell]
     torn.add(SECOND)
-    assert list(CellFile(tmp_path, STUDIED).cells) == [FIRST.cell, SECOND.cell]
+    assert list(opened(tmp_path).cells) == [FIRST.cell, SECOND.cell]
 
 
 def test_cells_of_another_setting_are_refused(tmp_path: Path) -> None:
-    CellFile(tmp_path, STUDIED).add(FIRST)
+    opened(tmp_path).add(FIRST)
     with pytest.raises(UsageError, match="study of another setting"):
-        CellFile(tmp_path, {**STUDIED, "trainer.learning_rate": 2e-3})
+        opened(tmp_path, {**STUDIED, "trainer.learning_rate": 2e-3})
 
 
 def test_a_line_from_elsewhere_is_refused(tmp_path: Path) -> None:
-    CellFile(tmp_path, STUDIED).add(FIRST)
+    opened(tmp_path).add(FIRST)
     with (tmp_path / CELLS).open("ab") as file:
         file.write(msgspec.json.encode(measured("grpo", 1, 0, 0.8, setting="t")) + b"\n")
     with pytest.raises(UsageError, match="line 2 is of another setting"):
-        CellFile(tmp_path, STUDIED)
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -213,14 +218,14 @@ def test_a_line_from_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
     (tmp_path / CELLS).write_bytes(line + b"\n")
     with pytest.raises(UsageError, match="line 1"):
-        CellFile(tmp_path, STUDIED)
+        opened(tmp_path)
     assert (tmp_path / CELLS).read_bytes() == line + b"\n"
 
 
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"setting\.json: No such file"):
-        CellFile(tmp_path / "nowhere", STUDIED)
-    done = CellFile(tmp_path, STUDIED)
+        opened(tmp_path / "nowhere")
+    done = opened(tmp_path)
     (tmp_path / CELLS).mkdir()
     with pytest.raises(ResourceError, match="cannot be written: Is a directory"):
         done.add(FIRST)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dora_pipe.bench.offpolicy import CELLS, SETTING
+from dora_pipe.bench.cells import CELLS, SETTING
 from dora_pipe.cli.app import app
 
 DOCS = Path(__file__).parents[3] / "bench" / "results"

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from dora_pipe.bench.paradigms import ParadigmRun, compare, crossing, interval_95
+from dora_pipe.bench.entrants import (
+    CHOOSING_FROM,
+    ENTRANTS,
+    best,
+    overrides_of,
+    reported,
+    settings_of,
+    tried,
+)
+from dora_pipe.bench.paradigms import Cell, ParadigmRun, compare, crossing, interval_95
+
+RATES = (3e-4, 1e-4)
 
 
-def run(paradigm: str, seed: int, samples_per_s: float) -> ParadigmRun:
+def run(entrant: str, seed: int, samples_per_s: float) -> ParadigmRun:
     """A run of which only its speed matters."""
+    own = next(settings_of(entrant, RATES))
+    return of_cell(msgspec.structs.replace(own, seed=seed), samples_per_s=samples_per_s)
+
+
+def of_cell(
+    cell: Cell, *, samples_per_s: float = 1.0, target_s: float | None = None
+) -> ParadigmRun:
     return ParadigmRun(
-        paradigm=paradigm,
-        seed=seed,
+        setting="s",
+        cell=cell,
         steps=48,
         seconds=60.0,
         samples_per_s=samples_per_s,
-        target_s=None,
+        target_s=target_s,
         reward=0.9,
         sampling=0.5,
         slots_busy=0.5,
@@ -30,12 +49,13 @@ def run(paradigm: str, seed: int, samples_per_s: float) -> ParadigmRun:
 def test_two_seeds_twice_as_fast_are_not_told_apart_from_one() -> None:
     runs = [run("sync", 0, 100.0), run("dora", 0, 202.0)]
     runs += [run("sync", 1, 100.0), run("dora", 1, 231.0)]
-    found = {one.paradigm: one for one in compare(runs, lambda one: one.samples_per_s, base="sync")}
+    found = {one.entrant: one for one in compare(runs, lambda one: one.samples_per_s, base="sync")}
     dora = found["dora"]
-    assert (dora.seeds, dora.low, dora.high) == (2, 2.02, 2.31)
+    assert (dora.low, dora.high) == pytest.approx((2.02, 2.31))
+    assert dora.seeds == 2
+    assert dora.ratio == pytest.approx((2.02 * 2.31) ** 0.5)
     assert dora.interval is not None
-    assert dora.interval[0] == pytest.approx(0.32, abs=0.01)
-    assert dora.interval[1] == pytest.approx(4.01, abs=0.01)
+    assert dora.interval == pytest.approx((0.92, 5.06), abs=0.01)
     assert not dora.told_apart
 
 
@@ -48,7 +68,7 @@ def test_eight_steady_seeds_are_told_apart() -> None:
 
 def test_runs_without_a_partner_of_their_seed_are_left_out() -> None:
     runs = [run("sync", 0, 100.0), run("dora", 1, 200.0)]
-    assert [one.paradigm for one in compare(runs, lambda one: one.samples_per_s, base="sync")] == [
+    assert [one.entrant for one in compare(runs, lambda one: one.samples_per_s, base="sync")] == [
         "sync"
     ]
 
@@ -60,3 +80,42 @@ def test_one_value_has_no_interval() -> None:
 def test_a_course_crosses_its_target_between_two_evaluations() -> None:
     assert crossing([(0.0, 0.4), (10.0, 0.8)], 0.6) == pytest.approx(5.0)
     assert crossing([(0.0, 0.4), (10.0, 0.5)], 0.6) is None
+
+
+@pytest.mark.parametrize("name", ENTRANTS)
+def test_grids_are_as_large_for_every_entrant_and_begin_with_its_own_setting(name: str) -> None:
+    grid = list(settings_of(name, RATES))
+    assert len(grid) == len(set(grid)) == 4
+    assert (grid[0].learning_rate, grid[0].batches) == (RATES[0], ENTRANTS[name].batches[0])
+
+
+def test_settings_are_chosen_on_other_seeds_than_those_that_are_reported() -> None:
+    choosing = tried(["sync", "dora"], RATES, 2)
+    cells = reported([next(settings_of("dora", RATES)), next(settings_of("sync", RATES))], 3)
+    assert len(choosing) == len(set(choosing)) == 16
+    assert {one.seed for one in choosing} == {CHOOSING_FROM, CHOOSING_FROM + 1}
+    assert {one.seed for one in cells} == {0, 1, 2}
+    assert [one.entrant for one in cells] == ["dora", "sync", "sync", "dora", "dora", "sync"]
+
+
+def test_the_best_setting_is_the_one_that_reaches_the_target_first_on_average() -> None:
+    grid = list(settings_of("dora", RATES))
+    times = {0: (10.0, 50.0), 1: (5.0, None), 2: (20.0, 30.0), 3: (None, None)}
+    runs = [
+        of_cell(msgspec.structs.replace(grid[at], seed=1000 + seed), target_s=target_s)
+        for at, of_setting in times.items()
+        for seed, target_s in enumerate(of_setting)
+    ]
+    assert best("dora", RATES, runs) == grid[2]
+    assert best("dora", RATES, []) == grid[0]
+
+
+def test_what_a_cell_sets_is_told_as_overrides() -> None:
+    cell = msgspec.structs.replace(list(settings_of("sync", RATES))[1], seed=7)
+    assert overrides_of(cell) == [
+        "staleness.in_flight_batches=1.0",
+        "trainer.learning_rate=0.0003",
+        "groups.filter_zero_advantage=false",
+        "run.seed=7",
+        "trainer.parts=1",
+    ]

@@ -1,26 +1,29 @@
-"""Trains a task with tools in virtual time, for `bench paradigms --task tools`; decides nothing.
+"""Trains a task in virtual time, for `bench paradigms`; decides nothing.
 
 Production's machines, planner, engine, trainer, chat and task process do their real work on a real
 model, which learns; only how long things take is drawn or fixed (`Pace`), so that no figure depends
 on what else the machine does, and a run gives the same figures everywhere that it gives the same
 bits. A tool takes as long as ROLL Flash's environments (arXiv 2510.11345), N(10, 10) s and none
-below 0; the same call of the same trajectory takes the same time in every paradigm.
+below 0; the same call of the same trajectory takes the same time for every entrant.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
-from dora_pipe.bench.paradigms import WARM_STEPS, ParadigmRun, measure_run
+import msgspec
+
+from dora_pipe.bench.paradigms import Cell, ParadigmRun, measure_run
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.trainer.effects import TrainPart, TrainStep
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.chat.chat import Chat
@@ -29,10 +32,11 @@ from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.calls import EnvStep, Forget, RewardCall, TaskCall, TaskEvent
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.worker.chats import chat_options
+from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.producers.worker.ports import TaskPort
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.sim.modelled_worker import EngineRates
 from dora_pipe.sim.parts import (
     MS,
     Delays,
@@ -56,37 +60,56 @@ RUN_S: Final = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long things take, s. A turn of the calculator has six tokens: 3 s in a slot."""
+    """How long things take, s."""
 
-    tool_mean_s: float = 10.0
-    tool_deviation_s: float = 10.0
-    token_s: float = 0.5
-    """A step of an engine, whatever runs in it."""
-    train_s: float = 30.0
-    load_s: float = 2.0
+    rates: EngineRates
+    """Of a step of an engine, by how many requests run in it, and of loading a version."""
+    train_s: float
+    """Computing a whole batch; a part of it takes its share."""
+    update_s: float
+    """What a step takes beyond that: the optimizer, and writing the version."""
+    tool_mean_s: float = 0.0
+    tool_deviation_s: float = 0.0
+
+    def shared_by(self, devices: int) -> Pace:
+        """Training on so many devices instead of one; publishing is no faster."""
+        return replace(self, train_s=self.train_s / devices)
 
 
-def run_tools(
-    config: Config,
-    paradigm: str,
-    *,
-    target: float,
-    pace: Pace = Pace(),
+TOOLS: Final = Pace(
+    rates=EngineRates(tau_s=0.5, load_s=2.0),
+    train_s=28.0,
+    update_s=2.0,
+    tool_mean_s=10.0,
+    tool_deviation_s=10.0,
+)
+"""A turn of the calculator has six tokens: 3 s in a slot, whatever else is there."""
+
+GPU: Final = Pace(
+    rates=EngineRates(tau_s=0.02, rise=1.0, full=64, load_s=1.0), train_s=6.0, update_s=1.0
+)
+"""A full engine of 64 requests takes twice as long for a token as one with a single request, as a
+decoder whose weights are read for every token does."""
+
+
+PACES: Final[Mapping[str, Pace]] = {"gpu": GPU, "tools": TOOLS}
+
+
+def run_virtual(
+    config: Config, cell: Cell, *, pace: Pace, setting: str, target: float
 ) -> ParadigmRun:
     """A whole run and its figures. Raises what a run raises, InvariantBroken unless its audit is
     clean, ResourceError where it does not end."""
     with TaskPool(config.task) as pool:
         pool.wait()
-        parts = ToolParts.of(config, pool, pace)
+        parts = VirtualParts.of(config, pool, pace)
         names = [f"w{number}" for number in range(config.workers.count)]
         with World(config, workers=[_plan(one, config, pace) for one in names], parts=parts) as run:
             if not run.run(until_ns=RUN_S * SECOND_NS):
-                raise ResourceError(f"{paradigm}: not at its end after {RUN_S} s of virtual time")
-            found = measure_run(
-                run.bus, run.topics, paradigm=paradigm, seed=config.run.seed, target=target
-            )
-    training = (found.steps - WARM_STEPS) * pace.train_s / found.seconds
-    return replace(found, training=training)  # the trainer's own clock is real
+                raise ResourceError(f"{cell}: not at its end after {RUN_S} s of virtual time")
+            found = measure_run(run.bus, run.topics, cell=cell, setting=setting, target=target)
+    training = found.steps * (pace.train_s + pace.update_s) / found.seconds
+    return msgspec.structs.replace(found, training=training)  # the trainer's own clock is real
 
 
 def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
@@ -95,14 +118,13 @@ def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
         slots=config.workers.slots,
         prefetch=config.workers.prefetch,
         context_tokens=config.workers.context_tokens,
-        token_ns=int(pace.token_s * SECOND_NS),
-        load_ns=int(pace.load_s * SECOND_NS),
+        load_ns=int(pace.rates.load_s * SECOND_NS),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolParts(PlainParts):
-    """A model that learns, and a task whose tools take their time."""
+class VirtualParts(PlainParts):
+    """A model that learns, an engine at a pace, and a task whose tools take their time."""
 
     start: Path
     """The model directory of version 0."""
@@ -110,30 +132,37 @@ class ToolParts(PlainParts):
     """One process for all workers: whose turn it is takes no time here."""
     pace: Pace
     sources: Mapping[str, DataSet]
-    chat: Chat
+    chat: Chat | None
     tokenizer: Tokenizer
+    per_step: int
+    ahead: dict[int, int] = field(default_factory=dict)
+    """Groups of a step whose part was computed ahead."""
 
     @classmethod
-    def of(cls, config: Config, pool: TaskPool, pace: Pace) -> ToolParts:
+    def of(cls, config: Config, pool: TaskPool, pace: Pace) -> VirtualParts:
         """The parts of a run whose task the pool has opened."""
         start, facts = Path(config.model.path), pool.facts
         assert facts is not None
         tokenizer = Tokenizer(start)
+        specs = pool_specs(config)
+        chats = chats_of([(specs[0], pool)], 0, start, tokenizer, stop=lambda: False)
         return cls(
             steps_max=1,
-            delays=Delays(train_ns=int(pace.train_s * SECOND_NS)),
+            delays=Delays(publish_ns=0),
             start=start,
             pool=pool,
             pace=pace,
-            sources={name: facts.data(name) for one in pool_specs(config) for name in one.sources},
-            chat=Chat.open(start, tokenizer, chat_options(config.task, 0)),
+            sources={name: facts.data(name) for one in specs for name in one.sources},
+            chat=next(iter(chats.values()), None),
             tokenizer=tokenizer,
+            per_step=config.groups.per_step,
         )
 
     @property
     def single_turn(self) -> bool:
         """See `WorkerParts`."""
-        return False
+        facts = self.pool.facts
+        return facts is not None and facts.single_turn
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         """The model that it starts from."""
@@ -148,7 +177,25 @@ class ToolParts(PlainParts):
         made = super().worker(site, plan)
         tasks = LateTasks(site.clock, self.pool, self.pace, seed=site.config.run.seed)
         port = TimedTaskPort(TaskPort(tasks, self.tokenizer, self.chat), tasks)
-        return replace(made, ports=[port, *made.ports[1:]], stop_ids=self.chat.stop_ids)
+        stops = self.tokenizer if self.chat is None else self.chat
+        return replace(made, ports=[port, *made.ports[1:]], stop_ids=stops.stop_ids)
+
+    def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
+        """See PlainParts."""
+        return int(self.pace.rates.tau(engine.active) * SECOND_NS)
+
+    def work_ns(self, effect: Any) -> int:
+        """A part takes its share of the time of a batch, and what is left comes with the last."""
+        match effect:
+            case TrainPart(decision=part):
+                groups = len(part.groups)
+                self.ahead[part.step] = self.ahead.get(part.step, 0) + groups
+                return int(self.pace.train_s * groups / self.per_step * SECOND_NS)
+            case TrainStep(step=step):
+                left = max(0.0, 1.0 - self.ahead.pop(step, 0) / self.per_step)
+                return int((self.pace.train_s * left + self.pace.update_s) * SECOND_NS)
+            case _:
+                return super().work_ns(effect)
 
     def engine(self, site: Site, plan: WorkerPlan) -> Engine:
         """The one that the configuration means."""

@@ -1,47 +1,79 @@
-"""`bench paradigms --task tools`: the same work for every paradigm; nothing disturbs its time."""
+"""`bench paradigms` in virtual time: the same work for every entrant, whatever else the machine
+does; a study goes on where it ended."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.bench.paradigms_study import Study, study_of
-from dora_pipe.bench.paradigms_tools import LateTasks, Pace
+from dora_pipe.bench.entrants import settings_of
+from dora_pipe.bench.paradigms import Cell, ParadigmRun
+from dora_pipe.bench.paradigms_study import RATES, Study, study_of
+from dora_pipe.bench.paradigms_virtual import TOOLS, LateTasks
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.tasks.calls import EnvStep, Forget, PromptCall, PromptReady, TaskCall
 from dora_pipe.producers.tasks.port import ToolCall, Turn
+from tests.support.command_line import Call, caller
 from tests.support.worker import VirtualClock
 
 SECOND_NS = 1_000_000_000
 
 
-def quick(task: str = "tools") -> Study:
-    return study_of(task, quick=True, steps=None, target=None, workers=2, overrides=(), model=None)
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return caller(monkeypatch, capsys)
+
+
+def quick(out: Path, task: str = "tools") -> Study:
+    return study_of(
+        out, task, quick=True, steps=None, target=None, workers=2, overrides=(), model=None
+    )
+
+
+def play(study: Study, entrant: str) -> ParadigmRun:
+    own: Cell = next(settings_of(entrant, RATES))
+    return study.run(msgspec.structs.replace(own, seed=0), Path(study.out))
 
 
 @pytest.mark.slow
 @pytest.mark.pure
-def test_every_paradigm_trains_as_much_and_the_same_seed_gives_the_same_figures(
+def test_every_entrant_trains_as_much_and_the_same_seed_gives_the_same_figures(
     tmp_path: Path,
 ) -> None:
-    study = quick()
-    config = study.begin(tmp_path)
-    dora, again, sync = (study.run(tmp_path, config, name, 0) for name in ("dora", "dora", "sync"))
+    study = quick(tmp_path)
+    study.begin()
+    dora, again, sync, parts = (play(study, one) for one in ("dora", "dora", "sync", "dora-parts"))
     assert dora == again
-    assert dora.steps == sync.steps == study.scale.steps
+    assert dora.steps == sync.steps == parts.steps == study.scale.steps
     assert sync.staleness == 0 < dora.staleness <= 2
     assert dora.seconds < sync.seconds
-    assert sync.training == pytest.approx(2 * Pace().train_s / sync.seconds)
+    assert parts.training == pytest.approx(4 * (TOOLS.train_s + TOOLS.update_s) / parts.seconds)
+    assert sync.training == pytest.approx(4 * (TOOLS.train_s / 3 + TOOLS.update_s) / sync.seconds)
 
 
-def test_quick_runs_are_of_the_task_that_has_them() -> None:
+@pytest.mark.slow
+def test_a_study_keeps_what_is_done_and_tells_it_again(tmp_path: Path, call: Call) -> None:
+    words = ["bench", "paradigms", "--task", "tools", "--quick", "--out", str(tmp_path / "study")]
+    words += ["--only", "dora", "--seeds", "1", "--choose", "1", "--json"]
+    first = call(*words)
+    assert first[0] == 0, first[2]
+    cells = (tmp_path / "study" / "cells.jsonl").read_bytes()
+    assert cells.count(b"\n") == 3  # two settings were tried, the better one runs on another seed
+    assert call(*words)[:2] == first[:2]
+    assert (tmp_path / "study" / "cells.jsonl").read_bytes() == cells
+    code, _, said = call(*words, "-o", "groups.size=4")
+    assert code and "study of another setting" in said
+
+
+def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--quick"):
-        quick("demo")
+        quick(tmp_path, "demo")
     with pytest.raises(UsageError, match="no task 'chess'"):
-        quick("chess")
+        quick(tmp_path, "chess")
 
 
 class Process:
@@ -59,7 +91,7 @@ class Process:
 
 def late(seed: int = 0) -> tuple[LateTasks, VirtualClock, Process]:
     clock, process = VirtualClock(), Process()
-    return LateTasks(clock, process, Pace(), seed=seed), clock, process  # type: ignore[arg-type]
+    return LateTasks(clock, process, TOOLS, seed=seed), clock, process  # type: ignore[arg-type]
 
 
 def due_s(tasks: LateTasks, clock: VirtualClock, call: TaskCall) -> float:
@@ -67,7 +99,7 @@ def due_s(tasks: LateTasks, clock: VirtualClock, call: TaskCall) -> float:
     return (tasks.due_ns() - clock.now_ns()) / SECOND_NS
 
 
-def test_tools_take_as_long_in_every_paradigm_and_nothing_else_takes_a_while() -> None:
+def test_tools_take_as_long_for_every_entrant_and_nothing_else_takes_a_while() -> None:
     used = Turn(text="n1", tool_calls=(ToolCall(name="calculator", arguments={"a": 1, "b": 2}),))
     found = []
     for attempt in (0, 1):

@@ -1,0 +1,116 @@
+"""The file of a study: which of its cells are done, and what each came to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import msgspec
+
+from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.schemas.wire import canonical, sha256_hex
+
+CELLS: Final = "cells.jsonl"
+SETTING: Final = "setting.json"
+SETTING_DIGITS: Final = 16
+FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+"""A larger file is none of ours."""
+
+_HINT: Final = "give the options that it was made with, or another --out"
+
+CellT = TypeVar("CellT", bound=Hashable, covariant=True)
+
+
+class Measured(Protocol[CellT]):
+    """What a cell came to."""
+
+    @property
+    def setting(self) -> str:
+        """Digest of all that must be equal in cells that are compared."""
+        ...
+
+    @property
+    def cell(self) -> CellT:
+        """Which one it is. Raises ValueError for none of the study."""
+        ...
+
+
+CellKey = TypeVar("CellKey", bound=Hashable)
+Figures = TypeVar("Figures", bound=Measured[Any])
+
+
+class CellFile(Generic[CellKey, Figures]):
+    """The cells of one setting that are done, a line each, so that a study goes on where it ended.
+
+    Cells of another setting are never mixed with these, and a line that was cut off by a crash was
+    never written.
+
+    Example: ``done = CellFile(Path("study"), setting, kind=Measured)``, then ``done.add(measured)``
+    for every cell that is not in ``done.cells``.
+    """
+
+    def __init__(self, folder: Path, setting: Mapping[str, Any], *, kind: type[Figures]) -> None:
+        """`folder` is there; it belongs to this setting from now on, warm starts and all.
+
+        Raises UsageError for a folder of another setting, or a file that is none of ours.
+        """
+        self._path = folder / CELLS
+        self._kind = kind
+        self.setting = setting_digest(setting)
+        self.cells: dict[CellKey, Figures] = {}
+        self._check_setting(folder / SETTING, setting)
+        if self._path.exists():
+            self._read()
+
+    def add(self, measured: Figures) -> None:
+        """Append a cell, durably. Raises ResourceError."""
+        assert measured.setting == self.setting
+        try:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(measured) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ResourceError(f"{self._path} cannot be written: {error.strerror}") from error
+        self.cells[measured.cell] = measured
+
+    def _check_setting(self, path: Path, setting: Mapping[str, Any]) -> None:
+        """Write the setting down, or compare it with what was."""
+        try:
+            if not path.exists():
+                path.write_bytes(canonical(setting) + b"\n")
+            found = path.read_bytes().strip()
+        except OSError as error:
+            raise ResourceError(f"{path}: {error.strerror}") from error
+        if found != canonical(setting):
+            raise UsageError(f"{path.parent} is a study of another setting", hint=_HINT)
+
+    def _read(self) -> None:
+        if self._path.stat().st_size > FILE_BYTES_MAX:
+            raise UsageError(f"{self._path} is larger than {FILE_BYTES_MAX} bytes")
+        data = self._path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            os.truncate(self._path, len(whole))
+        for number, line in enumerate(whole.splitlines(), 1):
+            self._add_line(line, number)
+
+    def _add_line(self, line: bytes, number: int) -> None:
+        where = f"{self._path} line {number}"
+        try:
+            measured = msgspec.json.decode(line, type=self._kind)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{where}: {error}") from None
+        if measured.setting != self.setting:
+            raise UsageError(f"{where} is of another setting", hint=_HINT)
+        try:
+            self.cells[measured.cell] = measured
+        except ValueError:
+            raise UsageError(f"{where} is no cell of this study") from None
+
+
+def setting_digest(setting: Mapping[str, Any]) -> str:
+    """The name of a setting, the same however its keys are ordered."""
+    return sha256_hex(canonical(setting))[:SETTING_DIGITS]

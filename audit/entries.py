@@ -164,6 +164,8 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     """Where its siblings are scored together."""
     expired: bool = False
     """It was open for longer than groups may be."""
+    part: int = 0
+    """Where it was trained in a batch that was taken in parts: in which, from 1 on."""
 
     @property
     def closed(self) -> SiblingFate | None:

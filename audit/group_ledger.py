@@ -77,6 +77,8 @@ class Sums:
     epochs: Counter[int] = field(default_factory=Counter)
     """Trajectories by the role epoch of the worker whose record counts."""
     epoch_tokens: Counter[int] = field(default_factory=Counter)
+    parts: Counter[selection.Sum] = field(default_factory=Counter)
+    """Of siblings that were trained, by the part of their batch."""
     selection: Counter[selection.Sum] = field(default_factory=Counter)
     """Of siblings that were trained, or not waited for."""
 
@@ -88,6 +90,7 @@ class Sums:
         self.tokens[fate] += times * group.tokens
         spec = group.spec
         selection.add(self.selection, group, times)
+        selection.add_part(self.parts, group, times)
         if group.step is not None:
             self.staleness[staleness_of(group.step, spec.version)] += times
             self.bounds[spec.deadline - spec.version] += times
@@ -463,7 +466,16 @@ class GroupLedger:
             scoring.failed = True
             self.sibling_ended(group)
 
-    def end(self, name: str, fate: Fate, why: str, at: Moment, *, step: int | None = None) -> None:
+    def end(
+        self,
+        name: str,
+        fate: Fate,
+        why: str,
+        at: Moment,
+        *,
+        step: int | None = None,
+        part: int = 0,
+    ) -> None:
         """A group has its fate; a second one is a violation, and so is one of a stranger."""
         group = self.groups.get(name)
         if group is None:
@@ -474,6 +486,7 @@ class GroupLedger:
             self._findings.add("C2", name, "has two fates", expected=first, found=found)
         else:
             group.fate, group.why, group.step, group.ended = fate, why, step, at
+            group.part = part
             self.ended[name] = None
             del self.open[name]
 

@@ -29,6 +29,7 @@ from dora_pipe.audit.round_reader import Fact, FoldedRound
 from dora_pipe.audit.version_residency import Hosting
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
+from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import (
     RUN_STOPPED,
     AnyControl,
@@ -318,8 +319,10 @@ class Ledger:
         self.legality.committed(entry, self.roles)
         self._published(VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at))
         why = f"batch of step {fact.step}, attempt {fact.attempt}"
-        for group in fact.groups:
-            self.accounts.end(group.group, "trained", why, at, step=fact.step)
+        for part, groups in enumerate(parts_of(fact.groups, fact.parts), 1):
+            for group in groups:
+                number = part if fact.parts else 0
+                self.accounts.end(group.group, "trained", why, at, step=fact.step, part=number)
 
     def _check_adapter(self, fact: StepCommitted) -> None:
         """In a LoRA run every later version is an adapter on version 0, or that itself."""

@@ -11,7 +11,7 @@ from dora_pipe.audit.check_records import Seen
 from dora_pipe.audit.findings import CHECKS, MIXED, Check, Violation
 from dora_pipe.audit.group_ledger import Bucket, Sums
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.selection import SelectionLine, selection_lines
+from dora_pipe.audit.selection import PartLine, SelectionLine, part_lines, selection_lines
 from dora_pipe.schemas.rounds import SiblingFate
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
@@ -124,6 +124,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     selection: tuple[SelectionLine, ...]
     """Siblings that were not waited for beside those that were trained; empty where there are
     none."""
+    parts: tuple[PartLine, ...]
+    """Trained siblings by the part of their batch; empty where all were taken whole."""
     engines: tuple[EngineLine, ...]
     """Every trajectory with a record that counts is in one of them."""
     hosted_pairs: tuple[PairLine, ...]
@@ -191,6 +193,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         staleness_bound=max((bound for bound, count in sums.bounds.items() if count), default=None),
         lengths=length_lines(sums),
         selection=selection_lines(sums.selection),
+        parts=part_lines(sums.parts),
         engines=engine_lines(ledger, sums),
         hosted_pairs=tuple(
             PairLine(older=older, newer=newer, seconds=seconds)

@@ -1,8 +1,9 @@
-"""Siblings that their groups did not wait for, beside those that were trained: is there a bias?
+"""Completion order is a selection: whoever comes last is left out, or trained later.
 
-Completion order is a selection: whoever comes last is left out, and what comes last is long, or
-slow. What was left out was cancelled, most of it, so its length and reward are not known; what is
-known is how long it had been under way, at least, and of those whose record came late, all.
+What comes last is long, or slow. What a group does not wait for is cancelled, most of it, so its
+length and reward are not known; what is known is how long it had been under way, at least, and of
+those whose record came late, all. What is not in the first parts of a batch is in a later one, or
+in a later batch, and all of it is known.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ QUANTITIES: Final = ("tokens", "reward", "seconds")
 """What siblings are compared by."""
 
 Sum = tuple[str, str, str]
-"""Fate, quantity, and which sum: of ones, values or squares."""
+"""Fate or part, quantity, and which sum: of ones, values or squares."""
 
 CONFIDENT: Final = 1.96
 """Standard errors on either side of a mean: 95 % of a normal distribution."""
@@ -33,6 +34,22 @@ class Mean(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None
     error: float | None
     """None of fewer than two."""
+
+
+class PartLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Trained siblings of batches that were taken in parts, by their part.
+
+    Example: part 1, 512 siblings, 41 ± 2 tokens.
+    """
+
+    part: int
+    """From 1 on; 0: all of them."""
+    siblings: int
+    tokens: Mean
+    """Sampled ones."""
+    reward: Mean
+    seconds: Mean
+    """From the first placement to the record."""
 
 
 class SelectionLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,12 +77,42 @@ def add(sums: Counter[Sum], group: GroupEntry, times: int) -> None:
         fate = entry.left or ("trained" if _is_trained(group, entry) else None)
         if fate is None:
             continue
-        sums[fate, "", "count"] += times
-        for quantity, value in _values(group, entry):
-            exact = round(value * 1e6)  # What is added in one order is taken off in another.
-            sums[fate, quantity, "count"] += times
-            sums[fate, quantity, "sum"] += times * exact
-            sums[fate, quantity, "squares"] += times * exact * exact
+        _count(sums, fate, group, entry, times)
+
+
+def add_part(sums: Counter[Sum], group: GroupEntry, times: int) -> None:
+    """Count the siblings of a group that was trained in a part; -1 takes them off."""
+    for entry in group.requests.values() if group.part else ():
+        if _is_trained(group, entry):
+            for key in (str(group.part), _ALL):
+                _count(sums, key, group, entry, times)
+
+
+_ALL: Final = "0"
+
+
+def part_lines(sums: Counter[Sum]) -> tuple[PartLine, ...]:
+    """All, then one for each part; none where batches were taken whole."""
+    parts = sorted({int(key) for (key, _, _), count in sums.items() if count})
+    return tuple(
+        PartLine(
+            part=part,
+            siblings=sums[str(part), "", "count"],
+            **{one: _mean(sums, str(part), one) for one in QUANTITIES},
+        )
+        for part in parts
+    )
+
+
+def _count(
+    sums: Counter[Sum], key: str, group: GroupEntry, entry: RequestEntry, times: int
+) -> None:
+    sums[key, "", "count"] += times
+    for quantity, value in _values(group, entry):
+        exact = round(value * 1e6)  # What is added in one order is taken off in another.
+        sums[key, quantity, "count"] += times
+        sums[key, quantity, "sum"] += times * exact
+        sums[key, quantity, "squares"] += times * exact * exact
 
 
 def selection_lines(sums: Counter[Sum]) -> tuple[SelectionLine, ...]:

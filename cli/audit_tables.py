@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
-from dora_pipe.audit.selection import Mean, SelectionLine
+from dora_pipe.audit.selection import Mean, PartLine, SelectionLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 
 PAIRS_SHOWN_MAX: Final = 8
@@ -21,6 +21,7 @@ def print_report(report: AuditReport) -> None:
     _staleness(report)
     _lengths(report)
     print_selection(report.selection)
+    _parts(report.parts)
     _engines(report)
     _hosting(report)
     _notes(report)
@@ -122,6 +123,26 @@ def print_selection(lines: Sequence[SelectionLine]) -> None:
     ]
     columns = ("fate", "siblings", "records", "sampled tokens", "reward", "seconds placed")
     title = "siblings that were not waited for: is there a bias? (means, 95 % intervals)"
+    emit_table(columns, rows, title=title)
+    emit_line()
+
+
+def _parts(lines: Sequence[PartLine]) -> None:
+    """Who comes first, where batches were taken in parts; nothing where none was."""
+    if not lines:
+        return
+    rows = [
+        (
+            one.part or "all",
+            one.siblings,
+            _interval(one.tokens),
+            _interval(one.reward),
+            _interval(one.seconds),
+        )
+        for one in lines
+    ]
+    columns = ("part", "siblings", "sampled tokens", "reward", "seconds placed")
+    title = "trained siblings by the part of their batch: who comes first? (means, 95 % intervals)"
     emit_table(columns, rows, title=title)
     emit_line()
 

@@ -25,9 +25,9 @@ from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
-from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
-from dora_pipe.schemas.control import error_class
+from dora_pipe.schemas.control import StepCommitted, error_class
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
@@ -131,6 +131,7 @@ class _Describer:
                 "why then": "-" if entry.take is None else entry.take.reason,
                 "batch digest": fact.batch_digest,
                 "compute s": fact.compute_s,
+                **_parts(fact),
                 "adopted": fact.adopted,
             },
             "weights": {
@@ -144,7 +145,11 @@ class _Describer:
             "figures": dict(sorted(fact.figures.items())),
             "settings": dict(sorted(fact.settings.items())),
             "numerics": dict(sorted(fact.numerics.items())),
-            "groups": [self._group_row(taken.group, number) for taken in fact.groups],
+            "groups": [
+                self._group_row(taken.group, number) | ({"part": part} if fact.parts else {})
+                for part, groups in enumerate(parts_of(fact.groups, fact.parts))
+                for taken in groups
+            ],
             "trajectories": self._contributions(entry),
             "lineage": self._lineage_of_version(number) | self._descendants(number + 1),
             TRACE: self._traces.step(entry),
@@ -457,6 +462,14 @@ def _scoring(group: GroupEntry) -> dict[str, Any]:
             "scored": "failed" if scoring.failed else "not yet" if answer is None else "yes",
         }
     }
+
+
+def _parts(fact: StepCommitted) -> dict[str, Any]:
+    """Of a batch in parts: how many groups each had, and what was computed before it was whole."""
+    if not fact.parts:
+        return {}
+    sizes = [len(groups) for groups in parts_of(fact.groups, fact.parts)]
+    return {"parts": " ".join(map(str, sizes)), "ahead s": round(sum(fact.ahead_s), 3)}
 
 
 def _sibling_row(group: GroupEntry, entry: RequestEntry) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory
+from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, arrival, batch_of, computed
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
-from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -31,6 +32,7 @@ from dora_pipe.schemas.control import (
     RoleStarted,
     RunStarted,
     StepCommitted,
+    TakenGroup,
     TrajectoriesLogged,
     TrajectoryLogged,
     WorkerJoined,
@@ -58,6 +60,7 @@ from dora_pipe.schemas.rounds import (
     SiblingFate,
     StopRun,
     TakeBatch,
+    TakePart,
 )
 
 Standing = Literal["bound", "superseded", "fenced"]
@@ -118,7 +121,7 @@ class GroupHistory:
     @property
     def last(self) -> TrajectoryLogged | None:
         """The record that came last."""
-        return max(self.results, key=_arrival, default=None)
+        return max(self.results, key=arrival, default=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,19 +143,6 @@ class WorkerHistory:
     def name(self) -> str:
         """What all its incarnations are called."""
         return self.joined.worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A batch decision in force."""
-
-    take: TakeBatch
-    taken_ns: int
-    round: int
-    free_ns: int
-    """The trainer was free: the commit before, or its own start; 0 while it is not there."""
-    last: TrajectoryLogged | None
-    """The record that came last of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +208,21 @@ class StepEnded:
     @property
     def waited_s(self) -> float:
         """The trainer was free and had neither a batch nor a part of it to compute."""
-        return max(0.0, (self.batch.taken_ns - self.free_ns) / 1e9 - self.fact.ahead_s)
+        if self.batch.parts:
+            return sum(one.waited_s for one in self.parts)
+        return max(0, self.batch.taken_ns - self.free_ns) / 1e9
+
+    @property
+    def training_s(self) -> float:
+        """From when the batch was there and the trainer was free, its parts so far computed."""
+        found = self.parts
+        free_ns = found[-1].free_ns if found else self.free_ns
+        return max(0, self.fact.at_ns - max(self.batch.taken_ns, free_ns)) / 1e9
+
+    @property
+    def parts(self) -> list[PartComputed]:
+        """Of its batch, the last one too; none where that was taken as one."""
+        return list(computed(self.batch.parts, self.fact.ahead_s, self.free_ns))
 
     @property
     def waited_for(self) -> TrajectoryLogged | None:
@@ -273,11 +277,7 @@ def mean(values: Sequence[float]) -> float | None:
 def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
     """The record that came last of some groups."""
     found = (one.last for one in groups)
-    return max((one for one in found if one is not None), key=_arrival, default=None)
-
-
-def _arrival(fact: TrajectoryLogged) -> tuple[int, str]:
-    return fact.at_ns, fact.trajectory
+    return max((one for one in found if one is not None), key=arrival, default=None)
 
 
 class RunAccount:
@@ -298,6 +298,8 @@ class RunAccount:
         """When the trainer was free last: a commit, or its own start."""
         self.batch: Batch | None = None
         """The one that is being trained."""
+        self.parts: list[PartTaken] = []
+        """Of the next batch, those that were taken ahead of it."""
         self._gone: dict[int, WorkerGone] = {}
         self._reports: dict[int, deque[TrajectoriesLogged]] = {}
         """The newest of every incarnation that is there."""
@@ -400,6 +402,9 @@ class RunAccount:
                 self._end_attempt(*at, "cancelled", now_ns, decision.reason)
             case Fence():
                 return self._depart(decision.epoch, "fenced", now_ns, decision.reason)
+            case TakePart():
+                del self.parts[decision.part :]
+                self.parts.append(self._part(decision, decision.groups, now_ns))
             case TakeBatch():
                 return self._taken(decision, round_)
             case End():
@@ -434,15 +439,28 @@ class RunAccount:
     def _taken(self, take: TakeBatch, round_: Round) -> list[Event]:
         why = f"attempt {take.attempt} was taken"
         events = self._end_batch("overtaken", why, round_.now_ns)
-        groups = (self.open.get(one.group) for one in take.groups)
-        self.batch = Batch(
-            take=take,
+        *_, rest = parts_of(take.groups, take.parts)
+        last = self._part(take, rest, round_.now_ns)
+        self.batch = batch_of(
+            take,
+            (*self.parts[: len(take.parts)], last),
             taken_ns=round_.now_ns,
-            round=round_.ordinal,
+            round_=round_.ordinal,
             free_ns=self.free_ns,
-            last=last_of(one for one in groups if one is not None),
         )
+        self.parts = []
         return events
+
+    def _part(
+        self, take: TakePart | TakeBatch, groups: Sequence[TakenGroup], now_ns: int
+    ) -> PartTaken:
+        known = (self.open.get(one.group) for one in groups)
+        return PartTaken(
+            groups=tuple(one.group for one in groups),
+            taken_ns=now_ns,
+            reason=take.reason,
+            last=last_of(one for one in known if one is not None),
+        )
 
     def _joined(self, offset: int, fact: WorkerJoined) -> list[Event]:
         events: list[Event] = []

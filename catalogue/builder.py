@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dora_pipe.catalogue.account import (
-    Batch,
     BatchEnded,
     Event,
     GroupEnded,
@@ -26,6 +25,7 @@ from dora_pipe.catalogue.account import (
     rewards_of,
 )
 from dora_pipe.catalogue.attempts import Attempt, RequestHistory
+from dora_pipe.catalogue.batches import Batch
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
 from dora_pipe.catalogue.tables import (
@@ -35,6 +35,7 @@ from dora_pipe.catalogue.tables import (
     FailureRow,
     GroupRow,
     HostingRow,
+    PartRow,
     RecordRow,
     RoleRow,
     RoundRow,
@@ -225,6 +226,7 @@ class CatalogueBuilder:
         fact = event.fact
         self._rows.append(_step_row(event))
         self._rows.append(_batch_row(event.batch, ended_ns=fact.at_ns, outcome="committed"))
+        self._rows += _part_rows(event)
         self._published(fact.step + 1, fact.policy.digest, fact.at_ns)
 
     def _gone(self, event: WorkerGone) -> None:
@@ -320,6 +322,27 @@ def _batch_row(
     )
 
 
+def _part_rows(event: StepEnded) -> Iterator[PartRow]:
+    results = {group.spec.group: group.results for group in event.groups}
+    for one in event.parts:
+        taken = one.taken
+        records = [record for name in taken.groups for record in results.get(name, ())]
+        yield PartRow(
+            step=event.fact.step,
+            part=one.part,
+            free_ns=one.free_ns,
+            taken_ns=taken.taken_ns,
+            begun_ns=one.begun_ns,
+            waited_s=one.waited_s,
+            seconds=one.seconds,
+            last=None if taken.last is None else taken.last.trajectory,
+            reason=taken.reason,
+            groups=len(taken.groups),
+            trajectories=len(records),
+            tokens=sum(record.tokens for record in records),
+        )
+
+
 def _step_row(event: StepEnded) -> StepRow:
     fact, batch = event.fact, event.batch
     results = event.results
@@ -338,6 +361,7 @@ def _step_row(event: StepEnded) -> StepRow:
         committed_ns=fact.at_ns,
         seconds=event.seconds,
         waited_s=event.waited_s,
+        ahead_s=sum(fact.ahead_s),
         waited_for=None if waited_for is None else waited_for.trajectory,
         waited_worker=None if waited_for is None else waited_for.worker,
         waited_version=None if waited_for is None else waited_for.version,
@@ -389,11 +413,12 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         reason=group.reason,
         dispatched_ns=group.dispatched_ns,
         complete_ns=max(one.at_ns for one in results) if group.whole else None,
-        taken_ns=None if ended.batch is None else ended.batch.taken_ns,
+        taken_ns=None if ended.batch is None else ended.batch.taken_ns_of(spec.group),
         ended_ns=None if ended.fate == "open" else ended.ended_ns,
         fate=ended.fate,
         why=ended.why,
         step=ended.step,
+        part=None if ended.batch is None else ended.batch.part_of.get(spec.group),
         staleness=staleness_of(ended.step, spec.version)
         if trained and ended.step is not None
         else None,

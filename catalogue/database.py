@@ -77,31 +77,35 @@ VIEWS: Final = {
         from siblings group by fate order by fate = 'trained' desc, fate desc""",
     "waits": """
         with waited as (
-            select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns,
-                   trajectory_id, group_id, version, dispatched_ns, logged_ns, worker
-            from batches b join trajectories on trajectory_id = b.last join groups using (group_id)
-            where b.attempt = 1
+            select w.*, version, group_id, dispatched_ns, logged_ns, worker
+            from (
+                select step, 0 as part, coalesce(free_ns, taken_ns) as free_ns, taken_ns,
+                       last as trajectory_id
+                from batches where attempt = 1 and step not in (select step from parts)
+                union all select step, part, free_ns, taken_ns, last from parts
+            ) w join trajectories using (trajectory_id) join groups using (group_id)
         ), placed as (
-            select step, a.attempt as place, a.placed_ns,
-                   lag(a.worker) over (partition by step order by a.attempt) as held_by
+            select step, part, a.attempt as place, a.placed_ns,
+                   lag(a.worker) over (partition by step, part order by a.attempt) as held_by
             from waited join attempts a using (trajectory_id)
         ), marks as (
-            select step, 0 as place, dispatched_ns as until_ns, 'admission' as kind, null as worker
+            select step, part, 0 as place, dispatched_ns as until_ns, 'admission' as kind,
+                   null as worker
             from waited
-            union all select step, place, placed_ns,
+            union all select step, part, place, placed_ns,
                              case when held_by is null then 'queue' else 'lost' end, held_by
             from placed
-            union all select step, 1000000, logged_ns, 'sampling', worker from waited
-            union all select step, 1000001, taken_ns, 'decision', null from waited
+            union all select step, part, 1000000, logged_ns, 'sampling', worker from waited
+            union all select step, part, 1000001, taken_ns, 'decision', null from waited
         ), pieces as (
-            select step, place, kind, marks.worker, version,
+            select step, part, place, kind, marks.worker, version,
                    least(until_ns, taken_ns) - greatest(free_ns, max(until_ns) over (
-                       partition by step order by place
+                       partition by step, part order by place
                        rows between unbounded preceding and 1 preceding)) as lasted_ns
-            from marks join waited using (step)
+            from marks join waited using (step, part)
         )
-        select step, kind, worker, version, lasted_ns / 1e9 as seconds
-        from pieces where lasted_ns > 0 order by step, place""",
+        select step, part, kind, worker, version, lasted_ns / 1e9 as seconds
+        from pieces where lasted_ns > 0 order by step, part, place""",
 }
 """What is asked often, by name."""
 

@@ -133,6 +133,23 @@ class BatchRow(Row, frozen=True, kw_only=True, gc=False):
     why: Annotated[str, "why it came to nothing"]
 
 
+class PartRow(Row, frozen=True, kw_only=True, gc=False):
+    """A part of the batch of a committed step, where that was taken in several."""
+
+    step: Annotated[Small, "the step"]
+    part: Annotated[Small, "from 0; the last one was taken with the batch"]
+    free_ns: Annotated[int, "when the trainer was free for it"]
+    taken_ns: Annotated[int, "when it was decided"]
+    begun_ns: Annotated[int, "the later of the two"]
+    waited_s: Annotated[float, "the trainer was free and it was not there"]
+    seconds: Annotated[float | None, "computing it ahead of the batch; null: it was with that"]
+    last: Annotated[str | None, "the trajectory of it that was logged last"]
+    reason: Annotated[str, "why it was taken then"]
+    groups: Annotated[Small, "how many it has"]
+    trajectories: Annotated[Small, "in these"]
+    tokens: Annotated[int, "sampled ones of these"]
+
+
 class StepRow(Row, frozen=True, kw_only=True, gc=False):
     """A committed training step."""
 
@@ -144,6 +161,7 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
     committed_ns: Annotated[int, "the commit"]
     seconds: Annotated[float | None, "from `free_ns` to the commit"]
     waited_s: Annotated[float, "of these, the trainer was free and had no batch, nor a part"]
+    ahead_s: Annotated[float, "of these, it computed parts ahead of the batch"]
     compute_s: Annotated[float, "of these, it computed"]
     waited_for: Annotated[str | None, "the trajectory that came last, where it waited"]
     waited_worker: Annotated[str | None, "who logged that one"]
@@ -199,11 +217,14 @@ class GroupRow(Row, frozen=True, kw_only=True, gc=False):
     reason: Annotated[str, "why it was dispatched then"]
     dispatched_ns: Annotated[int, "when"]
     complete_ns: Annotated[int | None, "when the last sibling was logged that counts"]
-    taken_ns: Annotated[int | None, "when a batch took it"]
+    taken_ns: Annotated[int | None, "when a batch, or a part of it, took it"]
     ended_ns: Annotated[int | None, "when it had its fate"]
     fate: Annotated[str, "`open`, `trained`, `filtered`, `failed`, `cancelled`, `evaluated`"]
     why: Annotated[str, "of its fate"]
     step: Annotated[int | None, Sql("INTEGER"), "that trains it: its batch, or its commit"]
+    part: Annotated[
+        int | None, Sql("SMALLINT"), "of that batch, from 0, where it was taken in several"
+    ]
     staleness: Annotated[int | None, Sql("INTEGER"), "step less version, where it was trained"]
     results: Annotated[Small, "siblings whose record counts"]
     valid: Annotated[Small, "of these, with a reward"]
@@ -376,6 +397,7 @@ TABLES: Final = (
     Table(name="hostings", row=HostingRow),
     Table(name="roles", row=RoleRow),
     Table(name="batches", row=BatchRow, live=True),
+    Table(name="parts", row=PartRow),
     Table(name="rounds", row=RoundRow),
     Table(name="events", row=EventRow),
     Table(name="failures", row=FailureRow),

@@ -355,6 +355,8 @@ def print_step(description: Description, run: str) -> None:
         f"step {step['step']} of {run}: {len(groups)} groups, {count} trajectories, attempt "
         f"{step['attempt']}, computed in {show(step['compute s'])} s"
     )
+    if "parts" in step:
+        emit_line(f"taken in parts of {step['parts']} groups, {show(step['ahead s'])} s ahead")
     emit_line(f"taken because {step['why then']}")
     invalid = Counter(one for of in groups for one in of.get("no reward", "").split())
     if invalid:
@@ -363,7 +365,16 @@ def print_step(description: Description, run: str) -> None:
     shown = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
     versions, worst = _by_version(groups), _worst(rows)
     named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
-    taken = LINES_ELSE + bool(invalid) + len(shown) + 1 + len(versions) + 2 + len(worst)
+    taken = (
+        LINES_ELSE
+        + bool(invalid)
+        + ("parts" in step)
+        + len(shown)
+        + 1
+        + len(versions)
+        + 2
+        + len(worst)
+    )
     room, gaps = _room(taken, len(named))
     _part(gaps)
     emit_flow(shown)

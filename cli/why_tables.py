@@ -129,6 +129,8 @@ def _print_summary(run: OpenRun, asked: Asked) -> None:
         emit_json(asdict(found))
         return
     emit_line(found.head)
+    if found.ahead:
+        emit_line(found.ahead)
     for alarm in found.alarms:
         emit_line(alarm)
     emit_line()

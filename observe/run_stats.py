@@ -193,12 +193,15 @@ class StepStats:
     seconds: float | None
     """Since the commit before, or since the trainer began; None where that is not known."""
     waited_s: float
-    """The trainer was free and had no batch."""
+    """The trainer was free and had neither a batch nor a part of it."""
     worker: str
     """Who logged the trajectory that came last; empty where nobody was waited for."""
     version: int
     """Of that trajectory's group; -1 where nobody was waited for."""
+    ahead_s: float
+    """It computed parts of the batch before that was taken."""
     training_s: float
+    """The rest, from when the batch was there and the trainer free."""
     reward: float | None
     """Mean of the batch's valid rewards."""
     task_rewards: tuple[tuple[str, float], ...]
@@ -300,6 +303,7 @@ class RunStats:
         self.waited_by: Counter[str] = Counter()
         """ms that the trainer waited, by the worker that it waited for."""
         self.compute_ms = 0
+        self.ahead_ms = 0
         self.load_s = Histogram(LOADS)
         self.step_s = Histogram(SECONDS)
         self.training_s = Histogram(SECONDS)
@@ -463,7 +467,8 @@ class RunStats:
             waited_s=ended.waited_s,
             worker="" if last is None else last.worker,
             version=-1 if last is None else last.version,
-            training_s=max(0, fact.at_ns - max(ended.batch.taken_ns, ended.free_ns)) / 1e9,
+            ahead_s=sum(fact.ahead_s),
+            training_s=ended.training_s,
             reward=mean(rewards_of(results)),
             task_rewards=_by_task(ended.groups),
             parts=parts_by_task(ended.groups),
@@ -483,6 +488,7 @@ class RunStats:
         self.wait_s.add(step.waited_s)
         self.waited_by[step.worker or "nobody"] += round(step.waited_s * 1000)
         self.compute_ms += round(compute_s * 1000)
+        self.ahead_ms += round(step.ahead_s * 1000)
         for value, groups in step.staleness:
             self.staleness.add(value, groups)
 

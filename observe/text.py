@@ -56,3 +56,8 @@ def duration(seconds: float) -> str:
 def counted(count: int, what: str) -> str:
     """Example: ``counted(1, "group") == "1 group"``."""
     return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def ahead_share(ahead_s: float, training_s: float) -> float:
+    """Of all training what was done in parts before their batch was whole; 0 of none."""
+    return ahead_s / (ahead_s + training_s) if ahead_s else 0.0

@@ -19,7 +19,7 @@ from dora_pipe.observe.run_stats import (
     WorkerView,
     evaluation_words,
 )
-from dora_pipe.observe.text import bar, duration, short, sparkline
+from dora_pipe.observe.text import bar, counted, duration, short, sparkline
 from dora_pipe.schemas.metrics import AnyMetrics, Blocker, OrchestratorStatus, TrainerStatus, Wait
 
 Style = Literal["", "dim", "good", "busy", "alarm"]
@@ -254,7 +254,10 @@ def _step_now(stats: RunStats, at_ns: int) -> str:
         usual = [one.training_s for one in list(stats.steps)[-RECENT:]]
         of = f" of about {duration(median(usual))}" if usual else ""
         return f"step {batch.take.step} trains {duration(since_s)}{of}"
-    return f"step {stats.version}: {_finished(stats)} of {_or(stats.per_step)} groups finished"
+    parts = stats.account.parts
+    taken = sum(len(one.groups) for one in parts)
+    text = f"step {stats.version}: {_finished(stats)} of {_or(stats.per_step)} groups finished"
+    return text + (f", {taken} of them taken in {counted(len(parts), 'part')}" if parts else "")
 
 
 def _finished(stats: RunStats) -> int:

@@ -279,13 +279,10 @@ def part_due(state: State) -> list[str]:
 
     While a step trains that is the first alone: a trainer has nothing to compute while it
     publishes, and what is taken earlier than it can be used takes the place of what ends later.
-    The pairs of keys that know no parts are refused where a configuration is read; here they are
-    kept from changing a run that has parts.
+    Keys that know no parts are refused with a configuration; here they cannot change a run's.
     """
-    config, at = state.config, state.standing()
-    assert config is not None
-    most = min(1, config.trainer.parts - 1) if at.training else config.trainer.parts - 1
-    if len(state.parts) >= most or why_no_parts(config):
+    at, size = state.standing(), part_size(state)
+    if not size:
         return []
     part = next_part(
         state.finished,
@@ -293,9 +290,21 @@ def part_due(state: State) -> list[str]:
         step=at.step,
         per_step=at.per_step,
         taken=len(state.in_parts),
-        size=max(1, at.per_step // config.trainer.parts),
+        size=size,
     )
     return [one.group for one in part]
+
+
+def part_size(state: State) -> int:
+    """Groups of the next part; 0 where the batch itself is the next to be taken."""
+    config = state.config
+    assert config is not None
+    most = config.trainer.parts - 1
+    most = most if state.training is None else min(1, most)
+    if len(state.parts) >= most or why_no_parts(config):
+        return 0
+    size = max(1, config.groups.per_step // config.trainer.parts)
+    return size if len(state.in_parts) + size < config.groups.per_step else 0
 
 
 def batch_due(state: State) -> list[str]:

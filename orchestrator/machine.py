@@ -128,7 +128,7 @@ class OrchestratorMachine:
         """A cache that is still full then is observed once more."""
         limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
         self._waits = WaitTracker("orchestrator", limits)
-        self._last_progress = (state.version, state.training is not None)
+        self._last_progress = _progress(state)
         self._last_progress_ns: int | None = None
         self._folded: list[bytes] = []
         self._control_next = state.control_next
@@ -400,8 +400,9 @@ class OrchestratorMachine:
         self._effects.append(WriteSnapshot(offset=event.offset, digest=digest, body=body))
 
     def _note_turn(self, now: Now) -> None:
-        """Since when it is the trainer's turn, or the workers'; unknown for what was before."""
-        stands = (self.state.version, self.state.training is not None)
+        """Since when it is the trainer's turn, or the workers', for a part of its batch too;
+        unknown for what was before."""
+        stands = _progress(self.state)
         if stands != self._last_progress:
             self._last_progress = stands
             self._last_progress_ns = now.mono_ns if self._caught_up else None
@@ -455,6 +456,12 @@ class OrchestratorMachine:
 
     def _living(self) -> list[Incarnation]:
         return [(worker.name, worker.epoch) for worker in self.state.workers.values()]
+
+
+def _progress(state: State) -> tuple[int, bool, int]:
+    """What changes when it is another's turn."""
+    trains = state.training is not None
+    return state.version, trains, 0 if trains else len(state.parts)
 
 
 FOLDED_BYTES_MAX: Final = 256 * 1024

@@ -82,12 +82,7 @@ def feasible(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
     Example: ``feasible({4: 2, 5: 3}, 4, 2)`` is False: five groups are due at step 5 or before, and
     two steps take four.
     """
-    due = 0
-    for deadline in sorted(deadlines):
-        due += deadlines[deadline]
-        if due > max(0, deadline - step + 1) * per_step:
-            return False
-    return True
+    return _excess(deadlines, step, per_step) is None
 
 
 def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
@@ -154,27 +149,49 @@ def next_part(
     return part if feasible(due, step, per_step) else ()
 
 
-def waits_until(
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What a batch, or a part of it, waits for: so many unfinished groups."""
+
+    count: int
+    until: int | None = None
+    """Of those due at this deadline or before; None: of any."""
+
+
+def lacking(
     finished: Sequence[Finished],
     deadlines: Mapping[int, int],
     *,
     step: int,
     per_step: int,
     taken: int = 0,
-) -> int | None:
-    """The trainer waits for unfinished groups due at this deadline or before; None: for any.
+    size: int = 0,
+) -> Lacking:
+    """What the trainer waits for: the next part, where that has `size` groups, else the batch.
 
-    Only to be asked while `next_batch` gives nothing.
+    Only to be asked while `next_part` or `next_batch` gives nothing.
     """
-    lacks = per_step - taken
-    if len(finished) < lacks:
-        return None
+    needs = size or per_step - taken
+    if len(finished) < needs:
+        return Lacking(needs - len(finished))
+    if size:
+        due = _without(deadlines, finished[:size])
+        due[step] = due.get(step, 0) + size
+        over = _excess(due, step, per_step)
+    else:
+        behind = _without(deadlines, finished[:needs], step=step, taken=taken)
+        over = _excess(behind, step + 1, per_step)
+    return Lacking(0) if over is None else Lacking(over[1], over[0])
+
+
+def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int, int] | None:
+    """The first deadline by which more groups are due than steps can take, and how many more."""
     due = 0
-    behind = _without(deadlines, finished[:lacks], step=step, taken=taken)
-    for deadline in sorted(behind):
-        due += behind[deadline]
-        if due > max(0, deadline - step) * per_step:
-            return deadline
+    for deadline in sorted(deadlines):
+        due += deadlines[deadline]
+        over = due - max(0, deadline - step + 1) * per_step
+        if over > 0:
+            return deadline, over
     return None
 
 

@@ -9,7 +9,8 @@ from itertools import chain, islice
 from typing import Final
 
 from dora_pipe.core.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
-from dora_pipe.orchestrator.staleness import waits_until
+from dora_pipe.orchestrator.apply_decision import part_size
+from dora_pipe.orchestrator.staleness import lacking
 from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.metrics import Blocker
 
@@ -25,6 +26,10 @@ class Blocking:
     """Those of the earliest deadlines, in order."""
     count: int
     """Of all."""
+    lacks: int = 0
+    """So many of them are enough."""
+    until: int | None = None
+    """They are due at this step or before; None: as it comes."""
 
 
 def waits(
@@ -73,7 +78,8 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
     if found.count:
         named = [Blocker("group", group.spec.group) for group in found.first]
         more = found.count - len(named)
-        return _still("groups", _names(found), str(state.version), "work", named, since_ns, more)
+        words = _names(found) + (f", for part {len(state.parts)}" if in_parts(state) else "")
+        return _still("groups", words, str(state.version), "work", named, since_ns, more)
     if state.paused:
         return _still("pause", "the end of a pause", "", "free", [Blocker("user", "resume")])
     return _still("admission", "new groups", str(state.version), "work", _loading(state))
@@ -138,20 +144,28 @@ def blockers(state: State, most: int) -> Blocking:
         groups = state.groups.values()
         first = heapq.nsmallest(most, groups, key=lambda group: group.key)
         return Blocking(first=first, count=len(groups))
-    until = waits_until(
+    lacks = lacking(
         state.finished,
         state.deadlines,
         step=at.step,
         per_step=at.per_step,
         taken=len(state.in_parts),
+        size=part_size(state),
     )
     generating = state.index.generating
-    due = [one for one in sorted(generating) if until is None or one <= until]
+    due = [one for one in sorted(generating) if lacks.until is None or one <= lacks.until]
     names = islice(chain.from_iterable(generating[one] for one in due), most)
     return Blocking(
         first=[state.groups[name] for name in names],
         count=sum(len(generating[one]) for one in due),
+        lacks=lacks.count,
+        until=lacks.until,
     )
+
+
+def in_parts(state: State) -> bool:
+    """Whether the next batch is taken in parts, the last of which is taken with it."""
+    return bool(state.parts or part_size(state))
 
 
 def _names(found: Blocking) -> str:

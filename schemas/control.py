@@ -431,8 +431,9 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     """Versions whose files the trainer deletes once this commit is durable (docs/storage.md)."""
     parts: tuple[int, ...] = ()
     """The sizes of all but its last part, as `TakeBatch.parts` has them."""
-    ahead_s: float = 0.0
-    """What was spent on those parts before the batch was taken; no part of a wait for it."""
+    ahead_s: tuple[float, ...] = ()
+    """Seconds spent on the first of those parts ahead of the batch, while nothing else could be
+    done: no wait for it. The others were computed with the batch."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

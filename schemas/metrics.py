@@ -178,6 +178,7 @@ class TrainerStatus(Metrics, frozen=True, kw_only=True):
     role_epoch: int
     step: int
     phase: str
+    """Of a part of a batch with its number, from 0: `part 2`."""
     cached_records: int
     cached_bytes: int
     weights_at: str = ""

@@ -189,7 +189,7 @@ class InvariantMonitor:
             name = getattr(found, "worker", "") or _SPEAKERS[type(found)]
             self.waits[name] = found.waits_for
             if isinstance(found, TrainerStatus):
-                self.kinds[f"trainer {found.phase}"] += 1
+                self.kinds[f"trainer {found.phase.partition(' ')[0]}"] += 1
 
     # Rounds
 

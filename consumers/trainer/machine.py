@@ -105,18 +105,24 @@ class _StepParts:
 
     decisions: list[TakePart] = field(default_factory=list)
     begun: int = 0
-    ahead_s: float = 0.0
-    """Spent on them while nothing else could be done."""
+    ahead_s: list[float] = field(default_factory=list)
+    """Spent on each that is computed, while nothing else could be done."""
 
     def decided(self, part: TakePart) -> None:
         """The next one; or one again, which replaces it and those after it."""
         del self.decisions[part.part :]
+        del self.ahead_s[part.part :]
         self.decisions.append(part)
         self.begun = min(self.begun, part.part)
 
     def again(self) -> None:
         """What was computed of them is gone."""
-        self.begun, self.ahead_s = 0, 0.0
+        self.begun, self.ahead_s = 0, []
+
+    def computed(self, part: int, seconds: float) -> None:
+        """The one that was begun last is done, unless it was given up meanwhile."""
+        if len(self.ahead_s) == part < self.begun:
+            self.ahead_s.append(seconds)
 
 
 class TrainerMachine:
@@ -269,10 +275,10 @@ class TrainerMachine:
 
     def _on_part_trained(self, event: PartTrained, now: Now) -> None:
         self._part_in_work = False
+        free_s = (now.mono_ns - self._free_ns) / 1e9 if self.phase == "part" else 0.0
+        if event.step in self._parts:
+            self._parts[event.step].computed(event.part, min(event.seconds, free_s))
         if self.phase == "part":
-            free_s = (now.mono_ns - self._free_ns) / 1e9
-            if event.step in self._parts:
-                self._parts[event.step].ahead_s += min(event.seconds, free_s)
             self.phase = "idle"
 
     def _on_trained(self, event: StepTrained, now: Now) -> None:
@@ -410,9 +416,9 @@ class TrainerMachine:
             ),
         )
 
-    def _ahead_s(self, decision: TakeBatch) -> float:
-        parts = self._parts.get(decision.step)
-        return parts.ahead_s if parts is not None and decision.parts else 0.0
+    def _ahead_s(self, decision: TakeBatch) -> tuple[float, ...]:
+        parts = self._parts.get(decision.step, _StepParts())
+        return tuple(parts.ahead_s[: len(decision.parts)])
 
     def _restore(self) -> None:
         """Bring the weights back to where the next step begins."""
@@ -470,7 +476,7 @@ class TrainerMachine:
             cost=self._cost(),
             role_epoch=self._setup.role_epoch,
             step=step,
-            phase=self.phase,
+            phase=f"part {self._parts[step].begun - 1}" if self.phase == "part" else self.phase,
             cached_records=gauges.records,
             cached_bytes=gauges.bytes,
             weights_at=weights_url(self._setup.transfers, self.history.digest_of(step)),

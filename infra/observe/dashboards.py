@@ -22,6 +22,7 @@ from infra.observe.panels import (
     panel,
     quantile,
     rate,
+    share_ahead,
     stat,
 )
 
@@ -202,6 +203,12 @@ TRAINER: Final = Dashboard(
             "Compute",
             "Share of the time in forward, backward and update.",
             (rate("trainer_compute_seconds_total"), "{{run}}"),
+            unit="percentunit",
+        ),
+        panel(
+            "Trained ahead",
+            "Share of training that was done in parts, before the batch was whole.",
+            (share_ahead(), "{{run}}"),
             unit="percentunit",
         ),
         panel(

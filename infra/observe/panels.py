@@ -210,6 +210,12 @@ def lately(metric: str) -> str:
     return f"{summed} / (increase(dora_pipe_{metric}_count{{RUN}}[5m]) > 0)"
 
 
+def share_ahead() -> str:
+    """Of all training what was done before the batch was whole."""
+    ahead = rate("trainer_ahead_seconds_total")
+    return f"{ahead} / ({ahead} + {rate('step_training_seconds_sum')} > 0)"
+
+
 def quantile(share: float, metric: str) -> str:
     """A quantile over the whole run: what was rare stays in sight."""
     return f"histogram_quantile({share}, dora_pipe_{metric}_bucket{{RUN}})"

@@ -417,13 +417,14 @@ TRAINING: Final = (
     ),
     histogram(
         "step_training_seconds",
-        "From the batch decision, or from when the trainer was free, to the commit.",
+        "From the batch decision, or from when the trainer was free, to the commit; parts that "
+        "were computed ahead of the decision are no part of it.",
         "take batch, step committed",
         lambda t: t.training_s,
     ),
     histogram(
         "trainer_wait_seconds",
-        "The trainer was free and its batch not decided, per step.",
+        "The trainer was free and neither its batch nor a part of it decided, per step.",
         "take batch, step committed",
         lambda t: t.wait_s,
     ),
@@ -440,11 +441,17 @@ TRAINING: Final = (
         "step committed",
         lambda t: t.compute_ms / 1000,
     ),
+    counter(
+        "trainer_ahead_seconds_total",
+        "Computing parts of a batch before that was taken, with the reading of their records.",
+        "step committed",
+        lambda t: t.ahead_ms / 1000,
+    ),
     gauge(
         "trainer_phase{phase}",
         "1 for what the trainer does now.",
         "trainer status",
-        _trainer(lambda s: {s.phase: 1}),
+        _trainer(lambda s: {s.phase.partition(" ")[0]: 1}),
     ),
     gauge(
         "trainer_cached_records",

@@ -115,7 +115,8 @@ KEPT: Final = _name(
     "dora.sampled_because", "string", "`ratio`, `slow`, `failed`, `moved` or `all`."
 )
 SKEW: Final = _name("dora.clock_skew_ms", "double", "Clocks of machines disagreed by so much; ms.")
-GROUPS: Final = _name("dora.groups", "int", "Groups of the batch.")
+GROUPS: Final = _name("dora.groups", "int", "Groups of the batch, or of the part.")
+PART: Final = _name("dora.part", "int", "Part of the batch, from 0, where it has several.")
 COMPUTE: Final = _name("dora.compute_s", "double", "Forward, backward and update; s.")
 FIGURE: Final = _name("dora.figures.*", "double", "Figures of the commit: loss, ...")
 
@@ -269,16 +270,16 @@ STAGES: Final[dict[str, Stage]] = {
             parent="group",
             kind="consumer",
             begins="the last sibling is published",
-            ends="the round that takes the group into a batch",
-            attributes=(*_MESSAGE, COUNT, STEP, ATTEMPT, STALENESS, REASON, WAITED_FOR),
+            ends="the round that takes the group into a batch, or a part of it",
+            attributes=(*_MESSAGE, COUNT, STEP, PART, ATTEMPT, STALENESS, REASON, WAITED_FOR),
         ),
         Stage(
             name="trained",
             parent="group",
             kind="consumer",
-            begins="the batch is taken",
+            begins="the batch, or its part, is taken",
             ends="the step is committed",
-            attributes=(*_MESSAGE, COUNT, STEP, ATTEMPT, STALENESS),
+            attributes=(*_MESSAGE, COUNT, STEP, PART, ATTEMPT, STALENESS),
             links="the `step` that trained it",
         ),
         Stage(
@@ -294,13 +295,20 @@ STAGES: Final[dict[str, Stage]] = {
             name="waited",
             parent="step",
             begins="the trainer is free",
-            ends="its batch is taken",
-            attributes=(WAITED_FOR,),
+            ends="its batch, or the next part of it, is taken",
+            attributes=(PART, WAITED_FOR),
+        ),
+        Stage(
+            name="part",
+            parent="step",
+            begins="a part of its batch is taken, and the trainer is free",
+            ends="it is computed, ahead of the batch",
+            attributes=(PART, GROUPS, COUNT, OUTPUT, REASON),
         ),
         Stage(
             name="computed",
             parent="step",
-            begins="the batch is taken",
+            begins="the batch is taken, and its parts so far are computed",
             ends="the step is committed",
             attributes=(COMPUTE,),
         ),

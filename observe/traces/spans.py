@@ -92,7 +92,9 @@ class _Sibling:
         self._cursor = Cursor(self._ended.group.dispatched_ns)
         self._segments = _Segments(self._content)
         batch = self._ended.batch
-        self._known_ns = self._ended.ended_ns if batch is None else batch.taken_ns
+        self._known_ns = (
+            self._ended.ended_ns if batch is None else batch.taken_ns_of(self._spec.group)
+        )
         """When the orchestrator knew that the siblings had ended."""
 
     def spans(self, parent: str) -> Cursor:
@@ -472,18 +474,22 @@ class _Group:
         shared: Attributes = {
             names.COUNT: len(ended.group.results),
             names.STEP: batch.take.step,
+            names.PART: batch.part_of.get(self.spec.group),
             names.ATTEMPT: batch.take.attempt,
             names.STALENESS: self._staleness(),
         }
-        last = ended.batch_last
+        part = batch.taken_of(self.spec.group)
+        last = ended.batch_last if part is None else part.last
         others = last is not None and last.group != self.spec.group
         attrs = (
             self.builder.message("take", "receive", Topics(self.builder.run.key.run).trajectories)
             | shared
         )
-        attrs[names.REASON] = batch.take.reason
+        attrs[names.REASON] = batch.take.reason if part is None else part.reason
         attrs[names.WAITED_FOR] = _on(last) if last is not None and others else None
-        self.builder.add("selected", self.root, cursor.to(batch.taken_ns), attrs)
+        self.builder.add(
+            "selected", self.root, cursor.to(batch.taken_ns_of(self.spec.group)), attrs
+        )
         attrs = (
             self.builder.message("train", "process", Topics(self.builder.run.key.run).trajectories)
             | shared
@@ -498,8 +504,7 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
     trace, root = step_span(run, fact.step)
     builder = SpanBuilder(run, trace)
     began_ns = min(ended.free_ns, batch.taken_ns)
-    cursor = Cursor(began_ns)
-    waited, computed = cursor.to(batch.taken_ns), cursor.to(fact.at_ns)
+    ends_ns = max(began_ns, fact.at_ns)
     attrs = builder.message("train", "process", Topics(run.key.run).trajectories)
     attrs |= {
         names.COUNT: sum(len(one.trajectories) for one in fact.groups),
@@ -519,15 +524,38 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
         for trace in [group_trace(run.key, taken.group)]
         for one in taken.trajectories
     )
-    builder.add("step", "", (began_ns, cursor.at_ns), attrs, links=links)
-    last = ended.last
-    if waited[0] < waited[1]:
-        what: Attributes = {names.WAITED_FOR: None if last is None else _on(last)}
-        builder.add("waited", root, waited, what)
-    builder.add("computed", root, computed, {names.COMPUTE: fact.compute_s})
+    builder.add("step", "", (began_ns, ends_ns), attrs, links=links)
+    cursor = Cursor(began_ns, ends_ns)
+    if ended.parts:
+        _parts(builder, root, cursor, ended)
+    elif (waited := cursor.to(batch.taken_ns))[0] < waited[1]:
+        builder.add("waited", root, waited, {names.WAITED_FOR: _on(ended.last)})
+    builder.add("computed", root, cursor.to(ends_ns), {names.COMPUTE: fact.compute_s})
     return builder.spans
 
 
-def _on(logged: TrajectoryLogged) -> str:
+def _parts(builder: SpanBuilder, root: str, cursor: Cursor, ended: StepEnded) -> None:
+    """The wait for each part, where there was one, and the work on those that went ahead."""
+    results = {group.spec.group: group.results for group in ended.groups}
+    for one in ended.parts:
+        taken = one.taken
+        waited = cursor.to(one.begun_ns)
+        if waited[0] < waited[1]:
+            attrs: Attributes = {names.PART: one.part, names.WAITED_FOR: _on(taken.last)}
+            builder.add("waited", root, waited, attrs, one.part)
+        if one.seconds is None:
+            continue
+        records = [record for name in taken.groups for record in results.get(name, ())]
+        attrs = {
+            names.PART: one.part,
+            names.GROUPS: len(taken.groups),
+            names.COUNT: len(records),
+            names.OUTPUT: sum(record.tokens for record in records),
+            names.REASON: taken.reason,
+        }
+        builder.add("part", root, cursor.to(one.ended_ns), attrs, one.part)
+
+
+def _on(logged: TrajectoryLogged | None) -> str | None:
     """A record and who made it."""
-    return f"{logged.trajectory} on {logged.worker}"
+    return None if logged is None else f"{logged.trajectory} on {logged.worker}"

@@ -123,6 +123,7 @@ PLACED: Final = f"to %({names.WORKER})s: %({names.REASON})s"
 CONTEXT: Final = f"context %({names.CONTEXT})d"
 TURN: Final = f"turn %({names.TURN})d, %({names.TOKENS})d tokens"
 RECORD: Final = f"trajectories:%({names.PARTITION})s:%({names.OFFSET})d, %({names.SIZE})d bytes"
+PART: Final = f"part %({names.PART})d"
 BATCH: Final = f"step %({names.STEP})d, attempt %({names.ATTEMPT})d"
 
 
@@ -184,10 +185,11 @@ _WORDS: Final[Mapping[str, tuple[str | Callable[[Attributes], Iterator[str]], ..
     "reward": (f"%({names.REWARD})g",),
     "published": (RECORD,),
     "gathered": (WAITED,),
-    "selected": (BATCH, f"the batch {WAITED}"),
+    "selected": (BATCH, PART, f"the batch {WAITED}"),
     "trained": (STEP,),
     "step": (BATCH, _size),
-    "waited": (WAITED,),
+    "waited": (PART, WAITED),
+    "part": (PART, _size, f"%({names.OUTPUT})d tokens"),
     "computed": (f"%({names.COMPUTE}).3f s of it computing",),
 }
 """By stage: what is said of its attributes; a text that needs one which is not there is left out.

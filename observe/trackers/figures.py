@@ -16,6 +16,7 @@ from typing import Final
 from dora_pipe.catalogue.account import StepEnded, rewards_of
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
+from dora_pipe.observe.text import ahead_share
 from dora_pipe.observe.trackers.port import Figure, Spread
 from dora_pipe.schemas.control import (
     INFRASTRUCTURE,
@@ -53,7 +54,9 @@ FIGURES: Final = {
     "ratio/mismatch_staleness_*": "Mean |ln(mean ratio)| of the trajectories of this staleness, "
     "trained policy to sampler.",
     "time/step_s": "From commit to commit; the first one from the trainer's start.",
-    "time/trainer_waited_s": "The trainer was free and its batch not decided.",
+    "time/trainer_waited_s": "The trainer was free and neither its batch nor a part of it decided.",
+    "time/ahead_s": "Computing parts of the batch before it was decided, where it has several.",
+    "time/ahead_share": "Of `time/ahead_s` and `time/training_s` together, the first.",
     "time/training_s": "From the batch decision, or from when the trainer was free, to the commit.",
     "time/compute_s": "Forward, backward and update.",
     "throughput/trained_tokens_per_s": "Sampled tokens of the batch over `time/step_s`.",
@@ -235,6 +238,9 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, Figur
         "time/training_s": step.training_s,
         "time/compute_s": ended.fact.compute_s,
     }
+    if ended.fact.parts:
+        found["time/ahead_s"] = step.ahead_s
+        found["time/ahead_share"] = ahead_share(step.ahead_s, step.training_s)
     if step.seconds is None or step.seconds <= 0:
         return found
     trajectories = sum(len(group.trajectories) for group in ended.fact.groups)

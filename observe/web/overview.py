@@ -124,7 +124,7 @@ def _points(view: RunView) -> list[dict[str, Any]]:
                    round(avg(tokens_p10))::bigint as p10, round(avg(tokens_p50))::bigint as p50,
                    round(avg(tokens_p90))::bigint as p90, max(tokens_max)::bigint as longest,
                    sum(staleness_mean * groups) / nullif(sum(groups), 0) as mean,
-                   avg(waited_s) as waited, avg(compute_s) as compute,
+                   avg(waited_s) as waited, avg(compute_s) as compute, avg(ahead_s) as ahead,
                    avg(greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9))) as whole,
                    count(*) as steps
             from {_POINTS} group by point order by point"""
@@ -232,6 +232,8 @@ def _staleness(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, 
 def _bubble(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Per point, seconds: until a batch was there, computing, and everything else a step took."""
     out = _series(points, ("step", "last", "waited", "compute"), ("waited", "compute"))
+    if any(one["ahead"] for one in points):
+        out |= _series(points, ("ahead",), ("ahead",))
     rest = [max(0.0, one["whole"] - one["waited"] - one["compute"]) for one in points]
     whole_s = sum(one["whole"] * one["steps"] for one in points)
     waited_s = sum(one["waited"] * one["steps"] for one in points)

@@ -83,6 +83,12 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
         number,
     )
     figures = msgspec.json.decode(one["figures"])
+    groups = {
+        "columns": tables.GROUPS.names,
+        "rows": tables.GROUPS.rows(
+            view, [("g.step = ?", number), ("g.fate = ?", "trained")], order="group"
+        ),
+    }
     return {
         "step": listed,
         "facts": {
@@ -96,15 +102,31 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
         },
         "figures": {name: short(value, 6) for name, value in sorted(figures.items())},
         "settings": dict(sorted(msgspec.json.decode(one["settings"]).items())),
-        "groups": {
-            "columns": tables.GROUPS.names,
-            "rows": tables.GROUPS.rows(
-                view, [("g.step = ?", number), ("g.fate = ?", "trained")], order="group"
-            ),
-        },
+        "groups": groups,
+        **_parts(view, number, groups),
         "versions": versions,
         "sampled_from": view.sampled_from(number + 1),
     }
+
+
+def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
+    """Its parts and which groups they have; nothing where its batch was taken as one."""
+    found = view.records("select * from parts where step = ? order by part", step)
+    if not found:
+        return {}
+    part_of = dict(view.rows("select group_id, part from groups where step = ?", step))
+    groups["columns"] = [*groups["columns"], "part"]
+    groups["rows"] = [[*row, part_of.get(row[0])] for row in groups["rows"]]
+    columns = ["part", "taken at s", "begun at s", "waited s", "seconds ahead", "groups"]
+    rows = [
+        [
+            *(one["part"], view.seconds(one["taken_ns"]), view.seconds(one["begun_ns"])),
+            *(short(one["waited_s"]), short(one["seconds"]), one["groups"]),
+            *(one["tokens"], one["last"], one["reason"]),
+        ]
+        for one in found
+    ]
+    return {"parts": {"columns": [*columns, "tokens", "came last", "why"], "rows": rows}}
 
 
 def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:

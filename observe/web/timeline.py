@@ -10,6 +10,9 @@ from dora_pipe.observe.web.view import RunView, short
 PIECES_MAX: Final = 4000
 """Hostings on one time line, of all workers together."""
 
+TRAINER_PIECES_MAX: Final = 1000
+"""Parts and steps on the trainer's line."""
+
 COMMITS_MAX: Final = 200
 """Commits that are marked below a time line, evenly spaced."""
 
@@ -58,17 +61,48 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
         )
     ]
     every = -(-len(commits) // COMMITS_MAX) or 1
-    return {"from": low, "until": high, "rows": rows, "commits": commits[::every]}
+    out = {"from": low, "until": high, "rows": rows, "commits": commits[::every]}
+    return out | ({"trainer": found} if (found := _trainer(view, low, high)) else {})
 
 
-def merged(pieces: list[list[float]], most: int, narrow_s: float) -> list[list[float]]:
+def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
+    """What the trainer computed in the window, where batches are taken in parts:
+    [from, waited s, until, part, step, groups, tokens].
+
+    What was not computed ahead of a batch is one piece, with the number of its last part; a batch
+    that came at once has no number. Of too many, as `merged` says.
+    """
+    found = view.rows(
+        """with ahead as (
+               select step, max(part) as part, max(begun_ns) as begun_ns, sum(waited_s) as waited_s,
+                      max(begun_ns + (seconds * 1e9)::bigint) as ended_ns,
+                      sum(groups)::bigint as groups, sum(tokens)::bigint as tokens
+               from parts group by step, case when seconds is null then -1 else part end
+               union all
+               select step, null, greatest(coalesce(free_ns, taken_ns), taken_ns), waited_s, null,
+                      groups, tokens
+               from steps where step not in (select step from parts) and exists (from parts))
+           select begun_ns, a.waited_s, coalesce(ended_ns, committed_ns) as until_ns, part, step,
+                  a.groups, a.tokens
+           from ahead a join steps using (step)
+           where until_ns >= ? and begun_ns <= ? order by begun_ns, part""",
+        *_window(view, low, high),
+    )
+    pieces = [
+        [_inside(view, begun, low, high), short(waited), _inside(view, until, low, high), *rest]
+        for begun, waited, until, *rest in found
+    ]
+    return merged(pieces, TRAINER_PIECES_MAX, (high - low) / TRAINER_PIECES_MAX)
+
+
+def merged(pieces: list[list[Any]], most: int, narrow_s: float) -> list[list[Any]]:
     """The same pieces; of too many, neighbours narrower together than a width become version -1.
 
     At most twice `most`, where the width is the window's share of one of them.
     """
     if len(pieces) <= most:
         return pieces
-    out: list[list[float]] = []
+    out: list[list[Any]] = []
     for piece in pieces:
         if out and piece[2] - out[-1][0] < narrow_s:
             out[-1][2], out[-1][3] = piece[2], -1

@@ -15,6 +15,7 @@ from dora_pipe.observe.text import duration
 from dora_pipe.observe.why.advice import ADVICE
 from dora_pipe.observe.why.chain import Node, roles_of
 from dora_pipe.observe.why.log import Picture, look, look_back, look_before
+from dora_pipe.observe.why.parts import NextPart, next_part
 from dora_pipe.orchestrator.failures import ended, summary
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.topics import Topics
@@ -48,6 +49,8 @@ class WhyAnswer:
     """
     alarms: tuple[str, ...]
     roles: tuple[Node, ...]
+    part: NextPart | None = None
+    """What the trainer waits for, where the next batch is taken in parts and no step trains."""
 
     def rows(self) -> Iterator[tuple[str, float | None, str, str, str]]:
         """(role, since s, what it does or waits for, what that ends at, what to do)."""
@@ -130,6 +133,7 @@ def _answer(picture: Picture, topics: Topics) -> WhyAnswer:
         if state.failures.halted
         else tuple(alarm for role in roles for alarm in _alarms(role, role)),
         roles=roles,
+        part=next_part(state),
     )
 
 

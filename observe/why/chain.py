@@ -13,6 +13,7 @@ from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, LastStatus
 from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.text import counted, duration
 from dora_pipe.observe.why.log import Picture
+from dora_pipe.observe.why.parts import next_part
 from dora_pipe.orchestrator.hosting import holders
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import may_still_admit
@@ -228,10 +229,13 @@ class Chain:
         if wait.name != "batch" or state.config is None or state.facts is None:
             return wait.words
         fates = state.counters.fates
-        said = f"{len(state.finished)} of {state.config.groups.per_step} groups are finished"
+        part = next_part(state)
+        said = part.words if part else f"batch of step {state.standing().step}: "
+        finished = len(state.finished) + len(state.in_parts)
+        said += f"{finished} of {state.config.groups.per_step} groups are finished"
         ends = ", ".join(f"{fates[one]} {one}" for one in ("failed", "filtered") if fates.get(one))
         ends = f" ({ends} so far)" if ends else ""
-        return f"batch of step {state.standing().step}: {said}{ends}"
+        return f"{said}{ends}"
 
     def _because(self, wait: Wait) -> tuple[Node, ...]:
         """What the wait's blockers do; where the state knows more than the status, the state."""

@@ -25,7 +25,7 @@ from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.statuses import TRAINER, epoch_of, read_statuses, role_of
 from dora_pipe.core.wait_tracker import alarm_line
 from dora_pipe.observe.alarms import HEARTBEAT_S
-from dora_pipe.observe.text import counted, duration
+from dora_pipe.observe.text import ahead_share, counted, duration
 from dora_pipe.observe.why.advice import ADVICE, SILENT, WORDS
 from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
@@ -43,6 +43,12 @@ RUN: Final = """
     select started_ns, last_ns, stopped, cast(config->>'$.timing.heartbeat_s' as double)
     from runs"""
 
+TRAINED: Final = """
+    select coalesce(sum(ahead_s), 0) as ahead_s,
+           coalesce(sum(greatest(0, taken_ns - free_ns) / 1e9 - waited_s), 0) as saved_s,
+           coalesce(sum(seconds - waited_s - ahead_s), 0) as training_s
+    from steps where seconds is not null"""
+
 SILENT_INTERVALS: Final = 6.0
 """Statuses that are so many times further apart than usual have a silence between them."""
 
@@ -55,6 +61,8 @@ WAITS: Final = """
         from waits group by step
     )
     select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns, s.committed_ns,
+           coalesce(s.ahead_s, 0) as ahead_s,
+           coalesce(s.waited_s, greatest(0, b.taken_ns - b.free_ns) / 1e9, 0) as waited_s,
            coalesce(b.last, '') as last, coalesce(g.version, -1) as version,
            coalesce(t.worker, '') as worker, coalesce(t.logged_ns, 0) as logged_ns, pieces
     from batches b left join steps s using (step) left join pieces using (step)
@@ -109,18 +117,19 @@ class StepWait:
     worker: str = ""
     """Who logged it."""
     logged_ns: int = 0
+    ahead_s: float = 0.0
+    """What the trainer computed of the batch before it was there."""
+    waited_s: float
+    """The trainer was free, and had neither the batch nor a part of it."""
     pieces: tuple[Piece, ...] = ()
-
-    @property
-    def waited_s(self) -> float:
-        """From when the trainer was free until its batch was there."""
-        return max(0, self.taken_ns - self.free_ns) / 1e9
 
     def text(self) -> str:
         """As one line."""
         if not self.waited_s:
             return f"step {self.step}: its batch was there before the trainer was free"
         line = f"step {self.step}: the trainer waited {self.waited_s:.2f} s for its batch"
+        if self.ahead_s:
+            line += f", and computed parts of it for {self.ahead_s:.2f} s"
         if self.last:
             line += f"; last came {self.last} (version {self.version}) from {self.worker}"
         pieces = [f"{one.seconds:.2f} s for {one.words()}" for one in self.pieces]
@@ -182,6 +191,23 @@ class Summary:
     longest: tuple[StepWait, ...]
     """The steps with the longest waits for their batch."""
     alarms: tuple[str, ...]
+    ahead_s: float = 0.0
+    """Training of parts, begun before their batch was whole."""
+    saved_s: float = 0.0
+    """Of that, the trainer would have waited for the batch."""
+    training_s: float = 0.0
+    """All other training."""
+
+    @property
+    def ahead(self) -> str:
+        """What parts have saved; empty where there were none."""
+        if not self.ahead_s:
+            return ""
+        share = ahead_share(self.ahead_s, self.training_s)
+        return (
+            f"parts: {duration(self.ahead_s)} of training, {share:.0%} of all, was begun before "
+            f"the batch was whole; for {duration(self.saved_s)} the trainer would have waited else"
+        )
 
     @property
     def head(self) -> str:
@@ -216,6 +242,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         roles=(trainer, *(_role(name, roles[name], heartbeat_ns) for name in sorted(roles))),
         longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
         alarms=tuple(_alarms(found)),
+        **catalogue.records(TRAINED)[0],
     )
 
 

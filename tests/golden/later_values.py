@@ -350,6 +350,6 @@ ROUND_PARTS = rounds.Round(
 COMMITTED_PARTS = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
     parts=(1,),
-    ahead_s=0.75,
+    ahead_s=(0.75,),
 )
 """Its commit."""

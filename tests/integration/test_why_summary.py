@@ -154,12 +154,13 @@ def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -
 
 
 def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
-    ready = StepWait(step=4, free_ns=10, taken_ns=10)
+    ready = StepWait(step=4, free_ns=10, taken_ns=10, waited_s=0.0)
     assert ready.text() == "step 4: its batch was there before the trainer was free"
     waited = StepWait(
         step=4,
         free_ns=0,
         taken_ns=2_000_000_000,
+        waited_s=2.0,
         last="g0000000017-003",
         version=2,
         worker="w1",
@@ -168,6 +169,10 @@ def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
     assert waited.text() == (
         "step 4: the trainer waited 2.00 s for its batch; last came g0000000017-003 (version 2) "
         "from w1: 0.50 s for a slot of version 2, 1.50 s for the orchestrator's decision"
+    )
+    ahead = StepWait(step=4, free_ns=0, taken_ns=2 * SECOND_NS, waited_s=1.25, ahead_s=0.75)
+    assert ahead.text() == (
+        "step 4: the trainer waited 1.25 s for its batch, and computed parts of it for 0.75 s"
     )
 
 

@@ -33,6 +33,7 @@ from dora_pipe.schemas.rounds import (
     PlacedSibling,
     Round,
     TakeBatch,
+    TakePart,
 )
 from dora_pipe.schemas.topics import Topics
 from tests.support import orchestrator_records as records
@@ -210,19 +211,41 @@ class CatalogueStage(ToldRun):
             ),
         )
 
-    def take(self, step: int, *specs: GroupSpec, attempt: int = 1) -> tuple[TakenGroup, ...]:
+    def part(self, step: int, part: int, *specs: GroupSpec) -> None:
+        """A part of the next batch is taken."""
+        groups = tuple(self.taken(one) for one in specs)
+        one = TakePart(
+            reason="some finished", step=step, attempt=1, part=part, groups=groups, settings={}
+        )
+        self.decide(one)
+
+    def take(
+        self, step: int, *specs: GroupSpec, attempt: int = 1, parts: tuple[int, ...] = ()
+    ) -> tuple[TakenGroup, ...]:
         """A batch is taken."""
         groups = tuple(self.taken(one) for one in specs)
-        self.decide(
-            TakeBatch(reason="all finished", step=step, attempt=attempt, groups=groups, settings={})
+        batch = TakeBatch(
+            reason="all finished",
+            step=step,
+            attempt=attempt,
+            groups=groups,
+            settings={},
+            parts=parts,
         )
+        self.decide(batch)
         return groups
 
-    def train(self, step: int, *specs: GroupSpec) -> None:
+    def train(
+        self,
+        step: int,
+        *specs: GroupSpec,
+        parts: tuple[int, ...] = (),
+        ahead_s: tuple[float, ...] = (),
+    ) -> None:
         """A batch is taken and its step committed, a second apart."""
-        groups = self.take(step, *specs)
+        groups = self.take(step, *specs, parts=parts)
         self.now_ns += SECOND_NS
-        self.fact(records.committed(step, groups))
+        self.fact(replace(records.committed(step, groups), parts=parts, ahead_s=ahead_s))
 
     def end(self, spec: GroupSpec, fate: Fate, why: str = "because") -> None:
         """A group ends otherwise."""

@@ -16,6 +16,7 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
         "checkpoint": {"sha256": "a" * 64, "bytes": 8},
         "adopted": True,
         "dropped": [1],
+        "ahead_s": [0.5],
     },
     "command": {"args": {"anything": 1}},
     "take-batch": {"pins": [0]},

@@ -310,18 +310,20 @@ export function timeline(spec) {
     `${row.pieces.length ? row.pieces[0][3] : "none"} to ` +
     `${row.pieces.length ? row.pieces[row.pieces.length - 1][3] : "none"}`);
   const draw = (width) => {
-    const left = 70, line = 34, height = data.rows.length * line + 52;
+    const left = 70, line = 34, trainer = data.trainer || [];
+    const lineCount = data.rows.length + (trainer.length ? 1 : 0), height = lineCount * line + 52;
     const svg = frame(width, height, `${title}. ${said.join("; ")}`);
     svg.setAttribute("class", "timeline");
     const paint = fills();
     svg.append(paint.defs);
     const x = scale(span[0], span[1], left, width - RIGHT);
-    const bottom = data.rows.length * line + 10;
+    const bottom = lineCount * line + 10;
     for (const at of ticks(span[0], span[1], Math.max(2, Math.floor(width / 90)))) {
       svg.append(s("line", { x1: x(at), x2: x(at), y1: 8, y2: bottom, class: "grid" }),
         s("text", { x: x(at), y: bottom + 16, "text-anchor": "middle" }, show(at)));
     }
     data.rows.forEach((row, place) => stays(svg, paint, x, row, place * line + 10, left));
+    if (trainer.length) stripes(svg, paint, x, trainer, data.rows.length * line + 10, left);
     for (const [step, at] of data.commits) {
       svg.append(s("path", { d: `M${x(at)},${bottom} v-5`, stroke: "#000", "stroke-width": 1 },
         s("title", null, `step ${step} committed at ${at} s`)));
@@ -332,7 +334,27 @@ export function timeline(spec) {
   };
   const columns = ["worker", "from s", "ready s", "until s", "version"];
   const rows = data.rows.flatMap((row) => row.pieces.map((one) => [row.worker, ...one]));
-  return figure(title, note, draw, () => table(0, { columns, rows }, { caption: title }));
+  const work = ["from s", "waited s", "until s", "part", "step", "groups", "tokens"];
+  return figure(title, note, draw, () => h("div", null,
+    table(0, { columns, rows }, { caption: title }),
+    data.trainer && table(0, { columns: work, rows: data.trainer }, { caption: "The trainer" })));
+}
+
+// The trainer's line: parts of a batch side by side in the step's colour, each other one hatched.
+function stripes(svg, paint, x, pieces, y, left) {
+  svg.append(s("text", { x: left - 6, y: y + 16, "text-anchor": "end" }, "trainer"));
+  for (const [from, waited, until, part, step, groups, tokens] of pieces) {
+    const wide = Math.max(0.6, x(until) - x(from)), several = part === -1;
+    const lasted = show(Number((until - from).toFixed(3)));
+    const what = several ? "several, each shorter than can be seen" :
+      `step ${step}, ${part === null ? "its batch" : `part ${part}`}: ${groups} groups, ` +
+      `${tokens} tokens, ${lasted} s, after a wait of ${show(waited)} s`;
+    svg.append(s("rect", { x: x(from), y, width: wide, height: 24, stroke: "#222",
+      "stroke-width": wide > 3 ? 0.7 : 0, class: "stripe",
+      fill: several ? paint.fill("#bbbbbb", 5) :
+        paint.fill(versionLook(step).colour, (part || 0) % 2) },
+    s("title", null, `trainer, ${from} s to ${until} s: ${what}`)));
+  }
 }
 
 function stays(svg, paint, x, row, y, left) {

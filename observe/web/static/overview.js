@@ -142,7 +142,8 @@ function workers(run, data) {
   const draw = (window) => place.replaceChildren(timeline({
     title: "Workers by version", data: window,
     note: "What each worker hosted, with the version's number. Hatched white: weights are loaded. " +
-      "A cross: the worker left or was fenced.",
+      "A cross: the worker left or was fenced." + (window.trainer ? " The trainer's line: a " +
+        "stripe for each part of a batch that was computed ahead of it, and for the rest." : ""),
   }));
   draw(data);
   const low = h("input", { type: "number", step: "any", id: "from", value: data.from });
@@ -227,6 +228,8 @@ function bubble(own) {
     note: "Seconds of a step. The bubble: the trainer was free and its batch was not there.",
     series: [{ name: "bubble", y: own.waited, thick: true, colour: "#D55E00" },
       { name: "computing", y: own.compute, colour: "#0072B2" },
+      ...(own.ahead ? [{ name: "in parts, before the batch was whole", y: own.ahead,
+        colour: "#CC79A7" }] : []),
       { name: "everything else", y: own.other, colour: "#009E73" }],
     xLabel: "step", yLabel: "seconds",
   });

@@ -37,6 +37,8 @@ export async function stepPage(run, id) {
       ]),
       facts({ reward, ...rest, ...found.facts }, run, has),
       h("p", null, listLink(run, "trajectories", { step: number }, "Its trajectories as a list")),
+      ...(found.parts ? [h("h2", null, "Parts of the batch"),
+        table(run, found.parts, { caption: `Parts of step ${number}`, has })] : []),
       h("h2", null, "Groups of the batch"),
       table(run, found.groups, { caption: `Groups of step ${number}`, has }),
       h("h2", null, "Figures"), facts(found.figures),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.ids import RunKey, group_trace, span_id, step_trace, traceparent
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import Content, group_spans, step_spans
-from dora_pipe.schemas.rounds import Dispatch, End, Fence
+from dora_pipe.schemas.rounds import Dispatch, End, Fence, TakePart
 from tests.support.account_stage import (
     FIRST,
     GROUP,
@@ -26,6 +27,7 @@ from tests.support.account_stage import (
     place,
     spec,
     take,
+    taken,
     whole,
 )
 from tests.support.traces import check_way, check_whole, links_to
@@ -75,6 +77,40 @@ def test_tree_of_a_group_is_as_it_was() -> None:
 def test_tree_of_a_step_is_as_it_was() -> None:
     spans = [one for one in _spans(whole()) if one.trace_id == _step_id(whole())]
     assert _drawn(spans) == (GOLDEN / "step.txt").read_text()
+
+
+def _in_parts() -> list[Span]:
+    """A group goes ahead of the batch; the other one comes while it is computed."""
+    other = "g0000000018"
+    first, second = f"{other}-000", f"{other}-001"
+    told = began().decide(
+        100,
+        *(Dispatch(reason="room", spec=one) for one in (spec(), spec(other))),
+        *(place("w0", W0, 0, 1, of=one) for one in (spec(), spec(other))),
+    )
+    told.fact(logged(200, "w0", W0, first)).fact(logged(210, "w0", W0, second))
+    part = TakePart(reason="one", step=4, attempt=1, part=0, groups=(taken(other),), settings={})
+    told.decide(300, part)
+    told.fact(logged(550, "w0", W0, FIRST)).fact(logged(600, "w0", W0, SECOND))
+    batch = replace(take(), groups=(taken(other), taken()), parts=(1,))
+    told.decide(700, batch)
+    done = replace(commit(1000), groups=batch.groups, parts=(1,), ahead_s=(0.25,))
+    return _spans(told.fact(done), {})
+
+
+def test_step_in_parts_shows_the_work_ahead_and_the_wait_behind_it() -> None:
+    spans = _in_parts()
+    step = [one for one in spans if one.trace_id == _step_id(whole())]
+    assert _drawn(step) == (GOLDEN / "step-in-parts.txt").read_text()
+    (part,) = [one for one in step if one.stage == "part"]
+    assert part.attributes[names.PART] == 0
+    assert (part.attributes[names.GROUPS], part.attributes[names.OUTPUT]) == (1, 40)
+
+
+def test_group_of_a_part_is_selected_when_the_part_is_taken() -> None:
+    selected = [one for one in _in_parts() if one.stage == "selected"]
+    assert {one.attributes[names.PART]: one.end_ns for one in selected} == {0: at(300), 1: at(700)}
+    assert [one.attributes[names.REASON] for one in selected] == ["one", "the earliest deadlines"]
 
 
 def test_tree_of_one_trajectory_leaves_its_siblings_out() -> None:

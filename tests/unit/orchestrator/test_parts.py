@@ -72,7 +72,7 @@ def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
     stage = running()
     finish(stage, 0, 1, 2, 3)
     stage.commit()
-    stage.settle()
+    stage.worker("w1", slots=8)
     due = [one for one in stage.state.groups.values() if one.spec.deadline == 1]
     assert len(due) == 4
     assert not finish(stage, 8, 9), "all four places of step 1 belong to those due at it"

@@ -18,10 +18,10 @@ from dora_pipe.orchestrator.staleness import (
     admissible,
     feasible,
     in_flight_max,
+    lacking,
     may_admit,
     next_batch,
     surplus,
-    waits_until,
 )
 
 DEADLINES = st.dictionaries(st.integers(0, 8), st.integers(1, 4), max_size=5)
@@ -161,8 +161,8 @@ def test_groups_of_equal_deadline_are_taken_in_order_of_dispatch() -> None:
 def test_trainer_that_waits_can_name_the_deadline_it_waits_for() -> None:
     # Due at step 1: one unfinished. It must go into step 1, so step 0 takes the other due one.
     assert next_batch(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == ()
-    assert waits_until(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == 1
-    assert waits_until(keys(), {1: 2}, step=0, per_step=1) is None, "for any group at all"
+    assert lacking(keys(4), {1: 2, 4: 1}, step=0, per_step=1).until == 1
+    assert lacking(keys(), {1: 2}, step=0, per_step=1).until is None, "for any group at all"
 
 
 def test_end_of_run_admits_only_what_a_step_is_left_for() -> None:
@@ -197,7 +197,7 @@ def test_counterexample_j_from_zero_trains_b_at_staleness_two() -> None:
     wrong = literally({1: 1}, 2, 1, first=0)
     assert wrong, "the variant lets step 1 take c, and b of version 0 goes into step 2"
     assert next_batch(keys(2), u, step=1, per_step=1) == ()
-    assert waits_until(keys(2), u, step=1, per_step=1) == 1, "the trainer waits for b"
+    assert lacking(keys(2), u, step=1, per_step=1).until == 1, "the trainer waits for b"
     assert list(next_batch(keys(1, 2), u, step=1, per_step=1)) == keys(1, 2)[:1]
 
 
@@ -241,7 +241,7 @@ def test_counterexample_overdue_then_oldest_leaves_two_groups_due_at_once() -> N
     assert feasible(u, 1, 1)
     assert not feasible({2: 2}, 2, 1), "after the variant took d, b and c are both due at step 2"
     assert next_batch(keys(3), u, step=1, per_step=1) == ()
-    assert waits_until(keys(3), u, step=1, per_step=1) == 2
+    assert lacking(keys(3), u, step=1, per_step=1).until == 2
 
 
 def test_counterexample_old_stamp_makes_the_trainer_wait_for_every_failure() -> None:

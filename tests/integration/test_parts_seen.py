@@ -1,0 +1,104 @@
+"""A run whose batches are taken in parts, as a user sees it: waits, figures, a step, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from dora_pipe.audit.describe import TRACE, describe
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.observe.metrics.table import TRAINING
+from dora_pipe.observe.trackers.figures import FigureStats
+from dora_pipe.observe.why.summary import summarise, waits_of
+from tests.support.cluster import Cluster, make_config
+from tests.support.stats_stage import stats_of
+
+PART_NS = 30_000_000
+"""Computing a part of one group."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = make_config(run__steps=4, trainer__parts=4)
+    directory = tmp_path_factory.mktemp("parts")
+    plain = SimulatedLearner.train_part
+    with (
+        Cluster(directory, config, on_disk=False) as made,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+
+        def lasting(learner: SimulatedLearner, batch: TrainBatch, settings: Settings) -> None:
+            made.clock.ns += PART_NS
+            plain(learner, batch, settings)
+
+        patch.setattr(SimulatedLearner, "train_part", lasting)
+        made.run()
+        yield made
+
+
+def parted(cluster: Cluster) -> list[int]:
+    """Steps whose batch was taken in parts."""
+    with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
+        rows = catalogue.query("select distinct step from parts order by 1")
+    assert rows
+    return [step for (step,) in rows]
+
+
+def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
+    with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
+        found = summarise(cluster.bus, cluster.topics, catalogue)
+        waits = waits_of(catalogue)
+        (ahead_s,) = catalogue.query("select sum(ahead_s) from steps")[0]
+    assert found.ahead_s == ahead_s > 0
+    assert 0 < found.saved_s <= ahead_s
+    share = ahead_s / (ahead_s + found.training_s)
+    assert f"{share:.0%} of all, was begun before the batch was whole" in found.ahead
+    for one in waits:
+        assert sum(piece.seconds for piece in one.pieces) == pytest.approx(one.waited_s)
+
+
+def test_numbers_tile_the_time_of_a_step(cluster: Cluster) -> None:
+    stats = stats_of(cluster.bus, cluster.topics)
+    for one in stats.steps:
+        assert one.seconds == pytest.approx(one.waited_s + one.ahead_s + one.training_s, abs=1e-6)
+    assert sum(one.ahead_s for one in stats.steps) == pytest.approx(stats.ahead_ms / 1000, abs=0.01)
+    (counted,) = [one for one in TRAINING if one.name == "trainer_ahead_seconds_total"]
+    assert counted.read(stats) == stats.ahead_ms / 1000
+
+
+def test_trackers_are_told_what_was_computed_ahead(cluster: Cluster) -> None:
+    stats = FigureStats(cluster.topics.run, lambda _: [], begin=lambda _: 0)
+    with closing(stats.follow(cluster.bus, cluster.topics)) as follower:
+        while follower.advance():
+            pass
+    rows = {row.step: row.figures for row in stats.drain() if "train/loss" in row.figures}
+    told = {one.step: one for one in stats.steps}
+    assert {step for step, found in rows.items() if "time/ahead_s" in found} == set(parted(cluster))
+    for step in parted(cluster):
+        ahead_s, training_s = told[step].ahead_s, told[step].training_s
+        assert rows[step]["time/ahead_s"] == ahead_s
+        assert rows[step]["time/ahead_share"] == ahead_s / (ahead_s + training_s)
+
+
+def test_step_says_its_parts_and_its_groups_which_they_are_in(cluster: Cluster) -> None:
+    step = parted(cluster)[0]
+    found = describe(cluster.bus, cluster.topics, cluster.store, str(step))
+    sizes = [int(one) for one in found["step"]["parts"].split()]
+    assert len(sizes) > 1
+    counted = [one["part"] for one in found["groups"]]
+    assert [counted.count(part) for part in range(len(sizes))] == sizes
+    assert counted == sorted(counted)
+    stages = [one["stage"] for one in found[TRACE]]
+    assert "part" in stages
+
+
+def test_a_step_without_parts_says_nothing_of_them(cluster: Cluster) -> None:
+    whole = set(range(4)) - set(parted(cluster))
+    for step in whole:
+        found = describe(cluster.bus, cluster.topics, cluster.store, str(step))
+        assert not {"parts", "ahead s"} & found["step"].keys()
+        assert all("part" not in one for one in found["groups"])

@@ -1,0 +1,84 @@
+"""Parts of a batch on the pages: stripes on the trainer's line, and a table on a step's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from dora_pipe.observe.web.overview import overview
+from dora_pipe.observe.web.pages import RunSource, step_page
+from dora_pipe.observe.web.timeline import timeline
+from dora_pipe.observe.web.view import Query
+from tests.support.catalogue_stage import CatalogueStage
+from tests.support.ui_stage import view_of_told
+
+NO_SOURCE = cast(RunSource, None)
+"""A step's page is made of tables alone."""
+
+
+@pytest.fixture
+def stage() -> Iterator[CatalogueStage]:
+    found = CatalogueStage()
+    yield found
+    found.catalogue.close()
+
+
+def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
+    """One of three groups, in parts or not, and one of one group that came at once."""
+    epoch = stage.worker()
+    specs = [stage.spec(one) for one in range(4)]
+    stage.decide(*map(stage.dispatch, specs))
+    stage.decide(*(stage.placed(one, "w0", epoch) for one in specs))
+    for number, one in enumerate(specs[:3]):
+        stage.log(one, epoch)
+        if parts and number < 2:
+            stage.part(0, number, one)  # at 4 s and at 6 s
+    sizes, ahead_s = ((1, 1), (1.5,)) if parts else ((), ())
+    stage.train(0, *specs[:3], parts=sizes, ahead_s=ahead_s)
+    stage.log(specs[3], epoch)
+    stage.train(1, specs[3])
+    return [one.group for one in specs]
+
+
+def page(stage: CatalogueStage, step: int) -> dict[str, Any]:
+    return step_page(view_of_told(stage), NO_SOURCE, Query(path=("step", str(step)), fields={}))
+
+
+def test_trainer_s_line_has_a_stripe_for_each_part_ahead_and_one_for_the_rest(
+    stage: CatalogueStage,
+) -> None:
+    two_steps(stage, parts=True)
+    assert overview(view_of_told(stage))["timeline"]["trainer"] == [
+        [4.0, 4.0, 5.5, 0, 0, 1, 40],
+        [8.0, 2.5, 9.0, 2, 0, 2, 80],
+        [11.0, 2.0, 12.0, None, 1, 1, 40],
+    ]
+    (closer,) = timeline(view_of_told(stage), 5.0, 6.0)["trainer"]
+    assert closer == [5.0, 4.0, 5.5, 0, 0, 1, 40], "what reaches into the window, cut"
+
+
+def test_step_s_page_lists_its_parts_and_which_its_groups_are_in(stage: CatalogueStage) -> None:
+    names = two_steps(stage, parts=True)
+    found = page(stage, 0)
+    assert found["parts"]["rows"] == [
+        [0, 4.0, 4.0, 4.0, 1.5, 1, 40, f"{names[0]}-001", "some finished"],
+        [1, 6.0, 6.0, 0.5, None, 1, 40, f"{names[1]}-001", "some finished"],
+        [2, 8.0, 8.0, 2.0, None, 1, 40, f"{names[2]}-001", "all finished"],
+    ]
+    assert found["groups"]["columns"][-1] == "part"
+    assert [(row[0], row[-1]) for row in found["groups"]["rows"]] == [
+        (name, part) for part, name in enumerate(names[:3])
+    ]
+    assert "parts" not in page(stage, 1)
+
+
+def test_pages_of_a_run_without_parts_say_nothing_of_them(stage: CatalogueStage) -> None:
+    two_steps(stage, parts=False)
+    found = overview(view_of_told(stage))
+    assert "trainer" not in found["timeline"]
+    assert "ahead" not in found["bubble"]
+    plain = page(stage, 0)
+    assert "parts" not in plain
+    assert "part" not in plain["groups"]["columns"]

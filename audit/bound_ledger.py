@@ -23,6 +23,12 @@ Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
 _ROUNDING: Final = 1e-9
 """C * B is a product of floats: 1.1 * 10 groups are 11, not 12."""
 
+_AUTOMATIC_MIN: Final = 2.0
+"""What C begins with where it is automatic, and never falls below; `max_staleness` may say less."""
+
+_CHANGE_MAX: Final = 0.25
+"""By which such a C may change at a batch."""
+
 
 @dataclass(slots=True, kw_only=True)
 class BoundLedger:
@@ -35,6 +41,8 @@ class BoundLedger:
     u: dict[str, GroupSpec] = field(default_factory=dict)
     finished: dict[str, GroupSpec] = field(default_factory=dict)
     """Those of U that are, and in no part."""
+    in_flight: float = _AUTOMATIC_MIN
+    """C where it is automatic, as the newest batch says."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
     """The parts of the next step, while its batch is not whole: their groups are due at it."""
 
@@ -109,7 +117,10 @@ class BoundLedger:
         """What forbids one more group with this deadline; empty when nothing does."""
         config, per_step = in_force.config, in_force.config.groups.per_step
         busy = len(self.u) + (per_step if self.training is not None else 0)
-        limit = max(per_step, math.ceil(in_flight_batches(config.staleness) * per_step - _ROUNDING))
+        batches = in_flight_batches(config.staleness)
+        if config.staleness.in_flight_batches == "auto":
+            batches = min(self.in_flight, batches)
+        limit = max(per_step, math.ceil(batches * per_step - _ROUNDING))
         if busy >= limit:
             return f"{busy} groups are in flight and the limit is {limit}"
         left = (in_force.steps - self.step) * per_step
@@ -135,6 +146,23 @@ class BoundLedger:
         rest = [spec.deadline for one, spec in self.u.items() if one not in {*self.held, *groups}]
         due = [take.step] * (len(self.held) + size)
         return why_infeasible([*rest, *due], take.step, per_step)
+
+    def why_not_in_flight(self, batches: float | None, in_force: EffectiveConfig) -> str:
+        """What forbids that a batch says so much for C; empty when nothing does.
+
+        That it follows from what was counted is known to who makes the plans again.
+        """
+        staleness, before = in_force.config.staleness, self.in_flight
+        if staleness.in_flight_batches != "auto":
+            return "" if batches is None else f"C is set, and it says {batches:g}"
+        if batches is None:
+            return "it does not say C"
+        most = max(_AUTOMATIC_MIN, staleness.max_staleness + 1.0)
+        if not _AUTOMATIC_MIN <= batches <= most:
+            return f"C is {batches:g}, and not between {_AUTOMATIC_MIN:g} and {most:g}"
+        if abs(batches - min(before, most)) > _CHANGE_MAX:
+            return f"C was {before:g} and is {batches:g} at once"
+        return ""
 
     def why_not_take(
         self,

@@ -336,6 +336,9 @@ class Legality:
             why = self.bound.why_not_take(decision.step, names, self.in_force, decision.parts)
             if why:
                 self._wrong(who, f"its batch is taken in {where} against the rule: {why}")
+            if why := self.bound.why_not_in_flight(decision.in_flight, self.in_force):
+                self._wrong(who, f"its batch is taken in {where} against the rule: {why}")
+            self.bound.in_flight = decision.in_flight or self.bound.in_flight
         if decision.attempt != self.attempt:
             message = f"its batch is taken in {where} under a wrong attempt"
             self._wrong(who, message, self.attempt, decision.attempt)

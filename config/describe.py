@@ -35,6 +35,7 @@ _TYPES: Mapping[str, str] = {
     "Threads": "integer, 1 to 4096",
     "Spare": "integer 0..999",
     "PositiveFloat": "number > 0",
+    "PositiveFloat | Literal['auto']": 'number > 0, or "auto"',
     "NonNegativeFloat": "number >= 0",
     "Share": "number, 0 to 1",
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",

@@ -278,8 +278,9 @@ class Staleness(Section, frozen=True, kw_only=True):
 
     max_staleness: NonNegative = 2
     """eta: a group of version w is trained at a step <= w + eta."""
-    in_flight_batches: PositiveFloat | None = None
-    """C: groups dispatched and not yet trained, in batches. Default min(2, eta + 1)."""
+    in_flight_batches: PositiveFloat | Literal["auto"] | None = None
+    """C: groups dispatched and not yet trained, in batches. Default min(2, eta + 1); "auto" begins
+    there and follows what stands ready when the trainer becomes free, up to eta + 1."""
     interruptible: bool = False
     """Running requests go on under every new version after a prefill, so that a trajectory may mix
     versions (C1 is off); the bound is kept by the version at dispatch. See docs/scheduling.md."""
@@ -581,7 +582,10 @@ class Config(Section, frozen=True, kw_only=True):
 
 
 def in_flight_batches(staleness: Staleness) -> float:
-    """C in force: as configured, else min(2, eta + 1)."""
+    """C in force, or the most that it can be: as configured, eta + 1 where it is automatic, else
+    min(2, eta + 1)."""
+    if staleness.in_flight_batches == "auto":
+        return staleness.max_staleness + 1.0
     if staleness.in_flight_batches is not None:
         return staleness.in_flight_batches
     return min(2.0, staleness.max_staleness + 1.0)

@@ -29,7 +29,8 @@ class Paradigm:
         """The keys it sets, by their dotted names."""
         fields = self.staleness.__struct_fields__
         found = {f"staleness.{name}": getattr(self.staleness, name) for name in fields}
-        found["staleness.in_flight_batches"] = in_flight_batches(self.staleness)
+        if self.staleness.in_flight_batches != "auto":
+            found["staleness.in_flight_batches"] = in_flight_batches(self.staleness)
         return found
 
     @property
@@ -87,8 +88,12 @@ def paradigm_of(config: Config) -> str:
             return one.name
     near = _nearest(mine)
     differing = [name for name, value in _as_keys(mine).items() if near.keys[name] != value]
-    told = [f"{name.partition('.')[2]} {_as_keys(mine)[name]:g}" for name in differing]
+    told = [f"{name.partition('.')[2]} {_told(_as_keys(mine)[name])}" for name in differing]
     return f"{near.name} with {' and '.join(told)}"
+
+
+def _told(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _as_keys(staleness: Staleness) -> dict[str, Any]:

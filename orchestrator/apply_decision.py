@@ -20,15 +20,7 @@ from dora_pipe.orchestrator import hosting, scoring, watched
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
 from dora_pipe.orchestrator.hosting import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_batch, next_part, surplus
-from dora_pipe.orchestrator.state import (
-    UNTAKEN,
-    Group,
-    Outcome,
-    Request,
-    State,
-    Training,
-    Worker,
-)
+from dora_pipe.orchestrator.state import UNTAKEN, Group, Outcome, Request, State, Training, Worker
 from dora_pipe.orchestrator.state_ops import (
     admit,
     aim,
@@ -41,6 +33,8 @@ from dora_pipe.orchestrator.state_ops import (
     forget,
     give_up_parts,
     halt_now,
+    in_flight_after,
+    in_flight_due,
     left_of,
     note_failure,
     open_siblings,
@@ -323,6 +317,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     _require(same, "not the batch that may be taken (C3)")
     _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
     _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
+    _require(decision.in_flight == in_flight_due(state), "another C follows from what was counted")
     for taken in decision.groups:
         _as_finished(state, taken)
     take_batch(state, decision)
@@ -343,6 +338,7 @@ def _as_finished(state: State, taken: TakenGroup) -> None:
 
 def take_batch(state: State, decision: TakeBatch) -> None:
     """The batch that may be taken is; the caller has made it of this state, or compared."""
+    state.in_flight = in_flight_after(state) or state.in_flight
     held = len(state.in_parts)
     end_parts(state)
     for one in decision.groups[held:]:

@@ -84,6 +84,7 @@ YOUNGER: Final = (
     "scoring",
     "surplus",
     "parts",
+    "in_flight",
 )
 """Left out while they are empty: the digests of runs without them are what they were."""
 

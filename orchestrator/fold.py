@@ -18,6 +18,7 @@ from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import is_cut
+from dora_pipe.orchestrator.slot_use import capped
 from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.orchestrator.state_ops import expire, note_off_engine, note_progress, press
 from dora_pipe.schemas.control import AnyControl
@@ -46,6 +47,7 @@ __all__ = [
     "fold_records",
     "fold_round",
     "is_digest_due",
+    "note_slots",
     "read_control",
     "rounds_to_digest",
 ]
@@ -134,8 +136,16 @@ def check_digest(state: State, round_: Round) -> None:
         raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
 
 
+def note_slots(state: State) -> None:
+    """A round is over; where C is automatic, it is counted which slots that leaves empty."""
+    if state.config is not None and (before := state.automatic) is not None:
+        empty, slots = capped(state)
+        state.in_flight = before.at_round(state.now_ns, empty=empty, slots=slots)
+
+
 def close_round(state: State, round_: Round) -> None:
     """What a round says about itself enters the state last; a whole plan has seen its trigger."""
+    note_slots(state)
     if round_.planned and not is_cut(round_.decisions, state.planner):
         state.trigger = ""
     state.rounds = round_.ordinal + 1

@@ -306,6 +306,9 @@ def _take_batch(draft: Draft) -> None:
         _take_parts(draft)
         return
     groups = tuple(state.groups[name].taken() for name in batch)
+    in_flight = state_ops.in_flight_due(state)
+    reason = f"{len(state.finished)} groups finished; the earliest deadlines go first"
+    reason += f"; {in_flight:g} batches in flight from now on" if in_flight else ""
     draft.take(
         TakeBatch(
             step=at.step,
@@ -314,7 +317,8 @@ def _take_batch(draft: Draft) -> None:
             settings=settings_in_force(state.config, at.step),
             pins=pinned(state),
             parts=tuple(map(len, state.parts)),
-            reason=f"{len(state.finished)} groups finished; the earliest deadlines go first",
+            in_flight=in_flight,
+            reason=reason,
         )
     )
 

@@ -33,6 +33,16 @@ def slot_use(state: State) -> Counter[Use]:
     return found
 
 
+def capped(state: State) -> tuple[int, int]:
+    """(slots that are empty because of C alone, slots of all usable workers), by the index: the
+    cost is that of the idle workers."""
+    index, newest = state.index, state.version
+    slots = sum(hosts.slots for hosts in index.hosts.values())
+    idle = sum(one.slots for one in index.idle.values() if one.target != newest)
+    empty = index.free(newest) + idle
+    return (empty if empty and why_nothing_new(state) == "in-flight" else 0), slots
+
+
 def why_nothing_new(state: State) -> Use:
     """Why no group is admitted to a free slot of the newest version."""
     if state.config is None or state.paused or state.failures.halted:

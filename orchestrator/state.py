@@ -27,6 +27,7 @@ from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.orchestrator.digest import STATE_FORM, Leaves
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
+from dora_pipe.orchestrator.in_flight import InFlight
 from dora_pipe.orchestrator.index import Index, QueueKey
 from dora_pipe.orchestrator.rows import Curriculum, RowStats, Weights
 from dora_pipe.orchestrator.scoring import Scoring
@@ -311,6 +312,8 @@ class State:
     training: Training | None = None
     attempt: int = 1
     """Of the next batch decision for step t."""
+    in_flight: InFlight | None = None
+    """What C follows, where it is automatic, or was."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
     """Groups that the next step has in parts, while its batch is not whole. They are in U, due at
     that step: t, or t + 1 while t is training."""
@@ -405,10 +408,25 @@ class State:
             version=self.version,
             training=self.training is not None,
             max_staleness=self.config.staleness.max_staleness,
-            in_flight_batches=in_flight_batches(self.config.staleness),
+            in_flight_batches=self.in_flight_batches,
             per_step=self.config.groups.per_step,
             steps=self.steps,
         )
+
+    @property
+    def in_flight_batches(self) -> float:
+        """C in force."""
+        assert self.config is not None
+        most = in_flight_batches(self.config.staleness)
+        return most if self.automatic is None else min(self.automatic.batches, most)
+
+    @property
+    def automatic(self) -> InFlight | None:
+        """What C follows; None while it is a number of the configuration."""
+        assert self.config is not None
+        if self.config.staleness.in_flight_batches != "auto":
+            return None
+        return self.in_flight or InFlight()
 
     @property
     def interruptible(self) -> bool:

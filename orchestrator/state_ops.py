@@ -11,9 +11,10 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dora_pipe.config.model import Groups
+from dora_pipe.config.model import Groups, in_flight_batches
 from dora_pipe.orchestrator import curriculum
 from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
+from dora_pipe.orchestrator.in_flight import InFlight
 from dora_pipe.orchestrator.index import pull, push, queue_key
 from dora_pipe.orchestrator.scoring import Scoring, is_due
 from dora_pipe.orchestrator.state import (
@@ -397,6 +398,21 @@ def fail_batch(state: State, training: Training) -> None:
         set_ending(state, state.groups[name], Outcome(fate="failed", why="non-finite"))
 
 
+def in_flight_due(state: State) -> float | None:
+    """C from the next batch on, where it is automatic."""
+    known = in_flight_after(state)
+    return None if known is None else known.batches
+
+
+def in_flight_after(state: State) -> InFlight | None:
+    """What C follows when the next batch is taken, where it is automatic."""
+    assert state.config is not None
+    if (known := state.automatic) is None:
+        return None
+    most = in_flight_batches(state.config.staleness)
+    return known.at_batch(per_step=state.config.groups.per_step, most=most)
+
+
 def end_training(state: State, training: Training) -> None:
     """The batch in training comes to nothing; the step is tried again with another one, and what
     the step after it had in a part may be due in that."""
@@ -453,6 +469,8 @@ def new_version(state: State, digest: str) -> None:
         _follow(state)
     state.policies[state.version] = digest
     curriculum.new_version(state)
+    if (known := state.automatic) is not None:
+        state.in_flight = known.at_commit(len(state.finished) + len(state.in_parts))
     state.trigger = f"version {state.version} is there"
 
 

@@ -15,13 +15,13 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.orchestrator.fold import apply_control, apply_observation
+from dora_pipe.orchestrator.fold import apply_control, apply_observation, note_slots
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import release
@@ -101,7 +101,7 @@ class ClusterPlan:
     parts: int = 1
     """In which a batch is taken, and computed: each as soon as it is there; what
     a step costs whatever it trains comes with the last."""
-    in_flight_batches: float | None = None
+    in_flight_batches: float | Literal["auto"] | None = None
     one_batch: bool = False
     """Never generate for more than one batch: C is 2 while a step trains and 1 while none does, as
     one-step off-policy training is published."""
@@ -309,6 +309,7 @@ class Cluster:
 
     def _round(self) -> None:
         decisions = self.plan.planner.decide(self.state)
+        note_slots(self.state)
         self.run_.rounds += 1
         took = False
         for decision in decisions:

@@ -20,6 +20,7 @@ import msgspec
 
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
+from dora_pipe.config.model import in_flight_batches
 from dora_pipe.consumers.trainer.commits import CommitHistory, retained
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
@@ -365,6 +366,16 @@ def _placed_twice(patches: Patches) -> None:
     patches.put(rules_decision, "_require", lax)
 
 
+def _beyond_c(patches: Patches) -> None:
+    """Where C is automatic, all is admitted that the bound has room for."""
+
+    def most(state: State) -> float:
+        assert state.config is not None
+        return in_flight_batches(state.config.staleness)
+
+    patches.put(State, "in_flight_batches", property(most))
+
+
 def _attempts_for_ever(patches: Patches) -> None:
     def fault(state: State, trajectory: str, error: str) -> None:
         transitions.requeue(state, trajectory)
@@ -531,6 +542,7 @@ _ALL: Final = (
     ("part-lost", "a batch forgets its last part", _part_lost),
     ("part-twice", "the groups of a part are taken again", _part_twice),
     ("part-outlives", "a part stays although the step before it is refused", _part_outlives),
+    ("beyond-c", "an automatic C is not kept: the bound alone counts", _beyond_c),
     ("attempts-for-ever", "faults are not counted", _attempts_for_ever),
     ("leaving-counts", "leaving in order counts as a fault", _leaving_counts),
     ("lease-in-outage", "leases run down while nobody listens", _lease_in_outage),

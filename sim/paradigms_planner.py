@@ -28,7 +28,7 @@ from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, next_batch
 from dora_pipe.orchestrator.state import State, Worker
-from dora_pipe.orchestrator.state_ops import admit
+from dora_pipe.orchestrator.state_ops import admit, in_flight_due
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -187,6 +187,7 @@ def _take_batch(state: State, found: list[AnyDecision]) -> None:
         groups=groups,
         settings=settings,
         pins=pinned(state),
+        in_flight=in_flight_due(state),
         reason=reason,
     )
     _add(state, found, decision)

@@ -136,6 +136,9 @@ would all be over before they end, and the run with them."""
 PARTS_SHARE: Final = 1 / 3
 """Of seeds whose batches are taken in parts, where they have several groups."""
 
+FOLLOWS_SHARE: Final = 0.25
+"""Of seeds in which C is automatic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -186,7 +189,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False, agents: bool = T
     faults[chance.choice(STRIKING)] = 1.0
     if slow > 1 and Random(f"dora-pipe sim moving {seed}").random() < 0.75:
         faults = dict.fromkeys(MOVING, 1.0) | faults
-    config = _parts(seed, _impatient(seed, config, slow))
+    config = _follows(seed, _parts(seed, _impatient(seed, config, slow)))
     if config.groups.spare or config.groups.seconds_max:
         faults[HANGING] = 1.0
     first = chance.randint(1, WORKERS_MAX)
@@ -262,6 +265,14 @@ def _parts(seed: int, config: Config) -> Config:
         return config
     trainer = msgspec.structs.replace(config.trainer, parts=chance.randint(2, most))
     return msgspec.structs.replace(config, trainer=trainer)
+
+
+def _follows(seed: int, config: Config) -> Config:
+    """The same with C automatic, in one of four seeds; drawn apart."""
+    if Random(f"dora-pipe sim follows {seed}").random() >= FOLLOWS_SHARE:
+        return config
+    staleness = msgspec.structs.replace(config.staleness, in_flight_batches="auto")
+    return msgspec.structs.replace(config, staleness=staleness)
 
 
 def _several(seed: int, config: Config) -> Config:

@@ -31,6 +31,7 @@ class Bound:
         self._config: Json = {}
         self._u: dict[str, Json] = {}
         self._finished: dict[str, Json] = {}
+        self._in_flight = 2.0  # batches, where that is automatic
         self._parts: list[list[str]] = []  # of the next step, each a list of groups of U
         self._given_up: list[list[str]] = []  # what they were before a `set`, if it was obeyed
         self._staleness: set[int] = set()
@@ -55,7 +56,9 @@ class Bound:
 
     def _inadmissible(self, spec: Json, committed: int) -> Iterator[str]:
         staleness, trains = self._config["staleness"], self.training is not None
-        batches = staleness["in_flight_batches"] or min(2, staleness["max_staleness"] + 1)
+        batches = staleness["in_flight_batches"]
+        if batches in (None, "auto"):
+            batches = min(self._in_flight, staleness["max_staleness"] + 1)
         limit = max(self._per_step, math.ceil(batches * self._per_step - 1e-9))
         if len(self._u) + self._per_step * trains >= limit:
             yield f"is dispatched although {limit} groups are in flight"
@@ -130,11 +133,25 @@ class Bound:
         if not feasible(self._due(committed), step, self._per_step):
             yield "has a part that leaves no room for groups that are due"
 
+    def _counts_otherwise(self, decision: Json) -> Iterator[str]:
+        """An automatic C changes by a quarter at most, and never below 2 nor above the bound."""
+        batches, staleness = decision.get("in_flight"), self._config["staleness"]
+        if self.commanded:
+            return
+        if (batches is not None) != (staleness["in_flight_batches"] == "auto"):
+            yield "says how many batches are in flight where that is set, or does not where it must"
+        elif batches is not None:
+            most = max(2, staleness["max_staleness"] + 1)
+            if not 2 <= batches <= most or abs(batches - self._in_flight) > 0.25:
+                yield f"has {batches} batches in flight behind {self._in_flight}"
+            self._in_flight = batches
+
     def take(self, decision: Json, committed: int) -> Iterator[str]:
         """A batch is taken; what is wrong with that. Its parts are all that were not given up."""
         yield from self._not_next(decision, committed)
         if self.training is not None:
             yield f"is taken while step {self.training[0]} trains"
+        yield from self._counts_otherwise(decision)
         sizes = decision.get("parts", [])
         self._has_parts(len(sizes))
         if sizes != [len(part) for part in self._parts[: len(sizes)]]:

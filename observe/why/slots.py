@@ -34,7 +34,7 @@ WORDS: Final[Mapping[Use, str]] = {
 }
 
 ADVICE: Final[Mapping[Use, str]] = {
-    "in-flight": "while the trainer waits too: staleness.in_flight_batches",
+    "in-flight": 'while the trainer waits too: staleness.in_flight_batches = "auto"',
     "bound": "a faster trainer, fewer workers, or staleness.max_staleness",
     "older": "more workers of fewer slots each: one that runs empty is less of all",
     "loading": "transfers.kind; more workers of fewer slots each",

@@ -347,6 +347,15 @@ ROUND_PARTS = rounds.Round(
 )
 """A batch that is taken in parts."""
 
+ROUND_IN_FLIGHT = rounds.Round(
+    ordinal=3,
+    role_epoch=0,
+    now_ns=3,
+    control_next=2,
+    decisions=(msgspec.structs.replace(_TAKEN, in_flight=2.25),),
+)
+"""A batch that says how many batches are in flight from now on."""
+
 COMMITTED_PARTS = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
     parts=(1,),

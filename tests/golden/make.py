@@ -112,6 +112,7 @@ def files() -> dict[str, bytes]:
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
         "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
+        "decisions/round-in-flight.json": encode(later_values.ROUND_IN_FLIGHT),
         "control/step-committed-parts.json": encode(later_values.COMMITTED_PARTS),
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),

@@ -67,6 +67,33 @@ def test_admission_is_that_of_the_orchestrator(
     assert (not ours) == staleness.may_admit(Counter(deadlines), at), ours
 
 
+def _says(batches: float | None, before: float = 2.0, **staleness: object) -> str:
+    books = BoundLedger(in_flight=before)
+    automatic = {"in_flight_batches": "auto", "max_staleness": 3, **staleness}
+    config = make_config(**{f"staleness__{name}": value for name, value in automatic.items()})
+    return books.why_not_in_flight(batches, EffectiveConfig(config))
+
+
+def test_an_automatic_c_is_said_by_every_batch_and_changes_a_little_at_a_time() -> None:
+    assert not _says(2.0) and not _says(2.25) and not _says(3.75, before=4.0)
+    assert "at once" in _says(2.5)
+    assert "not between 2 and 4" in _says(4.25, before=4.0)
+    assert "not between 2 and 4" in _says(1.75)
+    assert "does not say" in _says(None)
+    assert "C is set" in _says(2.0, in_flight_batches=2.0)
+    assert not _says(2.0, before=4.0, max_staleness=1), "a bound that went down holds at once"
+
+
+def test_admission_is_held_against_the_c_that_the_newest_batch_said() -> None:
+    config = make_config(
+        staleness__max_staleness=2, staleness__in_flight_batches="auto", groups__per_step=2
+    )
+    books = _books([2, 2, 2, 2], 0, training=False)
+    assert "the limit is 4" in books.why_not_admit(2, EffectiveConfig(config))
+    books.in_flight = 2.25
+    assert not books.why_not_admit(2, EffectiveConfig(config))
+
+
 @given(DEADLINES, st.lists(st.booleans(), min_size=12, max_size=12), st.integers(1, 3))
 def test_the_batch_that_may_be_taken_is_that_of_the_orchestrator(
     deadlines: list[int], done: list[bool], per_step: int

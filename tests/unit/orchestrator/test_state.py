@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "55d2c7289b08a5ebae5c96f9c6e5c3955a44de011a4dae58bf75a5b6f9219a05"
+        == "4d61cd9ed24f3f1820a04967855f19b7f7d0076d11417bd5642001c25d118f20"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

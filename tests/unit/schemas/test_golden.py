@@ -126,6 +126,7 @@ def test_golden_round_has_every_observation_and_decision() -> None:
             later_values.ROUND_HALT,
             later_values.ROUND_EARLY_STOP,
             later_values.ROUND_PARTS,
+            later_values.ROUND_IN_FLIGHT,
             later_values.ROUND_SCORED,
             later_values.ROUND_IMPATIENT,
         )
@@ -156,6 +157,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.ROUND_HALT,
         later_values.ROUND_EARLY_STOP,
         later_values.ROUND_PARTS,
+        later_values.ROUND_IN_FLIGHT,
         later_values.COMMITTED_PARTS,
         later_values.LOGGED_INVALID,
         later_values.LOGGED_SAID,

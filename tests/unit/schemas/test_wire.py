@@ -97,7 +97,7 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
         "TrainerStatus": ("cost",),
         "OrchestratorStatus": ("cost",),
         "TakePart": ("groups", "settings"),
-        "TakeBatch": ("groups", "settings"),
+        "TakeBatch": ("groups", "settings", "in_flight"),
     }
 
 

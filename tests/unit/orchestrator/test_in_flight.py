@@ -1,0 +1,168 @@
+"""An automatic C: what makes it grow and shrink, where it stays, and that the log says it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.config.model import in_flight_batches
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.digest import rest_of
+from dora_pipe.orchestrator.fold import note_slots
+from dora_pipe.orchestrator.in_flight import CHANGE, START, STEPS_EACH, InFlight
+from dora_pipe.orchestrator.planner import decide
+from dora_pipe.schemas.rounds import TakeBatch
+from dora_pipe.schemas.wire import encode
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+B = 32
+MS = 1_000_000
+
+
+def after(ready: list[int], *, empty: int, most: float = 3.0, at: InFlight | None = None) -> float:
+    """C after so many commits with so many finished groups, `empty` of 100 slots being empty."""
+    found, now_ns = at or InFlight(), 0
+    for count in ready:
+        for _ in range(2):
+            found = found.at_round(now_ns, empty=empty, slots=100)
+            now_ns += 500 * MS
+        found = found.at_commit(count).at_batch(per_step=B, most=most)
+    return found.batches
+
+
+def test_c_grows_where_the_trainer_lacks_groups_and_slots_are_empty_because_of_it() -> None:
+    assert after([20] * STEPS_EACH, empty=30) == START + CHANGE
+
+
+def test_c_stays_until_enough_steps_were_counted() -> None:
+    assert after([20] * (STEPS_EACH - 1), empty=30) == START
+
+
+def test_full_slots_make_no_larger_c_however_long_the_trainer_waits() -> None:
+    assert after([0] * 4 * STEPS_EACH, empty=4) == START
+
+
+def test_empty_slots_make_no_larger_c_while_a_batch_stands_ready() -> None:
+    assert after([B] * 4 * STEPS_EACH, empty=90) == START
+
+
+def test_c_shrinks_where_more_stands_ready_than_a_batch_and_a_quarter() -> None:
+    large = InFlight(batches=3.0)
+    assert after([B + B // 4 + 1] * STEPS_EACH, empty=0, at=large) == 3.0 - CHANGE
+    assert after([B + B // 4] * STEPS_EACH, empty=0, at=large) == 3.0
+
+
+def test_what_a_change_moves_is_less_than_what_lies_between_growing_and_shrinking() -> None:
+    low, high = B - B // 16 - 1, B + B // 4 + 1
+    assert high - low > CHANGE * B
+    grown = after([low] * STEPS_EACH, empty=30)
+    assert after([low + int(CHANGE * B)] * 9, empty=30, at=InFlight(batches=grown)) == grown
+
+
+def test_batch_in_place_of_a_refused_one_counts_for_nothing() -> None:
+    one = InFlight().at_commit(20).at_batch(per_step=B, most=3.0)
+    assert one.steps == 1
+    assert one.at_batch(per_step=B, most=3.0) == one
+
+
+@given(
+    eta=st.integers(0, 4),
+    steps=st.lists(st.tuples(st.integers(0, 3 * B), st.integers(0, 100)), max_size=40),
+)
+def test_c_stays_within_what_the_bound_has_room_for(eta: int, steps: list[tuple[int, int]]) -> None:
+    found, most = InFlight(), eta + 1.0
+    for ready, empty in steps:
+        before = found.batches
+        found = found.at_round(found.since_ns + 500 * MS, empty=empty, slots=100)
+        found = found.at_commit(ready).at_batch(per_step=B, most=most)
+        assert START <= found.batches <= max(START, most)
+        assert abs(found.batches - before) <= CHANGE
+
+
+def stage_of(**changes: Any) -> Stage:
+    automatic = {"staleness__in_flight_batches": "auto", "staleness__max_staleness": 2}
+    stage = Stage(
+        run__steps=60, groups__per_step=4, groups__size=1, **{**automatic, **changes}
+    ).begin()
+    stage.worker("w0", slots=64)
+    return stage
+
+
+def starve(stage: Stage, steps: int) -> list[float | None]:
+    """So many steps at whose commits nothing has finished; what each batch says."""
+    said: list[float | None] = []
+    for _ in range(steps):
+        open_ = sorted(stage.running())
+        for name in open_[:4]:
+            stage.finish(name)
+        found = stage.settle()
+        note_slots(stage.state)
+        stage.later(1.0)
+        note_slots(stage.state)
+        said += [one.in_flight for one in found if isinstance(one, TakeBatch)]
+        stage.commit()
+        stage.settle()
+    return said
+
+
+def test_starved_run_admits_more_and_every_batch_says_how_much() -> None:
+    stage = stage_of()
+    said = [one or 0.0 for one in starve(stage, 14)]
+    assert said[0] == START and said[-1] > START + CHANGE
+    assert {after - before for before, after in pairwise(said)} == {0.0, CHANGE}
+    assert len(stage.state.groups) > 2 * 4, "more than two batches are in flight"
+
+
+def test_number_in_the_configuration_is_kept_and_nothing_is_counted_or_said() -> None:
+    stage = stage_of(staleness__in_flight_batches=2.0)
+    assert set(starve(stage, 8)) == {None}
+    assert stage.state.in_flight is None
+    assert "in_flight" not in rest_of(stage.state), "digests are what they were"
+    stage = stage_of(staleness__in_flight_batches=None)
+    for name in sorted(stage.running())[:4]:
+        stage.finish(name)
+    (take,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
+    assert b"in_flight" not in encode(take), "and so are bytes"
+
+
+def test_bound_that_goes_down_holds_at_once_for_an_automatic_c() -> None:
+    stage = stage_of()
+    starve(stage, 14)
+    assert 2.0 < stage.state.in_flight_batches <= 3.0
+    stage.tell(records.command("set", staleness__max_staleness=1))
+    assert stage.state.in_flight_batches == 2.0
+    stage.tell(records.command("set", staleness__max_staleness=0))
+    assert stage.state.in_flight_batches == 1.0
+
+
+def test_user_may_set_a_number_and_give_it_back() -> None:
+    stage = stage_of()
+    starve(stage, 3)
+    stage.tell(records.command("set", staleness__in_flight_batches=1.5))
+    assert stage.state.in_flight_batches == 1.5
+    stage.tell(records.command("set", staleness__in_flight_batches="auto"))
+    assert stage.state.in_flight_batches >= START
+    assert not stage.state.counters.rejected
+
+
+def test_batch_with_another_c_is_refused_by_the_fold() -> None:
+    stage = stage_of()
+    for name in sorted(stage.running())[:4]:
+        stage.finish(name)
+    before = stage.copy()
+    (take,) = [one for one in decide(stage.copy()) if isinstance(one, TakeBatch)]
+    with pytest.raises(InvariantBroken, match="another C"):
+        apply_decision(before, msgspec.structs.replace(take, in_flight=3.0))
+
+
+def test_buffers_are_made_for_the_most_that_c_can_be() -> None:
+    stage = stage_of()
+    assert stage.state.config is not None
+    assert in_flight_batches(stage.state.config.staleness) == 3.0

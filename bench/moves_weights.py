@@ -1,4 +1,5 @@
-"""Weights to N workers: each reads the policy store, or asks its peers first; decides nothing.
+"""A version from the optimizer's step to N workers: saved, then read from the policy store by each,
+or from peers first; with one thread that hashes, and with several. It decides nothing.
 
 One process per worker, each with a cache of its own, as on machines of their own; all begin at the
 same moment. The peer is the trainer, as after a commit, when nobody else has the weights. On one
@@ -14,8 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -26,9 +28,16 @@ from dora_pipe.bench.moves_child import HOST, TOKEN
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store import safetensors_file
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.files import Files, Listed
-from dora_pipe.store.safetensors_file import TensorSource, write_tensors
+from dora_pipe.store.safetensors_file import (
+    HASHERS_MAX,
+    TensorSource,
+    manifest_in_memory,
+    need_digest,
+    write_tensors,
+)
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
@@ -46,19 +55,25 @@ _MODULE: Final = "dora_pipe.bench.moves_weights"
 class WeightsFigure:
     """One way to bring weights to so many workers at once.
 
-    `store_mb_s` 0 is the directory as it is. `last_s` is when all of them have the weights, with
-    their digest compared; `store_mb` is what the store gave.
+    `store_mb_s` 0 is the directory as it is. `saved_s` is until they are written, hashed and
+    durable; `last_s` until all of the workers have them, with their digest compared; `opened_s`
+    until the last has compared it again, as whatever loads weights does; `total_s` all three.
+    `store_mb` is what the store gave.
 
-    Example: ``WeightsFigure(way="peers", workers=4, megabytes=100.0, store_mb_s=200, last_s=0.9,
-    median_s=0.8, store_mb=0.0)``
+    Example: ``WeightsFigure(way="peers", hashers=4, workers=4, megabytes=100.0, store_mb_s=200,
+    saved_s=0.2, last_s=0.9, median_s=0.8, opened_s=0.1, total_s=1.2, store_mb=0.0)``
     """
 
     way: str
+    hashers: int
     workers: int
     megabytes: float
     store_mb_s: int
+    saved_s: float
     last_s: float
     median_s: float
+    opened_s: float
+    total_s: float
     store_mb: float
 
 
@@ -72,6 +87,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: it asks none."""
     store_mb_s: float
     """Of this reader; 0: as fast as it goes."""
+    hashers: int
 
 
 class Took(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +95,7 @@ class Took(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     store_bytes: int
+    opened_s: float
     address: str
 
 
@@ -88,27 +105,51 @@ def bench_weights(
     *,
     store_mb_s: Sequence[int],
     megabytes: int = MEGABYTES,
+    hashers: Sequence[int] = (1, HASHERS_MAX),
 ) -> Iterator[WeightsFigure]:
-    """A figure for each number of workers, speed of the store, and way. Raises ResourceError."""
+    """A figure for each number of workers, speed of the store, way, and number of threads that
+    hash. Raises ResourceError."""
     store = folder / "store"
     trainer = PolicyStore(folder / "trainer", open_files(store.as_uri(), folder=RUN))
-    manifest = trainer.publish_weights(lambda path: _random_weights(path, megabytes))
+    tensors = _random_weights(megabytes)
     with ExitStack() as stack:
         served = serve(folder / "trainer", stack)
-        for number in workers:
-            for speed in store_mb_s:
-                for way, peers in (("store", ()), ("peers", (served.address,))):
-                    tasks = [
-                        Task(
-                            root=str(folder / f"{way}-{number}-{speed}-{one}"),
-                            store=str(store),
-                            digest=manifest.digest,
-                            peers=peers,
-                            store_mb_s=speed / number,
-                        )
-                        for one in range(number)
-                    ]
-                    yield _figure(way, speed, manifest, run_all(tasks))
+        for number, speed, threads in product(workers, store_mb_s, hashers):
+            manifest, saved_s = _saved(trainer, tensors, threads)
+            for way, peers in (("store", ()), ("peers", (served.address,))):
+                tasks = [
+                    Task(
+                        root=str(folder / f"{way}-{threads}-{number}-{speed}-{one}"),
+                        store=str(store),
+                        digest=manifest.digest,
+                        peers=peers,
+                        store_mb_s=speed / number,
+                        hashers=threads,
+                    )
+                    for one in range(number)
+                ]
+                yield _figure(tasks[0], way, speed, manifest, saved_s, run_all(tasks))
+
+
+def _saved(
+    trainer: PolicyStore, tensors: Sequence[TensorSource], threads: int
+) -> tuple[Manifest, float]:
+    """Publish weights that are nowhere yet; how long that took."""
+    trainer.drop_weights(manifest_in_memory(tensors).digest)
+    with _hashing(threads):
+        began_s = time.perf_counter()
+        manifest = trainer.publish_weights(lambda path: write_tensors(path, tensors))
+        return manifest, time.perf_counter() - began_s
+
+
+@contextmanager
+def _hashing(threads: int) -> Iterator[None]:
+    """As many threads hash."""
+    before, safetensors_file.HASHERS_MAX = safetensors_file.HASHERS_MAX, threads
+    try:
+        yield
+    finally:
+        safetensors_file.HASHERS_MAX = before
 
 
 def run_all(tasks: Sequence[Task]) -> list[Took]:
@@ -188,27 +229,33 @@ class Metered:
         return self._files.listed(folder)
 
 
-def _figure(way: str, speed: int, manifest: Manifest, took: Sequence[Took]) -> WeightsFigure:
+def _figure(
+    task: Task, way: str, speed: int, manifest: Manifest, saved_s: float, took: Sequence[Took]
+) -> WeightsFigure:
+    last_s, opened_s = max(one.seconds for one in took), max(one.opened_s for one in took)
     return WeightsFigure(
         way=way,
+        hashers=task.hashers,
         workers=len(took),
         megabytes=round(manifest.bytes / 1e6, 1),
         store_mb_s=speed,
-        last_s=round(max(one.seconds for one in took), 3),
+        saved_s=round(saved_s, 3),
+        last_s=round(last_s, 3),
         median_s=round(statistics.median(one.seconds for one in took), 3),
+        opened_s=round(opened_s, 3),
+        total_s=round(saved_s + last_s + opened_s, 3),
         store_mb=round(sum(one.store_bytes for one in took) / 1e6, 1),
     )
 
 
-def _random_weights(path: Path, megabytes: int) -> Manifest:
+def _random_weights(megabytes: int) -> list[TensorSource]:
     chance = np.random.default_rng(1)
     size = megabytes * 1_000_000 // TENSORS // 4
     tensors = [chance.random(size, np.float32) for _ in range(TENSORS)]
-    sources = [
+    return [
         TensorSource(name=f"t{number}", dtype="F32", shape=(size,), data=one.tobytes)
         for number, one in enumerate(tensors)
     ]
-    return write_tensors(path, sources)
 
 
 def work(task: Task, ready: Callable[[], None]) -> Took:
@@ -220,10 +267,17 @@ def work(task: Task, ready: Callable[[], None]) -> Took:
         peers = PeerWeights(transfers, lambda name: list(task.peers))
         store = PolicyStore(root, remote, peers=peers if task.peers else None)
         ready()
-        began_s = time.perf_counter()
-        store.weights(task.digest)
-        seconds = time.perf_counter() - began_s
-        return Took(seconds=seconds, store_bytes=remote.bytes, address=transfers.address)
+        with _hashing(task.hashers):
+            began_s = time.perf_counter()
+            path = store.weights(task.digest)
+            fetched_s = time.perf_counter()
+            need_digest(path, task.digest)
+        return Took(
+            seconds=fetched_s - began_s,
+            store_bytes=remote.bytes,
+            opened_s=time.perf_counter() - fetched_s,
+            address=transfers.address,
+        )
 
 
 def main() -> None:

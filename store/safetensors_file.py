@@ -15,12 +15,15 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -69,10 +72,19 @@ _FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _BF16_EXPONENT: Final = 0x7F80
 """All ones in an infinity and in a NaN."""
 
+BESIDE_BYTES: Final = 64 << 20
+"""Files from this size on are hashed by several threads."""
+
+HASHERS_MAX = 4
+"""So many of them, and so many tensors in memory: SHA-256 is slower than what it waits for."""
+
 WEIGHTS_HINT: Final = "were they saved whole? repair or replace that file"
 
 METADATA = {"format": "pt"}
 """transformers refuses a file that does not say so."""
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +117,15 @@ def need_digest(path: Path, digest: str) -> None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a safetensors file: one pass over its bytes. Raises PolicyError."""
     entries = read_entries(path)
+    size = sum(entry.end - entry.start for entry in entries)
     with mapped(path) as data:
-        tensors = [
-            Tensor(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                sha256=_sha256(data, entry.start, entry.end),
-            )
-            for entry in entries
-        ]
-    return manifest_of(tensors, sum(entry.end - entry.start for entry in entries))
+
+        def described(entry: Entry) -> Tensor:
+            sha256 = _sha256(data, entry.start, entry.end)
+            return Tensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, sha256=sha256)
+
+        tensors = list(_beside(described, entries, size))
+    return manifest_of(tensors, size)
 
 
 def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
@@ -281,25 +291,49 @@ class TensorSource:
 
 
 def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
-    """Write a safetensors file and describe it; nothing is synced.
+    """Write a safetensors file and describe it; nothing is synced. A large one's tensors are looked
+    at and hashed by other threads while the next ones are written.
 
     Raises OSError, and NonFinite for a tensor that holds a NaN or an infinity.
     """
     ordered = sorted(sources, key=lambda source: source.name)
-    header = _header(ordered)
-    described: list[Tensor] = []
+    header, size = _header(ordered), sum(source.bytes for source in ordered)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for source in ordered:
-            with memoryview(source.data()).cast("B") as data:
+
+        def written() -> Iterator[tuple[TensorSource, memoryview]]:
+            for source in ordered:
+                data = memoryview(source.data()).cast("B")
                 assert len(data) == source.bytes, source.name
-                refuse_non_finite(source.name, source.dtype, data)
                 file.write(data)
-                sha256 = hashlib.sha256(data).hexdigest()
-            described.append(
-                Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
-            )
-    return manifest_of(described, sum(source.bytes for source in ordered))
+                yield source, data
+
+        described = list(_beside(_described, written(), size))
+    return manifest_of(described, size)
+
+
+def _described(one: tuple[TensorSource, memoryview]) -> Tensor:
+    source, data = one
+    with data:
+        refuse_non_finite(source.name, source.dtype, data)
+        sha256 = hashlib.sha256(data).hexdigest()
+    return Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
+
+
+def _beside(do: Callable[[_T], Tensor], each: Iterable[_T], size_bytes: int) -> Iterator[Tensor]:
+    """`do` of each in order; with many bytes in threads, and few of `each` are taken ahead."""
+    threads = min(HASHERS_MAX, len(os.sched_getaffinity(0)))
+    if size_bytes < BESIDE_BYTES or threads == 1:
+        yield from map(do, each)
+        return
+    pending: deque[Future[Tensor]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="hashing") as pool:
+        for one in each:
+            pending.append(pool.submit(do, one))
+            if len(pending) == threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 @contextmanager

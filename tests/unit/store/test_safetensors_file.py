@@ -4,14 +4,16 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.errors import NonFinite, PolicyError
 from dora_pipe.schemas.policy import weights_digest
+from dora_pipe.store import safetensors_file
 from dora_pipe.store.safetensors_file import (
     TensorSource,
     manifest_in_memory,
@@ -143,3 +145,26 @@ def test_file_without_a_tensor_has_a_digest_of_nothing(tmp_path: Path) -> None:
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"no weights at .*nowhere"):
         read_manifest(tmp_path / "nowhere")
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 4))
+def test_file_hashed_by_several_threads_is_the_same_file(sizes: list[int], threads: int) -> None:
+    sources = [source(f"t{at}", [float(at)] * size) for at, size in enumerate(sizes)]
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        alone, several = Path(folder) / "alone", Path(folder) / "several"
+        expected = write_tensors(alone, sources)
+        patch.setattr(safetensors_file, "BESIDE_BYTES", 0)
+        patch.setattr(safetensors_file, "HASHERS_MAX", threads)
+        patch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+        assert write_tensors(several, sources) == expected
+        assert several.read_bytes() == alone.read_bytes()
+        assert read_manifest(several) == expected
+
+
+def test_thread_that_hashes_names_the_tensor_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "BESIDE_BYTES", 0)
+    sources = [source("fine", [1.0]), source("odd", [np.inf, 1.0]), source("z", [1.0])]
+    with pytest.raises(NonFinite, match="tensor 'odd': 1 of 2 numbers"):
+        write_tensors(tmp_path / "w", sources)

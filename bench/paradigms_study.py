@@ -116,6 +116,7 @@ QUICK: Final = Scale(
     overrides=(
         "groups.per_step=4",
         "groups.size=2",
+        "groups.filter_zero_advantage=false",
         "workers.slots=4",
         "workers.prefetch=2",
         "sampling.max_tokens=24",
@@ -187,8 +188,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             f"evaluation.every={self.scale.every}",
             f"evaluation.prompts={self.scale.prompts}",
             f'model.path="{Path(self.start).resolve()}"',
-            *self.scale.overrides,
             *overrides_of(cell),
+            *self.scale.overrides,
             *self.overrides,
         ]
         if entrant.together and not self.scale.virtual:

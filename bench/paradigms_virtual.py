@@ -86,10 +86,11 @@ TOOLS: Final = Pace(
 """A turn of the calculator has six tokens: 3 s in a slot, whatever else is there."""
 
 GPU: Final = Pace(
-    rates=EngineRates(tau_s=0.02, rise=1.0, full=64, load_s=1.0), train_s=6.0, update_s=1.0
+    rates=EngineRates(tau_s=0.1, rise=1.0, full=64, load_s=1.0), train_s=6.0, update_s=1.0
 )
 """A full engine of 64 requests takes twice as long for a token as one with a single request, as a
-decoder whose weights are read for every token does."""
+decoder whose weights are read for every token does. Two workers generate a batch in somewhat more
+time than it takes to train it."""
 
 
 PACES: Final[Mapping[str, Pace]] = {"gpu": GPU, "tools": TOOLS}

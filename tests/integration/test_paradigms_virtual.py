@@ -50,7 +50,6 @@ def test_every_entrant_trains_as_much_and_the_same_seed_gives_the_same_figures(
     assert dora == again
     assert dora.steps == sync.steps == parts.steps == study.scale.steps
     assert sync.staleness == 0 < dora.staleness <= 2
-    assert dora.seconds < sync.seconds
     assert parts.training == pytest.approx(4 * (TOOLS.train_s + TOOLS.update_s) / parts.seconds)
     assert sync.training == pytest.approx(4 * (TOOLS.train_s / 3 + TOOLS.update_s) / sync.seconds)
 

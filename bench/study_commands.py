@@ -235,7 +235,10 @@ def faults(
 def paper(
     section: Annotated[
         list[str] | None,
-        typer.Option(help="lengths, law, share, dora, sweep, others, flash, stream; default all."),
+        typer.Option(
+            help="lengths, law, share, dora, parts, sweep, others, order, verl, flash or"
+            " stream; default all."
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds per row.")] = 3,
     steps: Annotated[int, typer.Option(min=8, help="Steps per run.")] = 16,

@@ -137,6 +137,8 @@ class StepSpan:
     """Of its batch."""
     staleness: tuple[tuple[int, int], ...]
     """(staleness, groups), sorted."""
+    ahead_s: float = 0.0
+    """What the trainer had computed of it before `taken_s`: parts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,6 +176,8 @@ class Cluster:
         self._training: tuple[TakeBatch, float] | None = None
         self._parts_until_s = 0.0
         """When the trainer has computed all parts of the next step that were taken."""
+        self._parts_s = 0.0
+        """How long it computes them."""
         self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
         """Responses that are not reported yet, by the time at which they will be."""
         self._ends = 0
@@ -394,6 +398,7 @@ class Cluster:
         step_s = self._compute_s(batch.groups[sum(batch.parts) :])
         step_s += self.plan.first_step_s if batch.step == 0 else 0.0
         from_s = max(self.now_s, self._parts_until_s) if batch.parts else self.now_s
+        parts_s, self._parts_s = self._parts_s if batch.parts else 0.0, 0.0
         staleness = Counter(batch.step - spec.version for spec in specs)
         self._training = batch, from_s + step_s + self.plan.react_s
         self.run_.spans.append(
@@ -403,6 +408,7 @@ class Cluster:
                 committed_s=from_s + step_s,
                 tokens=sum(sum(self.plan.lengths(spec.ordinal)) for spec in specs),
                 staleness=tuple(sorted(staleness.items())),
+                ahead_s=parts_s - (from_s - self.now_s),
             )
         )
 
@@ -411,6 +417,7 @@ class Cluster:
         seconds = self._compute_s(part.groups) - fixed_s
         trained_s = self._training[1] - self.plan.react_s if self._training else 0.0
         self._parts_until_s = max(self.now_s, trained_s, self._parts_until_s) + seconds
+        self._parts_s += seconds
 
     def _compute_s(self, groups: Sequence[TakenGroup]) -> float:
         """A step of these, with what it costs whatever it trains."""

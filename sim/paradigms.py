@@ -52,6 +52,9 @@ class PoolPlan:
     """A group whose rewards are all equal is replaced by another."""
     bound: int | None = None
     """Units that would be trained more than so many versions after their start are dropped."""
+    parts: int = 1
+    """In which a batch is taken and trained, on GPUs of their own: each as soon as it is there.
+    The next version, and what a step costs whatever it trains, come with the last."""
 
 
 def settings_of(
@@ -106,13 +109,15 @@ class Pool:
         self._at: dict[str, tuple[int, int]] = {}
         """Running request: its worker, its unit."""
         self._training_s = NEVER_S
-        self._taken = 0
+        self._taken: list[_Unit] = []
+        """Of the step that is trained, or whose first parts were."""
+        self._ahead_s = 0.0
 
     def run(self) -> PoolRun:
         """Until the last step is committed."""
         self._admit()
         for _ in range(EVENTS_MAX):
-            self._take_batch()
+            self._take_part()
             if self.version >= self.plan.steps:
                 return self._closed()
             due_s = min(self._generated_s(), self._training_s)
@@ -136,7 +141,9 @@ class Pool:
             for name in batch.advance(now_s):
                 self._ended(name)
         if self._training_s <= now_s + 1e-9:
-            self._commit()
+            self._training_s = NEVER_S
+            if len(self._taken) == self.take:
+                self._commit()
         self._admit()
 
     def _ended(self, name: str) -> None:
@@ -161,11 +168,9 @@ class Pool:
 
     def _admit(self) -> None:
         plan = self.plan
-        training = self._training_s < NEVER_S
-        if training and plan.shared:
+        if plan.shared and self._training_s < NEVER_S:
             return
-        in_training = self._taken if training else 0
-        while len(self._open) + in_training < plan.in_flight:
+        while len(self._open) + len(self._taken) < plan.in_flight:
             self._start()
         while self._queue:
             index = min(range(len(self.batches)), key=lambda one: len(self.batches[one]))
@@ -192,18 +197,31 @@ class Pool:
             self._queue.append((name, length))
         self._open[number] = unit
 
-    def _take_batch(self) -> None:
-        if self._training_s < NEVER_S or len(self._finished) < self.take:
+    def _take_part(self) -> None:
+        left = self.take - len(self._taken)
+        part = self.take // self.plan.parts
+        size = part if left >= 2 * part else left
+        if self._training_s < NEVER_S or len(self._finished) < size:
             return
-        numbers = [heapq.heappop(self._finished)[1] for _ in range(self.take)]
+        numbers = [heapq.heappop(self._finished)[1] for _ in range(size)]
         units = [self._open.pop(number) for number in numbers]
-        tokens = sum(sum(unit.lengths) for unit in units)
-        self.run_.trained_tokens += tokens
-        self.run_.trained_units += len(units)
+        self._taken += units
         samples = sum(len(unit.lengths) for unit in units)
-        step_s = self.plan.trainer.step_s(tokens=tokens, samples=samples)
-        staleness = Counter(self.version - unit.version for unit in units)
-        self._taken, self._training_s = len(units), self.now_s + step_s
+        step_s = self.plan.trainer.step_s(tokens=_tokens(units), samples=samples)
+        if size == left:
+            self._training_s = self.now_s + step_s
+            self._note_step()
+        else:
+            step_s -= self.plan.trainer.fixed_s
+            self._training_s = self.now_s + step_s
+            self._ahead_s += step_s
+        self._admit()
+
+    def _note_step(self) -> None:
+        tokens = _tokens(self._taken)
+        self.run_.trained_tokens += tokens
+        self.run_.trained_units += len(self._taken)
+        staleness = Counter(self.version - unit.version for unit in self._taken)
         self.run_.spans.append(
             StepSpan(
                 step=self.version,
@@ -211,13 +229,13 @@ class Pool:
                 committed_s=self._training_s,
                 tokens=tokens,
                 staleness=tuple(sorted(staleness.items())),
+                ahead_s=self._ahead_s,
             )
         )
-        self._admit()
 
     def _commit(self) -> None:
         self.version += 1
-        self._training_s, self._taken = NEVER_S, 0
+        self._taken, self._ahead_s = [], 0.0
         self._drop_stale()
         if not self.plan.interrupt:
             return
@@ -247,3 +265,7 @@ class Pool:
             self.run_.slot_s += batch.slot_s
             self.run_.busy_s += batch.busy_s
         return self.run_
+
+
+def _tokens(units: Sequence[_Unit]) -> int:
+    return sum(sum(unit.lengths) for unit in units)

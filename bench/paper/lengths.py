@@ -33,11 +33,15 @@ class Lengths:
     def draw(self, *, seed: int, ordinal: int, size: int) -> tuple[int, ...]:
         """Lengths of the siblings of a group, at least 1 each."""
         chance = Random(f"{seed}/{ordinal}")
-        prompt = math.sqrt(self.rho) * chance.gauss()
+        prompt = math.sqrt(self.rho) * chance.gauss()  # As `prompt_effect` says.
         own = math.sqrt(1 - self.rho)
         return tuple(
             self._cut(self.mu + self.sigma * (prompt + own * chance.gauss())) for _ in range(size)
         )
+
+    def prompt_effect(self, *, seed: int, ordinal: int) -> float:
+        """What the siblings of a group have in common, in standard deviations of a logarithm."""
+        return math.sqrt(self.rho) * Random(f"{seed}/{ordinal}").gauss()
 
     def _cut(self, logarithm: float) -> int:
         if logarithm >= math.log(self.cap):

@@ -51,6 +51,8 @@ class Scenario:
     in_flight_batches: float | None = None
     one_batch: bool = False
     planner: Callable[[], Planner] = Production
+    parts: int = 1
+    """In which a batch is taken."""
     pool: PoolKind = ""
     """A paradigm of `dora_pipe.sim.paradigms`; empty: production's planner."""
     published: Published = Published()
@@ -81,10 +83,13 @@ PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
 
 PARTIAL_SURPLUS: Final = 1.25
 """Groups in flight of the partial rollout, in batches: more than one, not published."""
+PARTS: Final = 8
+"""`trainer.parts` of the rows with parts."""
 
 
 def published_rows(gpus: int) -> Iterator[Scenario]:
-    """The four published paradigms; DORA with its own Algorithm 1 and with production's planner."""
+    """The four published paradigms; DORA with its own Algorithm 1, with production's planner, and
+    with its parts."""
     known = {name: PUBLISHED[name, gpus] for name, size in PUBLISHED if size == gpus}
     yield Scenario(name="sync", gpus=gpus, part="fitted", shared=True, published=known["sync"])
     yield Scenario(
@@ -114,6 +119,20 @@ def published_rows(gpus: int) -> Iterator[Scenario]:
             planner=planner,
             published=known["dora"],
         )
+    yield parted_row(gpus, PARTS)
+
+
+def parted_row(gpus: int, parts: int) -> Scenario:
+    """Production's planner with the bound and C of the row `dora`, and parts."""
+    return Scenario(
+        name=f"dora, {parts} parts",
+        gpus=gpus,
+        part="ours",
+        max_staleness=2,
+        in_flight_batches=2.0,
+        parts=parts,
+        published=PUBLISHED["dora", gpus],
+    )
 
 
 def sweep_rows(gpus: int) -> Iterator[Scenario]:
@@ -212,7 +231,9 @@ def figures_of_run(run: ClusterRun) -> Figures:
         staleness.update(dict(span.staleness))
     return Figures(
         step_min=wall_s / len(steady) / MINUTE_S,
-        train_min=sum(one.committed_s - one.taken_s for one in steady) / len(steady) / MINUTE_S,
+        train_min=sum(one.committed_s - one.taken_s + one.ahead_s for one in steady)
+        / len(steady)
+        / MINUTE_S,
         tokens_s=sum(one.tokens for one in steady) / wall_s,
         staleness={one: staleness[one] / staleness.total() for one in sorted(staleness)},
         slots_used=run.slot_s / run.slots / run.wall_s,
@@ -260,13 +281,15 @@ def simulate(
     seed: int,
     steps: int = STEPS,
     per_step: int = GROUPS,
+    lengths: Callable[[int], Sequence[int]] | None = None,
 ) -> Figures:
-    """One run of a scenario."""
+    """One run of a scenario; `lengths` of the siblings by ordinal, those of the checkpoint else."""
+    drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS))
     common: dict[str, Any] = {
         "workers": law.workers(scenario.generating(law)),
         "rates": law.rates(),
         "trainer": law.trainer(scenario.training(law)),
-        "lengths": cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS)),
+        "lengths": lengths or drawn,
         "group_size": SIBLINGS,
         "per_step": per_step,
         "steps": steps,
@@ -280,9 +303,11 @@ def simulate(
             group_size=SIBLINGS,
             bound=scenario.max_staleness,
         )
-        return figures_of_run(Pool(PoolPlan(**common, **settings, shared=scenario.shared)).run())
+        pool = PoolPlan(**common, **settings, shared=scenario.shared, parts=scenario.parts)
+        return figures_of_run(Pool(pool).run())
     plan = ClusterPlan(
         **common,
+        parts=scenario.parts,
         max_staleness=scenario.max_staleness,
         in_flight_batches=scenario.in_flight_batches,
         one_batch=scenario.one_batch,

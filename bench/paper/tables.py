@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dora_pipe.bench.paper import closed_forms as closed
+from dora_pipe.bench.paper import verl
 from dora_pipe.bench.paper.lengths import EFFICIENCY, STEP_100, bubble, figures_of
+from dora_pipe.bench.paper.orders import GPUS, ORDERS, order_rows, order_train_s, simulate_order
 from dora_pipe.bench.paper.rows import (
+    PARTS,
     PUBLISHED,
     SEEDS,
     STEPS,
@@ -18,11 +21,13 @@ from dora_pipe.bench.paper.rows import (
     Seeds,
     other_rows,
     overlap,
+    parted_row,
     published_rows,
     simulate_seeds,
     sweep_rows,
 )
 from dora_pipe.bench.paper.scaling_model import (
+    BLIND,
     FITTED,
     FITTED_TO,
     GPUS_PER_WORKER,
@@ -35,6 +40,7 @@ from dora_pipe.bench.paper.scaling_model import (
     mean_rollouts,
     misfit,
     predicted,
+    step_tokens,
 )
 
 Row = dict[str, Any]
@@ -194,9 +200,9 @@ def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
     return rows
 
 
-def published_row(scenario: Scenario, found: Seeds) -> Row:
-    """Published and simulated side by side."""
-    wanted = scenario.published
+def published_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
+    """Published and simulated side by side, and what the hardware allows."""
+    wanted, limit = scenario.published, limit_min(scenario, law)
     shares = found.staleness()
     return {
         "row": scenario.name,
@@ -205,6 +211,8 @@ def published_row(scenario: Scenario, found: Seeds) -> Row:
         "step": wanted.step_min,
         "step sim": plus_minus(found, "step_min"),
         "step err": error(found.mean("step_min"), wanted.step_min),
+        "limit": limit,
+        "above": error(found.mean("step_min"), limit),
         "exposed": wanted.exposed_min,
         "exposed sim": plus_minus(found, "exposed_min"),
         "exposed err": error(found.mean("exposed_min"), wanted.exposed_min),
@@ -239,9 +247,8 @@ def ours_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
 
 def limit_min(scenario: Scenario, law: ScalingModel) -> float:
     """max(T_train, total tokens x tau / slots); both after each other where GPUs are shared."""
-    tokens = GROUPS * SIBLINGS * figures_of(EFFICIENCY, size=SIBLINGS).mean
-    rollout_s = law.rollout_limit_s(scenario.generating(law), tokens)
-    train_s = law.trainer(scenario.training(law)).fixed_s
+    rollout_s = law.rollout_limit_s(scenario.generating(law), step_tokens())
+    train_s = law.train_s(scenario.training(law))
     both = rollout_s + train_s if scenario.shared else max(rollout_s, train_s)
     return both / MINUTE_S
 
@@ -255,7 +262,7 @@ def published_tables(
     for gpus in SIZES:
         for one in published_rows(gpus):
             found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
-            rows.append(published_row(one, found))
+            rows.append(published_row(one, found, law))
             minutes[one.name, gpus] = found.mean("step_min")
         for one in sweep_rows(gpus):
             if one.name == "partial, surplus 1.5":
@@ -289,6 +296,107 @@ def ours_table(
         for one in make(gpus)
     ]
     return Table(name=name, title=title, rows=rows)
+
+
+BLIND_SHARES = (0.5, 0.75)
+"""Of the GPUs, which train; a share is ours to choose, so several are shown."""
+
+
+def parts_table(
+    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
+) -> Table:
+    """DORA with and without parts: on the law, and on one that no row of DORA's had a say in."""
+    laws = [("law", law)]
+    laws += [("blind", replace(BLIND, train_share=share)) for share in BLIND_SHARES]
+    rows: list[Row] = []
+    for gpus in SIZES:
+        for name, one in laws:
+            for parts in (1, PARTS):
+                scenario = parted_row(gpus, parts)
+                found = simulate_seeds(scenario, law=one, seeds=seeds, steps=steps)
+                rows.append({"law": name, "share": one.train_share, "parts": parts})
+                rows[-1] |= parts_row(scenario, found, one)
+    return Table(
+        name="parts",
+        title="Parts of a batch, bound 2, C 2: minutes per step, against what the hardware allows",
+        rows=rows,
+        notes=(
+            "blind: fitted to the synchronous and one-step rows with the share that these prefer, "
+            f"{BLIND.train_share}; DORA then runs with the share named",
+        ),
+    )
+
+
+def parts_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
+    """Step time beside the published one and beside the two sides of its limit."""
+    wanted, limit = scenario.published.step_min, limit_min(scenario, law)
+    train_min = law.train_s(scenario.training(law)) / MINUTE_S
+    rollout_s = law.rollout_limit_s(scenario.generating(law), step_tokens())
+    return {
+        "gpus": scenario.gpus,
+        "published": wanted,
+        "step": plus_minus(found, "step_min"),
+        "to published": error(found.mean("step_min"), wanted),
+        "T_train": train_min,
+        "T_rollout": rollout_s / MINUTE_S,
+        "above": error(found.mean("step_min"), limit),
+        "exposed": plus_minus(found, "exposed_min"),
+        "staleness": histogram(found.staleness()),
+        "idle slots": 1 - found.mean("slots_used"),
+    }
+
+
+def order_table(
+    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
+) -> Table:
+    """Likely long rows first: what that wins at most, minutes per step."""
+    rows: list[Row] = []
+    for one in order_rows():
+        row: Row = {"row": one.name}
+        for order in ORDERS:
+            found = simulate_order(one, order, seeds=seeds, steps=steps, law=law)
+            row[order] = found.mean("step_min")
+            if order != "data":
+                row[f"{order} to data"] = error(row[order], row["data"])
+        rows.append(row | {"T_train": order_train_s(one, law) / MINUTE_S})
+    return Table(
+        name="order",
+        title=f"Likely long rows first within a step, {GPUS} GPUs: minutes per step",
+        rows=rows,
+        notes=("prompts: the row's part of the length is known; oracle: every length is",),
+    )
+
+
+def verl_table(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> Table:
+    """verl's fully asynchronous rows, predicted with parts and with whole batches; seconds."""
+    rows: list[Row] = []
+    for one in verl.STREAMED:
+        found = verl.mean_step_s(one, seeds=seeds, steps=steps)
+        whole = verl.mean_step_s(one, seeds=seeds, steps=steps, parts=1)
+        limit = verl.limit_s(one)
+        rows.append(
+            {
+                "gpus": one.gpus,
+                "threshold": one.threshold,
+                "published": one.step,
+                f"{verl.PARTS} parts": found,
+                "error": error(found, one.step),
+                "limit": limit,
+                "above": error(found, limit),
+                "whole": whole,
+                "whole err": error(whole, one.step),
+            }
+        )
+    return Table(
+        name="verl",
+        title="verl's fully asynchronous trainer, by its threshold: seconds per step",
+        rows=rows,
+        notes=(
+            "half of the GPUs generate, half train; each is what the colocated row on as many took",
+            "on 32 GPUs updates are published with 314 s colocated and 157 s streamed: no law has "
+            "both",
+        ),
+    )
 
 
 def flash_table(seed: int = 1) -> Table:
@@ -355,7 +463,19 @@ def stream_table(seeds: Sequence[int] = SEEDS) -> Table:
     )
 
 
-SECTIONS = ("lengths", "law", "share", "dora", "sweep", "others", "flash", "stream")
+SECTIONS = (
+    "lengths",
+    "law",
+    "share",
+    "dora",
+    "parts",
+    "sweep",
+    "others",
+    "order",
+    "verl",
+    "flash",
+    "stream",
+)
 
 
 def tables(
@@ -367,6 +487,7 @@ def tables(
         "law": lambda: [law_table(law)],
         "share": lambda: [share_table(seeds, steps)],
         "dora": lambda: published_tables(seeds, steps, law),
+        "parts": lambda: [parts_table(seeds, steps, law)],
         "sweep": lambda: [
             ours_table(
                 "sweep", "The knob nobody publishes: batches in flight, bound 2", seeds, steps, law
@@ -375,6 +496,8 @@ def tables(
         "others": lambda: [
             ours_table("others", "What else the same hardware could do", seeds, steps, law)
         ],
+        "order": lambda: [order_table(seeds, steps, law)],
+        "verl": lambda: [verl_table(seeds, steps)],
         "flash": lambda: [flash_table()],
         "stream": lambda: [stream_table(seeds)],
     }

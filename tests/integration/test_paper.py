@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from dora_pipe.bench.paper.rows import (
+    PARTS,
     Scenario,
+    Seeds,
     other_rows,
     overlap,
+    parted_row,
     published_rows,
     simulate,
     sweep_rows,
 )
-from dora_pipe.bench.paper.scaling_model import FITTED
-from dora_pipe.bench.paper.tables import limit_min, ratio_rows
+from dora_pipe.bench.paper.scaling_model import BLIND, FITTED, ScalingModel
+from dora_pipe.bench.paper.tables import SIZES, limit_min, parts_row, ratio_rows
 from dora_pipe.cli.app import app
 from dora_pipe.core.errors import ConfigError
 
@@ -70,6 +74,32 @@ def test_a_synchronous_row_at_an_eighth_of_the_size_keeps_its_order() -> None:
     dora = simulate(scenario("dora, Algorithm 1", 64), seed=1, steps=8, per_step=64)
     assert sync.exposed_min > 5 * max(0.1, dora.exposed_min)
     assert sync.staleness == {0: 1.0}
+
+
+def test_parts_hide_what_a_whole_batch_exposes_and_cost_as_much_training() -> None:
+    whole, parted = (
+        simulate(parted_row(64, parts), seed=1, steps=8, per_step=64) for parts in (1, PARTS)
+    )
+    assert parted.train_min == pytest.approx(whole.train_min, rel=0.05)
+    assert parted.exposed_min < 0.7 * whole.exposed_min
+    row = parts_row(parted_row(64, PARTS), Seeds(runs=[parted]), FITTED)
+    assert row["published"] == 14.67
+    assert row["T_train"] == pytest.approx(13.11, abs=0.01)
+    assert row["T_rollout"] == pytest.approx(10.80, abs=0.01)
+
+
+@pytest.mark.pure
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", SIZES)
+@pytest.mark.parametrize("law", [FITTED, replace(BLIND, train_share=0.5)], ids=["law", "blind"])
+def test_with_parts_a_step_is_below_the_published_one_and_near_its_limit(
+    law: ScalingModel, gpus: int
+) -> None:
+    row = parted_row(gpus, PARTS)
+    found = simulate(row, law=law, seed=1)
+    assert row.published.step_min is not None
+    assert found.step_min < row.published.step_min
+    assert found.step_min < 1.03 * limit_min(row, law)
 
 
 @pytest.mark.pure

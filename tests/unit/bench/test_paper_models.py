@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_pipe.bench.paper import verl
 from dora_pipe.bench.paper.closed_forms import (
     STREAMS,
     Stream,
@@ -21,7 +22,9 @@ from dora_pipe.bench.paper.closed_forms import (
     sync_bound,
 )
 from dora_pipe.bench.paper.lengths import EFFICIENCY, STEP_100, Lengths, bubble, figures_of
+from dora_pipe.bench.paper.orders import ordered
 from dora_pipe.bench.paper.scaling_model import (
+    BLIND,
     FITTED,
     FITTED_TO,
     fit,
@@ -29,6 +32,7 @@ from dora_pipe.bench.paper.scaling_model import (
     misfit,
     predicted,
     rollout_units,
+    step_tokens,
     training_law,
 )
 from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
@@ -123,8 +127,55 @@ def test_the_fit_finds_the_law_again() -> None:
 def test_the_fitted_rows_alone_prefer_a_quarter_of_the_gpus_for_training() -> None:
     """So the half that is taken is a choice, as bench/results/paper.md says."""
     quarter = fit(train_share=0.25)
+    assert quarter == BLIND
     errors = [misfit(predicted(law, mean_rollouts(law))) for law in (quarter, FITTED)]
     assert errors[0] < errors[1] / 4
+
+
+@pytest.mark.parametrize("gpus", [16, 32, 64])
+def test_a_step_costs_the_trainer_what_the_law_says(gpus: int) -> None:
+    rates = FITTED.trainer(gpus)
+    assert rates.step_s(tokens=round(step_tokens())) == pytest.approx(FITTED.train_s(gpus))
+    assert rates.fixed_s == FITTED.train_fixed_s
+
+
+def test_a_block_has_the_same_rows_in_every_order_and_the_longest_first() -> None:
+    data, oracle, prompts = (
+        ordered(order, seed=3, block=32) for order in ("data", "oracle", "prompts")
+    )
+    for first in (0, 32):
+        plain = [tuple(data(one)) for one in range(first, first + 32)]
+        longest = [tuple(oracle(one)) for one in range(first, first + 32)]
+        likely = [tuple(prompts(one)) for one in range(first, first + 32)]
+        assert sorted(plain) == sorted(longest) == sorted(likely)
+        assert [sum(one) for one in longest] == sorted(map(sum, plain), reverse=True)
+        assert sum(map(sum, likely[:16])) > 2 * sum(map(sum, likely[16:]))
+
+
+# verl's colocated rows
+
+
+@pytest.mark.parametrize("half", [32, 64])
+def test_a_half_takes_what_the_colocated_row_on_as_many_gpus_took(half: int) -> None:
+    row = verl.COLOCATED[half]
+    update_s = verl.trainer_of(half).step_s(tokens=round(step_tokens(verl.LENGTHS))) - row.rest
+    assert update_s == pytest.approx(row.update)
+    assert verl.engines_of(half).train_s(half) == pytest.approx(row.update + row.rest)
+    assert 10 < row.rest < 12
+
+
+@pytest.mark.pure
+@pytest.mark.slow
+def test_the_fit_finds_verls_engines_again() -> None:
+    assert verl.fit_engines() == (verl.SLOTS_PER_GPU, verl.RISE)
+
+
+@pytest.mark.pure
+@pytest.mark.slow
+@pytest.mark.parametrize("row", verl.STREAMED[:4], ids=lambda row: f"threshold {row.threshold}")
+def test_verls_sweep_is_predicted_with_parts_and_not_without(row: verl.Streamed) -> None:
+    assert verl.mean_step_s(row, seeds=[1], steps=12) == pytest.approx(row.step, rel=0.15)
+    assert verl.mean_step_s(row, seeds=[1], steps=12, parts=1) > 1.15 * row.step
 
 
 # Closed forms

@@ -99,6 +99,11 @@ def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
     assert sum(span.tokens for span in parted.spans) == sum(span.tokens for span in whole.spans)
     saved_s = (whole.wall_s - parted.wall_s) / len(whole.spans)
     assert 2.0 < saved_s < 6.0 * 7 / 8
+    for one, other in zip(whole.spans, parted.spans, strict=True):
+        trained_s = other.committed_s - other.taken_s + other.ahead_s
+        assert trained_s == pytest.approx(one.committed_s - one.taken_s, abs=1e-3)
+        assert one.ahead_s == 0.0
+    assert sum(span.ahead_s for span in parted.spans) > 2.0 * len(parted.spans)
 
 
 @pytest.mark.parametrize(("parts", "cost_s"), [(1, 2.0), (4, 0.0)])
@@ -184,3 +189,16 @@ def test_new_weights_cost_every_running_request_its_prefill() -> None:
     interrupted = Pool(pool(rates=slow)).run()
     left_alone = Pool(pool(rates=slow, interrupt=False)).run()
     assert interrupted.wall_s > left_alone.wall_s
+
+
+def test_a_pool_trains_parts_while_it_generates_the_rest() -> None:
+    by_tokens = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(one)) for one in range(16)))
+    whole, parted = (
+        Pool(pool(trainer=by_tokens, in_flight=16, parts=parts)).run() for parts in (1, 4)
+    )
+    assert [one.tokens for one in parted.spans] == [one.tokens for one in whole.spans]
+    assert staleness_of(parted) == {0}
+    assert parted.wall_s < whole.wall_s - len(whole.spans) * 1.5
+    for one, other in zip(whole.spans, parted.spans, strict=True):
+        trained_s = other.committed_s - other.taken_s + other.ahead_s
+        assert trained_s == pytest.approx(one.committed_s - one.taken_s)

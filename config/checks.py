@@ -219,8 +219,9 @@ def _check_groups(config: Config) -> Iterator[str]:
 
 def why_no_parts(config: Config) -> str:
     """Why a batch is not taken in parts, of those keys that may change in a run; or empty."""
-    if config.trainer.minibatches > 1:
-        return f"trainer.minibatches: {config.trainer.minibatches} updates are dealt a whole batch"
+    updates, parts = config.trainer.minibatches, config.trainer.parts
+    if updates not in (1, parts):
+        return f"trainer.minibatches: {updates} updates are neither one nor one for each part"
     if config.objective.advantage == "version-baseline":
         return "objective.advantage: version-baseline compares with all of a batch"
     return ""

@@ -69,6 +69,8 @@ def is_older(plain: Mapping[str, Any]) -> bool:
     return with_older(plain) != dict(plain)
 
 
+MINIBATCHES: Final = "trainer.minibatches"
+
 REFERENCE: Final = "trainer.reference"
 """A setting of a step that is no key: the version that its KL is to, where that moves."""
 

@@ -508,7 +508,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Optimizer updates per step."""
     parts: Positive = 1
     """Of a batch: the gradient of finished groups is computed while the others are generated, a
-    part of `groups.per_step` / `parts` groups at a time; 1: when the batch is whole."""
+    part of `groups.per_step` / `parts` groups at a time; 1: when the batch is whole. With as many
+    `minibatches` each part is an update."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     checkpoint_every: Positive = 10

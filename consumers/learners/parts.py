@@ -1,7 +1,11 @@
 """A step whose batch comes in parts: what was computed ahead, and what of it a batch may use.
 
-The gradient of a part is added to that of the parts before it, and all of it is divided once. What
-computes is the learner's; here is decided when, in which order, and what is begun anew.
+With one update per step the gradient of a part is added to that of the parts before it, and all of
+it is divided once. With as many updates as parts each part is one: what was computed ahead is then
+weights and optimizer state that no version has, and the learner keeps those that the step begins
+with, until it is over or has to be begun anew.
+
+What computes is the learner's; here is decided when, in which order, and what is begun anew.
 """
 
 from __future__ import annotations
@@ -19,13 +23,16 @@ from dora_pipe.consumers.learners.step import (
     contribution,
     figures_of,
     items_of,
+    minibatches,
     part_passes,
+    passes_of,
 )
+from dora_pipe.consumers.objectives.registry import needs_proximal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartKey:
-    """What the gradient of a part depends on, beside the weights."""
+    """What a part comes to depends on, beside the weights."""
 
     step: int
     groups: tuple[str, ...]
@@ -39,18 +46,18 @@ class PartKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredPart:
-    """A part whose gradient was added to those of the parts before it."""
+class DonePart:
+    """A part whose gradient was added to those of the parts before it, or that was an update."""
 
     key: PartKey
     items: Sequence[Item]
-    divisor: int
-    """Its share of what the whole gradient is divided by."""
     sums: Sums
     compute_s: float
+    divisor: int = 0
+    """Its share of what the whole gradient is divided by."""
 
 
-class GathersGradient(Protocol):
+class ComputesParts(Protocol):
     """What a learner does for a step in parts."""
 
     def stopwatch(self) -> Callable[[], float]:
@@ -71,74 +78,146 @@ class GathersGradient(Protocol):
         """Divide the gradient that is there and update with it. Raises NonFinite."""
         ...
 
+    def update(
+        self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
+    ) -> Sums:
+        """One update; `later`: where the objective needs the log-probs of the step's first weights,
+        they are those that are kept. Raises NonFinite."""
+        ...
+
+    def keep(self) -> None:
+        """Keep a copy of weights and optimizer state as they are."""
+        ...
+
+    def go_back(self) -> None:
+        """Be as the copy is, bit for bit, and let it go."""
+        ...
+
+    def let_go(self) -> None:
+        """The copy is not needed any more."""
+        ...
+
 
 class StepInParts:
     """See the module. Example: ``StepInParts().train(learner, batch, settings).figures["loss"]``"""
 
     def __init__(self) -> None:
-        self._gathered: list[GatheredPart] = []
-        """The first parts of the next step; their gradient lies in the learner."""
+        self._done: list[DonePart] = []
+        """The first parts of the next step."""
+        self._kept = False
+        """Whether the learner keeps what the step begins with."""
 
-    def forget(self) -> None:
+    def forget(self, learner: ComputesParts) -> None:
         """What was computed ahead is nobody's any more."""
-        self._gathered = []
+        self._done = []
+        if self._kept:
+            self._kept = False
+            learner.go_back()
 
-    def add(self, learner: GathersGradient, part: TrainBatch, settings: Settings) -> None:
+    def settle(self, learner: ComputesParts) -> None:
+        """Weights and optimizer state are to be what the step begins with; a gradient may stay."""
+        if self._kept:
+            self.forget(learner)
+
+    def loaded(self) -> None:
+        """The learner has other weights, and keeps nothing."""
+        self._done, self._kept = [], False
+
+    def add(self, learner: ComputesParts, part: TrainBatch, settings: Settings) -> None:
         """Compute the next part of a step, ahead of its batch. Raises NonFinite."""
         key = PartKey.of(part, settings)
-        if self._gathered and self._gathered[0].key.step != key.step:
-            self.forget()
-        self._gather(learner, part, key, settings)
-
-    def train(self, learner: GathersGradient, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One update, from the sums of all parts. Raises NonFinite."""
-        step, parts = learner.settings_of(settings), batch.in_parts()
-        keys = [PartKey.of(part, settings) for part in parts]
-        if [one.key for one in self._gathered] != keys[: len(self._gathered)]:
-            self.forget()
-        for part, key in list(zip(parts, keys, strict=True))[len(self._gathered) :]:
+        if not self._done or self._done[0].key.step != key.step:
+            self.forget(learner)
+        step = learner.settings_of(settings)
+        if step.minibatches == 1:
             self._gather(learner, part, key, settings)
+            return
+        self._keep(learner)
+        self._update(learner, part, key, settings, count=1)
+
+    def train(self, learner: ComputesParts, batch: TrainBatch, settings: Settings) -> StepResult:
+        """One update from the sums of all parts, or one from each. Raises NonFinite."""
+        step, parts = learner.settings_of(settings), batch.in_parts()
+        updates = step.minibatches
+        keys = [PartKey.of(part, settings) for part in parts]
+        # What the batch leaves to its last part is known with the batch only.
+        usable = len(keys) if updates == 1 else len(keys) - 1
+        if not self._done or [one.key for one in self._done] != keys[:usable][: len(self._done)]:
+            self.forget(learner)
+        if updates > 1 and needs_proximal(step.objective):
+            self._keep(learner)
+        for part, key in list(zip(parts, keys, strict=True))[len(self._done) :]:
+            if updates == 1:
+                self._gather(learner, part, key, settings)
+            else:
+                last = len(self._done) == len(parts) - 1
+                count = updates - len(self._done) if last else 1
+                self._update(learner, part, key, settings, count=count)
         clock = learner.stopwatch()
         start_s = clock()
-        gathered, self._gathered = self._gathered, []
-        divisor = max(1, sum(one.divisor for one in gathered))
-        sums = Sums(
-            loss=sum(one.sums.loss for one in gathered) / divisor,
-            padded_tokens=sum(one.sums.padded_tokens for one in gathered),
-        )
-        if any(one.sums.passes for one in gathered):
-            learner.finish(divisor, step, sums)
-        items = in_dispatch_order(item for one in gathered for item in one.items)
-        for item in items:
-            item.divide_loss(divisor)
+        done, self._done = self._done, []
+        items = in_dispatch_order(item for one in done for item in one.items)
+        sums = Sums()
+        for one in done:
+            sums.add(one.sums)
+        if updates == 1:
+            _finish(learner, max(1, sum(one.divisor for one in done)), step, sums, items)
+        elif self._kept:
+            self._kept = False
+            learner.let_go()
         return StepResult(
             figures=figures_of(items, sums, step),
             contributions=[contribution(item) for item in items],
-            compute_s=sum(one.compute_s for one in gathered) + clock() - start_s,
+            compute_s=sum(one.compute_s for one in done) + clock() - start_s,
         )
 
+    def _keep(self, learner: ComputesParts) -> None:
+        if not self._kept:
+            learner.keep()
+            self._kept = True
+
     def _gather(
-        self, learner: GathersGradient, part: TrainBatch, key: PartKey, settings: Settings
+        self, learner: ComputesParts, part: TrainBatch, key: PartKey, settings: Settings
     ) -> None:
-        step = learner.settings_of(settings)
-        clock = learner.stopwatch()
+        step, clock = learner.settings_of(settings), learner.stopwatch()
         start_s = clock()
         items = [item for group in items_of(part, step) for item in group]
-        before = sum(one.sums.passes for one in self._gathered)
+        before = sum(one.sums.passes for one in self._done)
         passes, divisor = part_passes(items, step, first=before)
         # Until it is whole: with half a part the gradient is nobody's.
-        gathered, self._gathered = self._gathered, []
+        done, self._done = self._done, []
         sums = learner.gather(part, passes, settings, before=before) if passes else Sums()
-        self._gathered = [
-            *gathered,
-            GatheredPart(
-                key=key,
-                items=items,
-                divisor=divisor,
-                sums=sums,
-                compute_s=clock() - start_s,
-            ),
-        ]
+        seconds = clock() - start_s
+        found = DonePart(key=key, items=items, sums=sums, compute_s=seconds, divisor=divisor)
+        self._done = [*done, found]
+
+    def _update(
+        self, learner: ComputesParts, part: TrainBatch, key: PartKey, settings: Settings, count: int
+    ) -> None:
+        """The next `count` updates, or fewer, from the groups of a part."""
+        step, clock = learner.settings_of(settings), learner.stopwatch()
+        start_s = clock()
+        groups = items_of(part, step)
+        done, self._done = self._done, []
+        sums = Sums()
+        for number, dealt in enumerate(minibatches(groups, count), start=len(done)):
+            passes = passes_of([item for group in dealt for item in group], number, step)
+            if passes:
+                sums.add(learner.update(part, passes, settings, later=number > 0))
+        items = [item for group in groups for item in group]
+        found = DonePart(key=key, items=items, sums=sums, compute_s=clock() - start_s)
+        self._done = [*done, found]
+
+
+def _finish(
+    learner: ComputesParts, divisor: int, step: StepSettings, sums: Sums, items: Sequence[Item]
+) -> None:
+    """The one update of a step whose gradient is there."""
+    sums.loss /= divisor
+    if sums.passes:
+        learner.finish(divisor, step, sums)
+    for item in items:
+        item.divide_loss(divisor)
 
 
 def in_dispatch_order(items: Iterable[Item]) -> list[Item]:

@@ -90,7 +90,9 @@ class Learner(Protocol):
         """One training step. Raises NonFinite (the state is then no longer valid).
 
         Of a batch in parts the gradient is added up part by part, each divided by what the whole is
-        divided by; what was computed of its first parts is used. Equal bits do not depend on that.
+        divided by; with several `trainer.minibatches` each part is an update, and the last one is
+        dealt to those that are left. What was computed of its first parts is used. Equal bits do
+        not depend on that.
         """
         ...
 
@@ -117,10 +119,12 @@ class TrainsParts(Protocol):
 
     While one thread computes a part, another may write the weights and the optimizer state down
     (`save_weights`, `save_optimizer`): a part changes neither. Whoever cannot do both at once lets
-    one of them wait.
+    one of them wait. A part that is an update, with several `trainer.minibatches`, is never asked
+    for meanwhile.
     """
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute the gradient of the next part of a step, ahead of `train`, which is told of it
-        again. Raises NonFinite (what was computed ahead is then dropped)."""
+        """Compute the next part of a step, its gradient or its update, ahead of `train`, which is
+        told of it again. What is saved after it is as it was before. Raises NonFinite (what was
+        computed ahead is then dropped)."""
         ...

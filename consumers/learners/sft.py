@@ -136,7 +136,7 @@ def train_sft(
                     f"loss of step {step + 1} is {result.loss}", hint="lower the learning rate"
                 )
             optimizer.update(_rate(step, options))
-            model.updated()
+            model.updated = True
             progress(step + 1, result.loss)
         _write(model, model_dir, out_dir, store, assets)
     return result

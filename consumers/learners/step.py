@@ -245,6 +245,14 @@ class Sums:
         self.updates += 1
         self.grad_norms.append(norm)
 
+    def add(self, other: Sums) -> None:
+        """What came after it."""
+        self.loss += other.loss
+        self.updates += other.updates
+        self.grad_norms += other.grad_norms
+        self.padded_tokens += other.padded_tokens
+        self.passes += other.passes
+
 
 def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
     """The trajectories of every group of a batch, with their advantages."""

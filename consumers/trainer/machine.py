@@ -37,7 +37,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.config.logged import REFERENCE
+from dora_pipe.config.logged import MINIBATCHES, REFERENCE
 from dora_pipe.consumers.trainer.commits import CommitHistory, droppable, files_of
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -359,7 +359,7 @@ class TrainerMachine:
         if self._part_in_work or parts is None or parts.begun == len(parts.decisions):
             return False
         part = parts.decisions[parts.begun]
-        if after is not None and (self._stop_asked or self._is_dropped() or self._is_ahead(part)):
+        if after is not None and (self._stop_asked or self._is_dropped() or self._waits(part)):
             return False
         parts.begun += 1
         self._part_in_work = True
@@ -372,8 +372,11 @@ class TrainerMachine:
         )
         return True
 
-    def _is_ahead(self, part: TakePart) -> bool:
-        """Whether its reference is a version that is not committed yet."""
+    def _waits(self, part: TakePart) -> bool:
+        """Whether its reference is a version that is not committed yet, or it is an update, which
+        changes the weights that are being written."""
+        if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:
+            return True
         return int(part.settings.get(REFERENCE, 0)) > self.history.next_step
 
     def _fetch(self, taken: _Taken) -> None:

@@ -162,3 +162,79 @@ def test_step_in_parts_that_is_not_finite_leaves_ranks_that_can_load_again(bench
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     trainer.train(batch, PLAIN)
     assert trainer.manifest() == told(bench, batch, PLAIN, ahead=0).manifest()
+
+
+# As many updates as parts
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_parts_that_are_dealt_as_minibatches_are_the_same_updates_however_early(
+    bench: Bench, engine: dict[str, Any]
+) -> None:
+    """With the log-probs of the step's first weights, which the first update has changed."""
+    settings = {**HARD, "trainer.minibatches": 2}
+    batch = parted(3, [])
+    in_parts = replace(batch, groups=[batch.groups[at] for at in (0, 2, 1, 3)], parts=[2])
+    whole = bench.deepspeed(**engine)
+    whole.train(make_batch(seed=9), PLAIN)
+    result = whole.train(replace(batch, step=1), settings)
+    found = {whole.manifest().digest}
+    for ahead in range(2):
+        trainer = bench.deepspeed(**engine)
+        trainer.train(make_batch(seed=9), PLAIN)
+        given = replace(in_parts, step=1)
+        for part in given.in_parts()[:ahead]:
+            trainer.train_part(part, settings)
+        again = trainer.train(given, settings)
+        found.add(trainer.manifest().digest)
+        assert list(again.contributions) == list(result.contributions)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_updates_ahead_that_are_not_those_of_the_batch_are_taken_back_bit_for_bit(
+    bench: Bench, engine: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**HARD, "trainer.minibatches": 3}
+    batch, other = parted(4, [1, 1]), replace(parted(6, [1, 1]), step=5)
+    states: list[tuple[str, bytes]] = []
+    for trainer in (bench.deepspeed(**engine), bench.deepspeed(**engine)):
+        trainer.train(make_batch(seed=9), PLAIN)
+        before = trainer.manifest()
+        for part in other.in_parts()[:2] if states else []:
+            trainer.train_part(part, settings)
+        assert trainer.manifest() == before
+        for part in other.in_parts()[:2] if states else []:
+            trainer.train_part(part, settings)
+        trainer.train(batch, settings)
+        trainer.save_optimizer(tmp_path / "state")
+        states.append((trainer.manifest().digest, (tmp_path / "state").read_bytes()))
+    assert states[0] == states[1]
+
+
+def test_adapter_that_was_updated_ahead_is_none_again(bench: Bench) -> None:
+    from dora_pipe.consumers.learners.torch.lora import LoraOptions
+
+    settings, batch = {**SETTINGS, "trainer.minibatches": 2}, parted(4, [2])
+    options = LoraOptions(rank=2, alpha=4.0, targets=("q_proj",))
+    digests = set()
+    for ahead in range(2):
+        trainer = bench.deepspeed(lora=options)
+        for part in batch.in_parts()[:ahead]:
+            trainer.train_part(part, settings)
+        assert trainer.manifest() == bench.policy
+        for part in batch.in_parts()[:ahead]:
+            trainer.train_part(part, settings)
+        trainer.train(batch, settings)
+        digests.add(trainer.manifest().digest)
+    assert len(digests) == 1
+
+
+def test_updates_that_were_made_ahead_are_forgotten_when_weights_are_loaded(bench: Bench) -> None:
+    settings, batch = {**HARD, "trainer.minibatches": 3}, parted(4, [1, 1])
+    trainer = bench.deepspeed()
+    for part in batch.in_parts()[:2]:
+        trainer.train_part(part, settings)
+    trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
+    trainer.train(batch, settings)
+    assert trainer.manifest() == told(bench, batch, settings, ahead=2).manifest()

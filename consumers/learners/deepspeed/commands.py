@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -96,7 +96,10 @@ class ShareCommand(RankCommand, frozen=True, kw_only=True):
 
 
 class Train(ShareCommand, frozen=True, kw_only=True, tag="train"):
-    """Train one step, an update after the other."""
+    """Train one step, an update after the other; or one part of it, whose only update is `later`
+    where proximal log-probs are to be those of the weights that are kept."""
+
+    later: bool = False
 
 
 class Gather(ShareCommand, frozen=True, kw_only=True, tag="gather"):
@@ -114,11 +117,17 @@ class Finish(RankCommand, frozen=True, kw_only=True, tag="finish"):
     grad_norm_max: float
 
 
+class Keep(RankCommand, frozen=True, kw_only=True, tag="keep"):
+    """Keep a copy of what updates change, be as that is again, or let it go."""
+
+    what: Literal["take", "go-back", "let-go"]
+
+
 class EndRanks(RankCommand, frozen=True, kw_only=True, tag="end"):
     """The trainer is over."""
 
 
-AnyCommand = Open | LoadBase | Load | Read | Train | Gather | Finish | EndRanks
+AnyCommand = Open | LoadBase | Load | Read | Train | Gather | Finish | Keep | EndRanks
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

@@ -252,14 +252,21 @@ class Engine:
                 state[moment] = torch.zeros_like(flat, memory_format=torch.preserve_format)
             self._adamw.state[flat] = state
 
+    def weights(self) -> list[Tensor]:
+        """What this rank holds of the weights that log-probs are computed with."""
+        return [getattr(one, "ds_tensor", one).data for _, one in self.parameters()]
+
+    def written(self) -> None:
+        """`weights` were written: what ZeRO 3 has put together for the next pass is not theirs."""
+        if self.options.zero_stage == 3:
+            self._zero.parameter_offload.partition_all_parameters()
+
     def held(self) -> list[Tensor]:
-        """All that an update changes on this rank: weights, as they are computed with and as they
-        are updated, moments, counts of updates."""
-        found: list[Tensor] = []
+        """All that an update changes on this rank: `weights`, as they are updated too, moments,
+        counts of updates."""
+        found = self.weights()
         for flat in {id(one.flat): one.flat for one in self._shards.values()}.values():
             found += [flat.data, *self._adamw.state[flat].values()]
-        for _, parameter in self.parameters():
-            found.append(getattr(parameter, "ds_tensor", parameter).data)
         return found
 
     def _within(self, shard: _Shard, moment: Moment | None) -> Tensor:

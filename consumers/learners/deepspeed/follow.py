@@ -22,6 +22,7 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     AnyCommand,
     EndRanks,
     Finish,
+    Keep,
     Load,
     LoadBase,
     Open,
@@ -101,6 +102,8 @@ class Follower:
                 pass
         elif isinstance(command, Finish):
             rank.finish(command)
+        elif isinstance(command, Keep):
+            rank.keep(command)
         elif isinstance(command, ShareCommand):
             self._compute(rank, command)
 

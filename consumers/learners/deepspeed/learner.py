@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
     Gather,
+    Keep,
     Load,
     LoadBase,
     Open,
@@ -138,6 +139,8 @@ class DeepspeedLearner:
         """The gradient of those that were computed ahead lies in the engines of the ranks."""
         self._one_by_one = threading.Lock()
         """What the ranks do together they do in one order, whichever thread asks."""
+        self._kept_updated = False
+        """Whether there was an adapter already when a step in parts began."""
         self._referred = ""
         """Digest of the version that the KL is to, where that moves."""
         lora = self._options.engine.lora
@@ -162,7 +165,7 @@ class DeepspeedLearner:
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         need_digest(weights, digest)
-        self._parts.forget()
+        self._parts.loaded()
         moments: dict[str, Entry] = {}
         updates = 0
         if optimizer is not None:
@@ -181,11 +184,11 @@ class DeepspeedLearner:
             self._rank.load(command, given)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One step: several updates, or one of several parts. Raises NonFinite (the state is then
+        """One step: several updates, or the parts of a batch. Raises NonFinite (the state is then
         no longer valid)."""
         if batch.parts:
             return self._parts.train(self, batch, settings)
-        self._parts.forget()
+        self._parts.forget(self)
         clock = self.stopwatch()
         start_s = clock()
         step = self.settings_of(settings)
@@ -201,7 +204,7 @@ class DeepspeedLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Add the gradient of the next part of a step to those before it. Raises NonFinite,
+        """Compute the next part of a step: its gradient, or its update. Raises NonFinite,
         InvariantBroken, ResourceError."""
         with self._one_by_one:
             self._parts.add(self, batch, settings)
@@ -242,6 +245,36 @@ class DeepspeedLearner:
         sums.note_update(self._rank.finish(command))
         self._note_updates(sums)
 
+    def update(
+        self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
+    ) -> Sums:
+        """One update. Raises NonFinite."""
+        shared = [self._shares(passes)]
+        command = Train(later=later, **self._share(part, settings, shared))
+        sums = _sums(shared, self._run_step(command, shared))
+        self._note_updates(sums)
+        return sums
+
+    def keep(self) -> None:
+        """Keep a copy of weights and optimizer state as they are."""
+        self._keep("take")
+        self._kept_updated = self._adapter_base is not None and self._adapter_base.updated
+
+    def go_back(self) -> None:
+        """Be as the copy is, bit for bit, and let it go."""
+        self._keep("go-back")
+        if self._adapter_base is not None:
+            self._adapter_base.updated = self._kept_updated
+
+    def let_go(self) -> None:
+        """The copy is not needed any more."""
+        self._keep("let-go")
+
+    def _keep(self, what: Literal["take", "go-back", "let-go"]) -> None:
+        command = Keep(learner=self._number, retired=_retired(), what=what)
+        self._group.send(command)
+        self._rank.keep(command)
+
     def _shares(self, passes: Sequence[Pass]) -> list[list[Pass]]:
         options = self._options
         return shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
@@ -277,7 +310,8 @@ class DeepspeedLearner:
         return wanted.weights
 
     def manifest(self) -> Manifest:
-        """The manifest of the present weights."""
+        """The manifest of the present weights; what was computed ahead is none of theirs."""
+        self._parts.settle(self)
         return self._weights(manifest_in_memory)
 
     def save_weights(self, path: Path) -> Manifest:
@@ -286,6 +320,7 @@ class DeepspeedLearner:
         Raises OSError.
         """
         with self._one_by_one:
+            self._parts.settle(self)
             return self._weights(lambda sources: write_tensors(path, sources))
 
     def save_optimizer(self, path: Path) -> None:
@@ -293,6 +328,8 @@ class DeepspeedLearner:
 
         Raises OSError.
         """
+        with self._one_by_one:
+            self._parts.settle(self)
         updates = self._engine.updates
         steps = tensor_source(STEPS, torch.tensor(updates, dtype=torch.int64))
         if not updates:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -21,12 +22,14 @@ from dora_pipe.bus.port import Bus, Record
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
     Gather,
+    Keep,
     Load,
     Open,
     PassCommand,
     Ready,
     ShareCommand,
     StepReply,
+    Train,
     UpdateReply,
 )
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
@@ -169,6 +172,8 @@ class Rank:
         self._idle = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
         self._gathered = False
         """Whether a gradient is there that no update has followed."""
+        self._kept: list[Tensor] = []
+        """What `Engine.held` was when it was to be kept."""
 
     def close(self) -> None:
         """Let go of engine and log."""
@@ -193,6 +198,7 @@ class Rank:
         """
         engine = self.engine
         self._drop_gathered()
+        self._kept = []
         with torch.no_grad():
             for name in engine.names:
                 engine.write(name, self._shared(name, name, engine.dtype(name), given))
@@ -251,17 +257,21 @@ class Rank:
         """Train or gather; `trajectories` are those of this rank's passes, one after the other."""
         if isinstance(command, Gather):
             return self._gather(command, trajectories)
+        assert isinstance(command, Train)
         return self._train(command, trajectories)
 
-    def _train(self, command: ShareCommand, trajectories: Sequence[Trajectory]) -> StepReply:
+    def _train(self, command: Train, trajectories: Sequence[Trajectory]) -> StepReply:
         """Compute the updates of a step; ends early where a norm is not finite."""
         step, following = step_settings(command.settings), iter(trajectories)
         with deterministic(self._threads), self._group.together():
             self._drop_gathered()
             self._prepare(command, step)
             updates = [self._rounds(by_rank, following) for by_rank in command.updates]
-            if needs_proximal(step.objective):
-                self._score_later(updates)
+            if needs_proximal(step.objective) and command.later:
+                with self._at_kept():
+                    self._score_proximal(updates)
+            elif needs_proximal(step.objective):
+                self._score_proximal(updates[1:])  # The first computes its own anyway.
             done: list[UpdateReply] = []
             for rounds in updates:
                 if not rounds:
@@ -301,11 +311,30 @@ class Rank:
         if not self._gathered:
             return
         with deterministic(self._threads), self._group.together():
-            kept = [one.clone() for one in self.engine.held()]
+            before = [one.clone() for one in self.engine.held()]
             self._end_gathered(0.0, 1.0, 1.0)
-            with torch.no_grad():
-                for one, before in zip(self.engine.held(), kept, strict=True):
-                    one.copy_(before)
+            _put(before, self.engine.held())
+
+    def keep(self, command: Keep) -> None:
+        """Keep a copy of what updates change, be as that is again, or let it go."""
+        self._drop_gathered()
+        if command.what == "take":
+            self._kept = [one.clone() for one in self.engine.held()]
+            return
+        if command.what == "go-back":
+            _put(self._kept, self.engine.held())
+        self._kept = []
+
+    @contextmanager
+    def _at_kept(self) -> Iterator[None]:
+        """With the weights of the copy in place of the present ones."""
+        weights = self.engine.weights()
+        present = [one.clone() for one in weights]
+        _put(self._kept[: len(weights)], weights)
+        self.engine.written()
+        yield
+        _put(present, weights)
+        self.engine.written()
 
     def _prepare(self, command: ShareCommand, step: StepSettings) -> None:
         objective_kind(step.objective.kind, self._modules)
@@ -337,9 +366,9 @@ class Rank:
         )
         return given, sum(part.padded_tokens for part in one.parts)
 
-    def _score_later(self, updates: Sequence[Sequence[_Round]]) -> None:
-        """The proximal log-probs of every update but the first, which computes its own anyway."""
-        for rounds in updates[1:]:
+    def _score_proximal(self, updates: Sequence[Sequence[_Round]]) -> None:
+        """The proximal log-probs of these updates, by the weights that are there."""
+        for rounds in updates:
             for one in rounds:
                 scored = self._scored(one.passages(self._idle))
                 if one.given is not None:
@@ -433,6 +462,12 @@ class Rank:
         assert self._reference is not None
         with torch.no_grad():
             return self._reference.logprobs(passage)
+
+
+def _put(values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for place, value in zip(places, values, strict=True):
+            place.copy_(value)
 
 
 def _mine(command: ShareCommand, rank: int) -> list[PassCommand]:

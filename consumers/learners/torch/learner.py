@@ -46,7 +46,7 @@ from dora_pipe.consumers.learners.torch.model import (
     score_rows,
     temperature_numerics,
 )
-from dora_pipe.consumers.learners.torch.optimizer import Optimizer
+from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.safetensors_file import manifest_in_memory, need_digest, write_tensors
@@ -97,23 +97,26 @@ class TorchLearner:
         self._optimizer = self._fresh_optimizer()
         self._parts = StepInParts()
         """The gradient of those that were computed ahead lies in the optimizer."""
+        self._kept: tuple[KeptState, bool] | None = None
+        """What a step in parts begins with, and whether that was ever updated."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         need_digest(weights, digest)
         with deterministic(self._options.threads):
             self._model.load(weights)
-        self._parts.forget()
+        self._parts.loaded()
+        self._kept = None
         self._optimizer = self._fresh_optimizer()
         if optimizer is not None:
             self._optimizer.load(optimizer)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One step: several updates, or one of several parts. Raises NonFinite (the state is then
+        """One step: several updates, or the parts of a batch. Raises NonFinite (the state is then
         no longer valid)."""
         if batch.parts:
             return self._parts.train(self, batch, settings)
-        self._parts.forget()
+        self._parts.forget(self)
         clock = self.stopwatch()
         start_s = clock()
         step = self.settings_of(settings)
@@ -123,7 +126,8 @@ class TorchLearner:
             if needs_reference(step.objective):
                 self._refer_to(batch.reference)
             if needs_proximal(step.objective):
-                self._score_later(updates)
+                for passes in updates[1:]:  # The first computes its own anyway.
+                    self._score_proximal(passes)
             for passes in updates:
                 self._update(passes, step, sums)
         return StepResult(
@@ -133,7 +137,7 @@ class TorchLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Add the gradient of the next part of a step to those before it. Raises NonFinite."""
+        """Compute the next part of a step: its gradient, or its update. Raises NonFinite."""
         self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
@@ -160,6 +164,36 @@ class TorchLearner:
             self._optimizer.divide(divisor)
             self._step_optimizer(step, sums)
 
+    def update(
+        self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
+    ) -> Sums:
+        """One update. Raises NonFinite."""
+        step, sums = self.settings_of(settings), Sums(passes=len(passes))
+        with deterministic(self._options.threads):
+            if needs_reference(step.objective):
+                self._refer_to(part.reference)
+            if later and needs_proximal(step.objective):
+                assert self._kept is not None
+                with self._optimizer.at(self._kept[0]):
+                    self._score_proximal(passes)
+            self._update(passes, step, sums)
+        return sums
+
+    def keep(self) -> None:
+        """Keep a copy of weights and optimizer state as they are."""
+        self._kept = self._optimizer.kept(), self._model.updated
+
+    def go_back(self) -> None:
+        """Be as the copy is, bit for bit, and let it go."""
+        assert self._kept is not None
+        self._optimizer.go_back(self._kept[0])
+        self._model.updated = self._kept[1]
+        self._kept = None
+
+    def let_go(self) -> None:
+        """The copy is not needed any more."""
+        self._kept = None
+
     def settings_of(self, settings: Settings) -> StepSettings:
         """What is in force for a step."""
         return step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
@@ -169,6 +203,7 @@ class TorchLearner:
 
         The first token of a row is predicted by nothing and has none.
         """
+        self._parts.settle(self)
         options = self._options
         with deterministic(options.threads):
             return score_rows(
@@ -179,15 +214,18 @@ class TorchLearner:
             )
 
     def manifest(self) -> Manifest:
-        """The manifest of the present weights."""
+        """The manifest of the present weights; what was computed ahead is none of theirs."""
+        self._parts.settle(self)
         return manifest_in_memory(self._model.sources())
 
     def save_weights(self, path: Path) -> Manifest:
         """Write the present weights to a safetensors file and describe them. Raises OSError."""
+        self._parts.settle(self)
         return write_tensors(path, self._model.sources())
 
     def save_optimizer(self, path: Path) -> None:
         """Write the optimizer state to a safetensors file. Raises OSError."""
+        self._parts.settle(self)
         self._optimizer.save(path)
 
     def numerics(self) -> dict[str, str]:
@@ -218,11 +256,10 @@ class TorchLearner:
             exclude=self._options.weight_decay_exclude,
         )
 
-    def _score_later(self, updates: Sequence[Sequence[Pass]]) -> None:
-        """The proximal log-probs of every update but the first, which computes its own anyway."""
-        for passes in updates[1:]:
-            for one in passes:
-                one.proximal = joined(self._scored(passages_of(one, self._options.device)))
+    def _score_proximal(self, passes: Sequence[Pass]) -> None:
+        """The proximal log-probs of an update, by the weights that are there."""
+        for one in passes:
+            one.proximal = joined(self._scored(passages_of(one, self._options.device)))
 
     def _scored(self, parts: Sequence[Passage]) -> list[Tensor]:
         with torch.no_grad():
@@ -241,7 +278,7 @@ class TorchLearner:
         """Step with the gradient that is there. Raises NonFinite."""
         sums.note_update(self._optimizer.gradient_norm(step.grad_norm_max))
         self._optimizer.update(step.learning_rate)
-        self._model.updated()
+        self._model.updated = True
 
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
         """Add the gradient of one pass, and note what each of its units did."""

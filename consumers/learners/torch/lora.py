@@ -231,9 +231,14 @@ class LoraModel(TorchModel):
         found = [tensor_source(name, matrix) for name, matrix in self.parameters()]
         return found + self._adapter_base.base_tensors()
 
-    def updated(self) -> None:
-        """The optimizer has changed the adapter."""
-        self._adapter_base.updated = True
+    @property
+    def updated(self) -> bool:
+        """Whether the optimizer has changed the adapter."""
+        return self._adapter_base.updated
+
+    @updated.setter
+    def updated(self, there: bool) -> None:
+        self._adapter_base.updated = there
 
 
 def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:

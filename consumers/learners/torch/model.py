@@ -99,8 +99,14 @@ class TorchModel:
         """Name and parameter, tied ones once."""
         yield from self.network.named_parameters()
 
-    def updated(self) -> None:
-        """The optimizer has changed the parameters."""
+    @property
+    def updated(self) -> bool:
+        """Whether the optimizer has changed the parameters, where it matters."""
+        return False
+
+    @updated.setter
+    def updated(self, there: bool) -> None:
+        """It does not: all of them are stored in any case."""
 
     def sources(self) -> list[TensorSource]:
         """Every tensor to store, tied ones once, parameters and persistent buffers alike."""

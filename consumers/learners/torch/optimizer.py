@@ -6,7 +6,9 @@ It decides nothing but the names in that file: `steps`, and per parameter `exp_a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +39,15 @@ def decay_groups(
         {"params": kept, "weight_decay": 0.0},
     ]
     return [one for one in groups if one["params"]]
+
+
+@dataclass(slots=True)
+class KeptState:
+    """A copy of what updates change: three times the size of what is trained."""
+
+    weights: list[Tensor]
+    adamw: list[dict[str, Tensor]]
+    """By parameter; empty before the first update."""
 
 
 class Optimizer:
@@ -75,6 +86,37 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
+
+    def kept(self) -> KeptState:
+        """A copy of weights and state."""
+        return KeptState(
+            weights=[one.detach().clone() for one in self._parameters],
+            adamw=[
+                {name: value.clone() for name, value in self._adamw.state.get(one, {}).items()}
+                for one in self._parameters
+            ],
+        )
+
+    def go_back(self, kept: KeptState) -> None:
+        """Be as the copy is, which is used up."""
+        self.clear()
+        self._adamw.state.clear()
+        for one, weights, state in zip(self._parameters, kept.weights, kept.adamw, strict=True):
+            one.data.copy_(weights)
+            if state:
+                self._adamw.state[one] = state
+
+    @contextmanager
+    def at(self, kept: KeptState) -> Iterator[None]:
+        """With the weights of the copy in place of the present ones."""
+        present = [one.data for one in self._parameters]
+        for one, weights in zip(self._parameters, kept.weights, strict=True):
+            one.data = weights
+        try:
+            yield
+        finally:
+            for one, weights in zip(self._parameters, present, strict=True):
+                one.data = weights
 
     def save(self, path: Path) -> None:
         """Write the state to a safetensors file. Raises OSError."""

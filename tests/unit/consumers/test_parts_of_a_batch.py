@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.port import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.consumers.learners.torch.learner import TorchLearner
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.model import read_tensor
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.store.safetensors_file import mapped, read_entries
@@ -138,6 +139,164 @@ def test_part_that_is_not_finite_is_dropped_with_those_before_it(policy: Policy)
         told.train_part(replace(second, groups=[sick]), settings)
     told.train(batch, settings)
     assert told.manifest().digest == policy.train(batch, settings)[1]
+
+
+# As many updates as parts
+
+
+def updating(kind: str, updates: int, **keys: Any) -> dict[str, Any]:
+    return {**settings_of(kind, **keys), "trainer.minibatches": updates}
+
+
+@pytest.mark.parametrize("kind", PARTED)
+def test_parts_that_are_dealt_as_minibatches_are_the_same_updates(
+    policy: Policy, kind: str
+) -> None:
+    settings, batch = updating(kind, 2), batch_of(1, groups=5)
+    result, digest = policy.train(batch, settings)
+    told = policy.trainer()
+    parted = in_order(batch, [0, 2, 4, 1, 3], [3])
+    told.train_part(parted.in_parts()[0], settings)
+    again = told.train(parted, settings)
+    assert told.manifest().digest == digest
+    assert list(again.contributions) == list(result.contributions)
+    assert again.figures == pytest.approx(result.figures)
+    assert {row["minibatch"] for row in again.contributions} == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "decoupled-ppo"])
+@pytest.mark.parametrize("sizes", [[1, 2], [1]])
+def test_bits_of_updates_do_not_depend_on_how_many_were_made_ahead(
+    policy: Policy, kind: str, sizes: list[int]
+) -> None:
+    """Where a batch has fewer parts than there are updates, its last part is dealt to those that
+    are left."""
+    settings = updating(kind, 3, kl=0.1)
+    batch = batch_of(3, groups=6, parts=sizes)
+    expected, digest = policy.train(batch, settings)
+    for ahead in range(len(batch.in_parts()) + 1):
+        told = policy.trainer()
+        for part in batch.in_parts()[:ahead]:
+            told.train_part(part, settings)
+        result = told.train(batch, settings)
+        assert told.manifest().digest == digest
+        assert result.figures == expected.figures
+        assert list(result.contributions) == list(expected.contributions)
+    assert {row["minibatch"] for row in expected.contributions} == {0, 1, 2}
+
+
+def nothing(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    pass
+
+
+def other_settings(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    warmer = {**settings, "trainer.learning_rate": 0.5}
+    for part in batch.in_parts()[:2]:
+        trainer.train_part(part, warmer)
+
+
+def other_groups(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    trainer.train_part(batch.in_parts()[0], settings)
+    trainer.train_part(batch.in_parts()[2], settings)
+
+
+def other_step(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    trainer.train_part(replace(batch.in_parts()[0], step=7), settings)
+    trainer.train_part(batch.in_parts()[0], settings)
+
+
+def one_update(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    trainer.train_part(batch.in_parts()[0], {**settings, "trainer.minibatches": 1})
+
+
+def not_finite(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    first, second, _ = batch.in_parts()
+    trainer.train_part(first, settings)
+    wild = [
+        replace(one, reward=1e300 * (-1) ** place)
+        for place, one in enumerate(second.groups[0].trajectories)
+    ]
+    with pytest.raises(NonFinite):
+        trainer.train_part(
+            replace(second, groups=[replace(second.groups[0], trajectories=wild)]), settings
+        )
+
+
+def whole(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> None:
+    for part in batch.in_parts()[:2]:
+        trainer.train_part(part, settings)
+
+
+AHEAD = [nothing, other_settings, other_groups, other_step, one_update, not_finite, whole]
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_updates_ahead_that_are_not_those_of_the_batch_are_taken_back_bit_for_bit(
+    policy: Policy, ahead: Any, steps_before: int, tmp_path: Path
+) -> None:
+    settings, batch = updating("decoupled-ppo", 3), batch_of(4, groups=4, parts=[1, 1])
+    states: list[tuple[str, bytes]] = []
+    for trainer in (policy.trainer(), policy.trainer()):
+        for step in range(steps_before):
+            trainer.train(batch_of(9 + step, groups=2), settings)
+        if states:
+            ahead(trainer, batch, settings)
+        given = replace(batch, parts=()) if ahead is whole else batch
+        trainer.train(given, settings)
+        trainer.save_optimizer(tmp_path / "state")
+        states.append((trainer.manifest().digest, (tmp_path / "state").read_bytes()))
+    assert states[0] == states[1]
+
+
+def test_what_is_written_between_parts_is_what_the_step_begins_with(
+    policy: Policy, tmp_path: Path
+) -> None:
+    settings, batch = updating("grpo", 3), batch_of(4, groups=4, parts=[1, 1])
+    trainer = policy.trainer()
+    before = trainer.manifest()
+    trainer.save_optimizer(tmp_path / "before")
+    trainer.train_part(batch.in_parts()[0], settings)
+    assert trainer.manifest() == before
+    trainer.train_part(batch.in_parts()[0], settings)
+    trainer.save_optimizer(tmp_path / "after")
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
+
+
+def test_adapter_that_was_updated_ahead_is_none_again(policy: Policy) -> None:
+    settings, batch = updating("grpo", 2), batch_of(4, groups=4, parts=[2])
+    options = TorchOptions(lora=LoraOptions(rank=2, alpha=4.0, targets=("q_proj",)))
+    digests = []
+    for ahead in (0, 1):
+        trainer = TorchLearner(policy.assets, reference=policy.weights, options=options)
+        trainer.load(policy.weights, digest=policy.manifest.digest, optimizer=None)
+        before = trainer.manifest()
+        for part in batch.in_parts()[:ahead]:
+            trainer.train_part(part, settings)
+        assert trainer.manifest() == before
+        for part in batch.in_parts()[:ahead]:
+            trainer.train_part(part, settings)
+        trainer.train(batch, settings)
+        digests.append(trainer.manifest().digest)
+    assert len({*digests, before.digest}) == 2
+
+
+def test_trainer_that_is_started_again_between_two_updates_makes_them_again(
+    policy: Policy, tmp_path: Path
+) -> None:
+    settings, batch = updating("decoupled-ppo", 3), batch_of(4, groups=4, parts=[1, 1])
+    killed = policy.trainer()
+    killed.train(batch_of(9, groups=2), settings)
+    digest = killed.save_weights(tmp_path / "weights").digest
+    killed.save_optimizer(tmp_path / "state")
+    killed.train_part(batch.in_parts()[0], settings)
+    again = policy.trainer()
+    for trainer in (again, killed):
+        trainer.load(tmp_path / "weights", digest=digest, optimizer=tmp_path / "state")
+        for part in batch.in_parts()[: 2 if trainer is again else 0]:
+            trainer.train_part(part, settings)
+        trainer.train(batch, settings)
+    assert again.manifest() == killed.manifest()
 
 
 def test_simulated_learner_keeps_the_same_promise() -> None:

@@ -225,13 +225,22 @@ def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: s
     ("keys", "why"),
     [
         ({"trainer__parts": 5}, "more than groups.per_step"),
-        ({"trainer__minibatches": 2}, "trainer.minibatches: 2 updates"),
+        ({"trainer__minibatches": 3}, "3 updates are neither one nor one for each part"),
         ({"objective__advantage": "version-baseline"}, "version-baseline compares"),
     ],
 )
 def test_what_parts_cannot_be_with_is_said_by_name(keys: dict[str, Any], why: str) -> None:
     plain = {"groups__per_step": 4, "trainer__parts": 2}
     assert any(why in one.text for one in problems_of(make_config(**{**plain, **keys})))
+
+
+def test_as_many_updates_as_parts_are_taken_in_parts() -> None:
+    plain: dict[str, Any] = {"groups__per_step": 4, "trainer__parts": 2, "trainer__minibatches": 2}
+    assert not [one for one in problems_of(make_config(**plain)) if "trainer" in one.text]
+    stage = running(**plain)
+    part, batch = finish(stage, 2, 0, 1, 3)
+    assert isinstance(batch, TakeBatch)
+    assert (type(part), batch.parts) == (TakePart, (2,))
 
 
 def test_change_to_several_updates_ends_parts_from_the_next_step_on() -> None:

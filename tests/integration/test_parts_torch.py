@@ -1,0 +1,96 @@
+"""Batches in parts on torch, whose trainer is killed between two of them: replayed bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.reading import records_of
+from dora_pipe.audit.replay_step import replay
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.consumers.contributions import stored_contributions
+from dora_pipe.schemas.control import StepCommitted, decode_control
+from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
+from tests.support.models import make_qwen2
+
+STEPS, PARTS = 3, 3
+WIDE_LOGITS = 20.0
+ONE: dict[str, Any] = {}
+EACH: dict[str, Any] = {
+    "trainer__minibatches": PARTS,
+    "objective__kind": "decoupled-ppo",
+    "objective__proximal": "recomputed",
+}
+
+
+def has_computed(cluster: Cluster, part: int) -> bool:
+    """Whether the trainer has so many parts of the next step, and no more to do."""
+    machine = cluster.roles[TRAINER].machine
+    return bool(machine.phase == "idle" and machine._parts_done == part)
+
+
+@pytest.fixture(scope="module", params=[ONE, EACH], ids=["one update", "an update each"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A finished run whose trainer was killed after the first part of its first step, and after
+    the second part of another."""
+    folder = tmp_path_factory.mktemp("torch")
+    config = make_config(
+        run__steps=STEPS,
+        groups__per_step=6,
+        trainer__parts=PARTS,
+        sampling__max_tokens=24,
+        workers__slots=4,
+        **request.param,
+    )
+    parts = TorchParts(make_qwen2(folder / "model", scale=WIDE_LOGITS))
+    with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
+        for part in (1, 2):
+            running.until(lambda part=part: has_computed(running, part))
+            running.restart(TRAINER)
+        running.run()
+        yield running
+
+
+def commits(cluster: Cluster) -> list[StepCommitted]:
+    control = TopicPartition(cluster.topics.control, 0)
+    records = records_of(cluster.bus, {control: cluster.bus.end(control)})
+    facts = [decode_control(record.value) for record in records]
+    return [one for one in facts if isinstance(one, StepCommitted)]
+
+
+def test_run_whose_trainer_was_killed_between_parts_holds(cluster: Cluster) -> None:
+    report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    assert report.steps == STEPS
+
+
+def test_every_step_comes_out_bit_for_bit(cluster: Cluster) -> None:
+    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
+    lines = replay(
+        cluster.bus,
+        cluster.topics,
+        cluster.store.root,
+        cluster.parts.trainer(cluster.assets, reference, cluster.config),
+        first=0,
+        last=STEPS,
+        clock=cluster.clock,
+        changed={},
+    )
+    assert [line.replayed.equal for line in lines] == [True] * STEPS
+
+
+def test_contributions_tell_the_update_of_each_part(cluster: Cluster) -> None:
+    several = cluster.config.trainer.minibatches > 1
+    found = commits(cluster)
+    assert found[0].parts == (2, 2)
+    for commit in found:
+        assert commit.figures["updates"] == (PARTS if several else 1)
+    rows = stored_contributions(cluster.store, found[0].contributions.sha256)
+    updates = {row["group"]: row["minibatch"] for row in rows}
+    expected = [0, 0, 1, 1, 2, 2] if several else [0] * 6
+    assert [updates[one.group] for one in found[0].groups] == expected

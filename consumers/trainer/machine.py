@@ -359,7 +359,7 @@ class TrainerMachine:
         if self._part_in_work or parts is None or parts.begun == len(parts.decisions):
             return False
         part = parts.decisions[parts.begun]
-        if after is not None and (self._stop_asked or self._is_dropped() or self._waits(part)):
+        if after is not None and (self._stop_asked or self._is_dropped() or self._must_wait(part)):
             return False
         parts.begun += 1
         self._part_in_work = True
@@ -372,7 +372,7 @@ class TrainerMachine:
         )
         return True
 
-    def _waits(self, part: TakePart) -> bool:
+    def _must_wait(self, part: TakePart) -> bool:
         """Whether its reference is a version that is not committed yet, or it is an update, which
         changes the weights that are being written."""
         if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:

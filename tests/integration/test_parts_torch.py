@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ EACH: dict[str, Any] = {
 def has_computed(cluster: Cluster, part: int) -> bool:
     """Whether the trainer has so many parts of the next step, and no more to do."""
     machine = cluster.roles[TRAINER].machine
-    return bool(machine.phase == "idle" and machine._parts_done == part)
+    parts = machine._parts.get(machine.history.next_step)
+    return bool(machine.phase == "idle" and parts is not None and parts.begun == part)
 
 
 @pytest.fixture(scope="module", params=[ONE, EACH], ids=["one update", "an update each"])
@@ -50,7 +52,7 @@ def cluster(
     parts = TorchParts(make_qwen2(folder / "model", scale=WIDE_LOGITS))
     with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
         for part in (1, 2):
-            running.until(lambda part=part: has_computed(running, part))
+            running.until(partial(has_computed, running, part))
             running.restart(TRAINER)
         running.run()
         yield running

@@ -263,6 +263,26 @@ def test_what_is_written_between_parts_is_what_the_step_begins_with(
     assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
 
 
+def test_gradient_that_was_gathered_stays_when_weights_are_written(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, batch = settings_of("grpo"), batch_of(4, groups=4, parts=[1, 1])
+    trainer, computed = policy.trainer(), []
+    gather = trainer.gather
+
+    def counted(part: TrainBatch, *rest: Any, **more: Any) -> Any:
+        computed.append([group.group for group in part.groups])
+        return gather(part, *rest, **more)
+
+    monkeypatch.setattr(trainer, "gather", counted)
+    trainer.train_part(batch.in_parts()[0], settings)
+    trainer.save_weights(tmp_path / "weights")
+    trainer.save_optimizer(tmp_path / "state")
+    trainer.train(batch, settings)
+    assert len(computed) == 3
+    assert trainer.manifest().digest == policy.train(batch, settings)[1]
+
+
 def test_adapter_that_was_updated_ahead_is_none_again(policy: Policy) -> None:
     settings, batch = updating("grpo", 2), batch_of(4, groups=4, parts=[2])
     options = TorchOptions(lora=LoraOptions(rank=2, alpha=4.0, targets=("q_proj",)))

@@ -312,6 +312,15 @@ def test_part_is_not_begun_before_its_weights_are_there() -> None:
     assert isinstance(effect, TrainPart)
 
 
+def test_part_that_is_an_update_waits_until_the_weights_before_it_are_written() -> None:
+    driver = Driver().to_publishing()
+    settings = {**part(0).settings, "trainer.minibatches": 4}
+    update = msgspec.structs.replace(part(0, step=1), settings=settings)
+    assert driver.decide(update) == []
+    (effect,) = driver.published()
+    assert (effect.decision, driver.phase) == (update, "committing")
+
+
 def test_what_a_part_takes_beside_a_publication_is_no_time_that_was_free() -> None:
     driver = Driver().to_publishing()
     driver.decide(part(0, step=1))

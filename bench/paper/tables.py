@@ -245,10 +245,14 @@ def ours_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
     }
 
 
-def limit_min(scenario: Scenario, law: ScalingModel) -> float:
-    """max(T_train, total tokens x tau / slots); both after each other where GPUs are shared."""
-    rollout_s = law.rollout_limit_s(scenario.generating(law), step_tokens())
-    train_s = law.train_s(scenario.training(law))
+def limit_min(scenario: Scenario, law: ScalingModel, tokens: float | None = None) -> float:
+    """max(T_train, tokens x tau / slots); both after each other where GPUs are shared.
+
+    `tokens` of a step; those of the mean step by default.
+    """
+    tokens = step_tokens() if tokens is None else tokens
+    rollout_s = law.rollout_limit_s(scenario.generating(law), tokens)
+    train_s = law.trainer(scenario.training(law)).step_s(tokens=round(tokens))
     both = rollout_s + train_s if scenario.shared else max(rollout_s, train_s)
     return both / MINUTE_S
 

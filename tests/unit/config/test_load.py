@@ -283,6 +283,7 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["staleness.in_flight_batches=never"], "unknown value `never`"),
         (["staleness.in_flight_batches=0.5"], "0.5 is not between 1 and 3"),
         (["staleness.in_flight_batches=3.5"], "3.5 is not between 1 and 3"),
         (
@@ -319,6 +320,8 @@ def test_sections_that_do_not_fit_together_are_refused(
         ["staleness.in_flight_batches=1"],
         [*DEEPSPEED, "trainer.ranks=8", "trainer.zero_stage=3", "trainer.offload=all"],
         ["staleness.in_flight_batches=3"],
+        ["staleness.in_flight_batches=auto"],
+        ["staleness.in_flight_batches=auto", "staleness.max_staleness=0"],
         ["staleness.max_staleness=0"],
         ["groups.min_valid_siblings=8"],
         ["timing.lease_s=1.01"],

@@ -78,6 +78,8 @@ def test_default_configuration_is_dora_that_does_not_fill_its_window(file: Path)
     file.write_text(SMALL)
     assert paradigm_of(load_config(file, ())) == "dora with in_flight_batches 2"
     assert paradigm_of(with_staleness(load_config(file, ()), in_flight_batches=3.0)) == "dora"
+    automatic = with_staleness(load_config(file, ()), in_flight_batches="auto")
+    assert paradigm_of(automatic) == "dora with in_flight_batches auto"
     assert paradigm("dora").keys == {
         "staleness.max_staleness": Staleness().max_staleness,
         "staleness.in_flight_batches": Staleness().max_staleness + 1.0,

@@ -185,6 +185,7 @@ DECIDED: Final = """
     select records.partition, records.record_offset as "offset", standing, ordinal, sha256, fate,
            why, records.logged_ns, dispatched_ns, trajectories.reward as counts,
            case when standing = 'bound' and fate = 'trained' then step end as step,
+           case when standing = 'bound' and fate = 'trained' then groups.part end as part,
            case when standing = 'bound' then staleness end as staleness, {more}
     from records join trajectories using (trajectory_id) join groups using (group_id)"""
 """What control and decisions say of a record: columns that its value does not have."""
@@ -205,7 +206,7 @@ SCHEMA: Final = pa.schema(
         *_fields(pa.utf8(), "weights_digest", "worker"),
         *_fields(pa.int64(), "incarnation", "partition", "offset"),
         *_fields(pa.utf8(), "sha256", "fate", "why"),
-        *_fields(pa.int64(), "step", "staleness"),
+        *_fields(pa.int64(), "step", "part", "staleness"),
         *_fields(pa.utf8(), "dataset_digest"),
         *_fields(pa.int64(), "index", "data_epoch", "seed"),
         *_fields(pa.utf8(), "finish", "error"),
@@ -221,7 +222,8 @@ SCHEMA: Final = pa.schema(
     ]
 )
 """One row per trajectory. `dispatched_ns` is the orchestrator's round clock, the rest wall clocks;
-all in ns. What is null did not happen: a trajectory that was not trained has no step."""
+all in ns. What is null did not happen: a trajectory that was not trained has no step, and one of a
+batch that came at once has no part."""
 
 SAID_OTHERWISE: Final = frozenset({"trajectory_id", "group_id", "record_offset"})
 """Columns of the catalogue's trajectories that `SCHEMA` has under another name."""

@@ -122,6 +122,7 @@ def step_line(step: StepStats) -> str:
     waited = f"waited {duration(step.waited_s)}"
     if step.worker:
         waited += f" for {step.worker}, version {step.version}"
+    waited += f", {duration(step.ahead_s)} ahead" if step.ahead_s else ""
     seconds = "-" if step.seconds is None else duration(step.seconds)
     return f"step {step.step}  reward {reward}  staleness {staleness}  {seconds}  {waited}"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from dora_pipe.audit.describe import TRACE, describe
+from dora_pipe.audit.export import export_parquet
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.consumers.learners.port import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
@@ -94,6 +97,19 @@ def test_step_says_its_parts_and_its_groups_which_they_are_in(cluster: Cluster) 
     assert counted == sorted(counted)
     stages = [one["stage"] for one in found[TRACE]]
     assert "part" in stages
+
+
+def test_export_has_the_part_of_a_trajectory_beside_its_step(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.parquet"
+    with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
+        export_parquet(cluster.bus, cluster.topics, catalogue, None, path)
+        known = dict(catalogue.query("select group_id, part from groups where fate = 'trained'"))
+    rows = pq.read_table(path, columns=["group", "step", "part"]).to_pylist()
+    trained = [one for one in rows if one["step"] is not None]
+    assert {one["group"]: one["part"] for one in trained} == known
+    assert all(one["part"] is None for one in rows if one["step"] is None)
 
 
 def test_a_step_without_parts_says_nothing_of_them(cluster: Cluster) -> None:

@@ -73,6 +73,12 @@ where g.fate = 'trained' group by all order by all""",
 from waits group by all order by seconds desc""",
     ),
     (
+        "Which parts of batches went ahead, and what did each wait for?",
+        """select part, count(*) as steps, count(seconds) as ahead, avg(waited_s) as waited_s,
+       avg(seconds) as seconds, avg(tokens) as tokens
+from parts group by part order by part""",
+    ),
+    (
         "Where does the time of a trained trajectory go?",
         """select avg(t.placed_ns - g.dispatched_ns) / 1e9 as queued_s,
        avg(t.logged_ns - t.placed_ns) / 1e9 as on_a_worker_s,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dora_pipe.catalogue.statuses import read_statuses
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.why.answer import why_now
 from dora_pipe.observe.why.parts import next_part
+from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.waits import waits
-from dora_pipe.schemas.metrics import TrainerStatus
-from tests.support.cluster import Cluster, make_config
+from dora_pipe.schemas.metrics import OrchestratorStatus, TrainerStatus
+from dora_pipe.schemas.rounds import TakePart
+from tests.support.cluster import TICK_NS, Cluster, make_config
 from tests.support.stats_stage import stats_of
 from tests.unit.orchestrator.test_parts import finish, running
+
+HEARTBEATS = 4
 
 
 def words(state: State) -> str:
@@ -85,3 +90,31 @@ def test_looks_at_a_run_name_the_part_that_is_waited_for_or_computed(tmp_path: P
             phases |= {status.phase} if isinstance(status, TrainerStatus) else set()
         cluster.run()
     assert phases
+
+
+def test_a_part_that_is_taken_ends_the_wait_before_it_so_that_alarms_are_of_standstill(
+    tmp_path: Path,
+) -> None:
+    config = make_config(run__steps=4, trainer__parts=4)
+    with Cluster(tmp_path, config, on_disk=False) as cluster:
+        state = cluster.roles["orchestrator"].machine.state
+        cluster.until(lambda: len(state.parts) == 2)
+        for name in cluster.workers:
+            cluster.roles[name].frozen = True
+        cluster.ticks(HEARTBEATS * int(config.timing.heartbeat_s * 1e9) // TICK_NS)
+        rounds = [one.round for one in read_rounds(cluster.bus, cluster.topics)]
+        said = [
+            one
+            for one in read_statuses(cluster.bus, cluster.topics)
+            if isinstance(one, OrchestratorStatus)
+        ]
+    parts = [
+        (round_.now_ns, one.part)
+        for round_ in rounds
+        for one in round_.decisions
+        if isinstance(one, TakePart)
+    ]
+    (wait,) = said[-1].waits
+    assert wait.name == "groups"
+    assert wait.words.endswith(f"for part {parts[-1][1] + 1}")
+    assert wait.since_ns == parts[-1][0]

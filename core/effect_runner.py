@@ -167,12 +167,15 @@ class EffectRunner:
 
     def poll(self) -> list[Any]:
         """Events since the last call. Raises what has ended the thread, behind its last event."""
+        error = self._error  # Before the events: whoever set it has put its last one there.
+        if not self._events:  # Most polls bring nothing, and take no lock for it.
+            if error is not None:
+                raise error
+            return []
         with self._turn:
             events = list(self._events)
             self._events.clear()
             self._turn.notify_all()
-        if self._error is not None and not events:
-            raise self._error
         return events
 
     def close(self, *, wait_s: float = CLOSE_S, finish: bool = True) -> None:

@@ -280,12 +280,16 @@ class Runtime:
         record comes, and spares the turns in between.
         """
         now_ns = self._clock.now_ns()
-        if self._events or any(port.busy for port in self._ports):
+        if any(port.busy for port in self._ports):
             return now_ns
+        return max(now_ns, self.own_due_ns())
+
+    def own_due_ns(self) -> int:
+        """The same of all but the ports, which the simulator asks itself; it may be past."""
+        if self._events:
+            return self._clock.now_ns()
         due_ns = self._machine.wake_at()
-        if self._held or self._ends:
-            due_ns = min(due_ns, self._next_turn_ns)
-        return max(now_ns, due_ns)
+        return min(due_ns, self._next_turn_ns) if self._held or self._ends else due_ns
 
     def stop(self) -> None:
         """Let the machine end in order; it hears of it in the next tick."""

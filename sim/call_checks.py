@@ -1,4 +1,4 @@
-"""What must hold of the calls of agents, asked of every answer and of every record.
+"""What must hold of sampled tokens and of the calls of agents, asked of every answer and record.
 
 The checks know what the programs of `agents` were told, the records as they land, and the seeds
 that were dispatched; they look at no worker's state. An answer is named by what it follows from:
@@ -61,16 +61,17 @@ class CallChecks:
 
     def landed(self, record: Record, incarnation: int) -> None:
         """A record of a progress topic, or a trajectory, is in the log."""
+        progress = record.topic.endswith(".progress")
+        if progress and not self._starts:
+            return  # Of no call: no agent has begun.
         try:
-            if record.topic.endswith(".progress"):
-                found = decode_any_progress(record.value)
-                if isinstance(found, TurnProgress):
-                    answer = tuple(found.token_ids)
-                    self._durable[found.trajectory, found.call.seed].add(answer)
-            else:
-                self._trajectory(decode_trajectory(record.value), incarnation)
+            decoded = (decode_any_progress if progress else decode_trajectory)(record.value)
         except SchemaError:
             return  # what was put there to be found
+        if isinstance(decoded, TurnProgress):
+            self._durable[decoded.trajectory, decoded.call.seed].add(tuple(decoded.token_ids))
+        elif isinstance(decoded, Trajectory):
+            self._trajectory(decoded, incarnation)
 
     # Answers
 
@@ -126,6 +127,10 @@ class CallChecks:
     # Records
 
     def _trajectory(self, one: Trajectory, incarnation: int) -> None:
+        place = strange_token(one)
+        if place is not None:
+            what = f"{one.trajectory}: token {place} is not one of version {one.version}"
+            self._wrong("C1", what)
         start = self._starts.get((incarnation, f"{one.trajectory}/{one.meta.attempt}"))
         if start is None:
             return

@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import horizon_of, records_of
-from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
+from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.sim.call_checks import strange_token
-from dora_pipe.sim.checks import CHECKS, Wrong
+from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
 from dora_pipe.sim.faulty_parts import FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
@@ -209,7 +206,6 @@ class SeedRun:
                 raise InvariantBroken(f"log: {violation.line}")
         if not report.finished:
             raise InvariantBroken("log: the audit does not see the end of the run")
-        check_tokens(world, self.monitor.wrong)
 
     def _is_garbage(self, line: str) -> bool:
         """Whether the audit has found what was put there to be found."""
@@ -250,20 +246,6 @@ def waiting(world: World, said: Mapping[str, str]) -> str:
         elif name in (ORCHESTRATOR, TRAINER):
             found.append(f"there is no {name}")
     return "; ".join(found)
-
-
-def check_tokens(world: World, wrong: Wrong) -> None:
-    """Every trajectory in the log; those that cannot be read are not ours."""
-    for record in records_of(world.bus, horizon_of(world.bus, world.topics).trajectories):
-        try:
-            trajectory = decode_trajectory(record.value)
-        except SchemaError:
-            continue
-        place = strange_token(trajectory)
-        if place is not None:
-            version = trajectory.version
-            what = f"{trajectory.trajectory}: token {place} is not one of version {version}"
-            wrong("C1", what)
 
 
 # What many seeds have met between them, and what none has

@@ -150,8 +150,7 @@ class World:
 
     def present(self, name: str) -> Role | None:
         """The newest living incarnation of a name."""
-        found = [role for role in self.roles.values() if role.name == name]
-        return found[-1] if found else None
+        return next((role for role in reversed(self.roles.values()) if role.name == name), None)
 
     def kill(self, role: Role, why: str = "killed") -> None:
         """What SIGKILL does: nothing more is said. The fault model may start it again."""
@@ -254,7 +253,7 @@ class World:
 
     def _due_ns(self, runtime: Runtime, role: Role) -> int:
         """World time of the next turn."""
-        own_ns = runtime.due_ns()
+        own_ns = runtime.own_due_ns()
         for port in role.ports:
             own_ns = min(own_ns, port.due_ns())
         due_ns = role.clock.world_ns(own_ns)

@@ -142,7 +142,7 @@ class EnginePort:
         later, self._later = self._later, []
         for effect in later:
             self._events += run_effect(self._handlers, effect)
-        if not self._gone:
+        if not self._gone and (self._ahead or self._engine.active):
             self._events += attempt(
                 "a step of the engine", self._steps, partial(self._failed, None)
             )

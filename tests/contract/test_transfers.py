@@ -116,7 +116,7 @@ def test_fetch_after_its_deadline_is_late(pair: Pair) -> None:
     blob = offered(pair.source, LARGE)
     began_s = time.monotonic()
     assert pair.target.fetch(blob, timeout_s=0.0) == Lost(port.LATE)
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < WAIT_S / 2
     assert fetched(pair.target, blob) == LARGE
 
 

@@ -60,7 +60,7 @@ def test_mute_peer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
         blob = Blob(sha256="a" * 64, bytes=5, peer=peer)
         began_s = time.monotonic()
         found = target.fetch(blob, timeout_s=0.3)
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < WAIT_S / 2
         assert found in (Lost(port.LATE), Lost(port.UNREACHABLE))
 
 
@@ -207,7 +207,7 @@ def test_peer_whose_blobs_were_dropped_ends_at_once(tmp_path: Path) -> None:
             source.drop(here)
             target.drop(there)
             began_s = time.monotonic()
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < WAIT_S / 2
 
 
 # Weights

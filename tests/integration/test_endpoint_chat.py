@@ -4,8 +4,8 @@ and what was sampled is never made again from text."""
 from __future__ import annotations
 
 import re
+import select
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.worker.effects import CallAsked, RefuseCall
 from tests.support.chat_models import write_chat_model
 from tests.support.endpoints import Stage, says, stage
+
+WAIT_S = 60.0
 
 ADD = {
     "type": "function",
@@ -284,7 +286,7 @@ def test_what_was_asked_of_a_session_before_it_began_again_is_not_told(assets: P
 
             def ask() -> None:
                 asking.start()
-                time.sleep(0.5)  # The call has come to the port by then.
+                assert select.select([one.port._link], [], [], WAIT_S)[0], "the call has come"
 
             one.reopen("g-0/0", ask)
             asking.join()

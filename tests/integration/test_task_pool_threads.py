@@ -253,13 +253,13 @@ def test_step_that_raises_retry_for_good_starts_its_episode_again_on_another_pro
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_episode_that_takes_too_long_ends_by_its_name(folder: Path, threads: int) -> None:
-    with TaskPool(task(folder, threads=threads, episode_seconds=1.0)) as pool:
+    with TaskPool(task(folder, threads=threads, episode_seconds=2.0)) as pool:
         begin(pool, "slow", "idle")
         cut = ask(pool, step("slow", "sleep 1000"))
         assert isinstance(cut, TaskFailed)
         assert (cut.error, cut.message) == (
             "EpisodeTimeout",
-            "the episode took longer than 1 s",
+            "the episode took longer than 2 s",
         )
         late = ask(pool, step("idle", ""))  # of the same age
         assert isinstance(late, TaskFailed)

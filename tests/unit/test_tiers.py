@@ -15,7 +15,7 @@ from tests.support.tidy import ROOT, files
 
 BROKER_TESTS = "tests/integration/test_kafka_broker.py"
 PROGRAM_TESTS = "tests/integration/test_kafka_program.py"
-LIMIT_S = 60
+LIMIT_S = 300
 
 
 def _pytest(*arguments: str, path: str, ci: bool, **more: str) -> tuple[int, str]:

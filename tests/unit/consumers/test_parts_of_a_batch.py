@@ -1,6 +1,7 @@
 """A step whose batch comes in parts: the gradient of the whole, and the same bits however early."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dora_pipe.consumers.learners.port import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.consumers.learners.torch.model import read_tensor
+from dora_pipe.consumers.learners.torch.model import Passage, read_tensor
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.store.safetensors_file import mapped, read_entries
 from tests.support.batches import make_batch, with_teacher
@@ -317,6 +318,56 @@ def test_trainer_that_is_started_again_between_two_updates_makes_them_again(
             trainer.train_part(part, settings)
         trainer.train(batch, settings)
     assert again.manifest() == killed.manifest()
+
+
+def test_log_probs_of_the_reference_are_computed_with_their_part_and_not_again(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = policy.trainer(), batch_of(1, groups=3, parts=[1, 1])
+    asked: list[int] = []
+    right = TorchLearner._reference_logprobs
+
+    def noted(learner: TorchLearner, passage: Passage) -> Tensor:
+        asked.append(1)
+        return right(learner, passage)
+
+    monkeypatch.setattr(TorchLearner, "_reference_logprobs", noted)
+    settings, needed = settings_of("grpo", kl=0.1), []
+    for part in batch.in_parts()[:2]:
+        trainer.train_part(part, settings)
+        needed.append(len(asked))
+    assert 0 < needed[0] < needed[1]
+    trainer.train(batch, settings)
+    apart = policy.trainer()
+    in_batch = len(asked) - needed[1]
+    asked.clear()
+    apart.train(batch, settings)
+    assert len(asked) == needed[1] + in_batch
+    assert in_batch < len(asked)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_policy_that_is_saved_while_a_part_is_computed_has_the_same_bits(
+    policy: Policy, ahead: int, tmp_path: Path
+) -> None:
+    settings = settings_of("grpo", kl=0.1)
+    beside, apart = policy.trainer(), policy.trainer()
+    before, batch = batch_of(1, groups=3), replace(batch_of(2, groups=4, parts=[1, 1]), step=1)
+    for trainer in (beside, apart):
+        trainer.train(before, settings)
+    saved = apart.save_weights(tmp_path / "apart")
+    apart.save_optimizer(tmp_path / "apart-state")
+    with ThreadPoolExecutor(1) as publisher:
+        writing = publisher.submit(beside.save_weights, tmp_path / "beside")
+        state = publisher.submit(beside.save_optimizer, tmp_path / "beside-state")
+        for part in batch.in_parts()[:ahead]:
+            beside.train_part(part, settings)
+        assert writing.result() == saved
+        state.result()
+    assert (tmp_path / "beside-state").read_bytes() == (tmp_path / "apart-state").read_bytes()
+    for trainer in (beside, apart):
+        trainer.train(batch, settings)
+    assert beside.manifest() == apart.manifest() != saved
 
 
 def test_simulated_learner_keeps_the_same_promise() -> None:

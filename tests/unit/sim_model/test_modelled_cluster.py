@@ -91,6 +91,39 @@ def test_a_step_never_beats_the_limit() -> None:
     assert run.wall_s >= 12 * 6.0
 
 
+def mean_staleness(run: ClusterRun) -> float:
+    """Over trained groups."""
+    found = [pair for span in run.spans for pair in span.staleness]
+    return sum(key * count for key, count in found) / sum(count for _, count in found)
+
+
+@pytest.mark.parametrize(("count", "slots", "train_s"), [(4, 24, 12.0), (8, 12, 15.0)])
+def test_an_automatic_c_wins_what_a_larger_one_wins_and_is_not_as_stale(
+    count: int, slots: int, train_s: float
+) -> None:
+    sizes, trainer = workers(count, slots), TrainerRates(fixed_s=train_s)
+    small, large, automatic = (
+        Cluster(plan(workers=sizes, trainer=trainer, steps=30, in_flight_batches=one)).run()
+        for one in (2.0, 3.0, "auto")
+    )
+    won_s = small.wall_s - large.wall_s
+    assert won_s > 0
+    assert small.wall_s - automatic.wall_s > 0.9 * won_s
+    assert mean_staleness(automatic) < mean_staleness(large) - 0.5
+
+
+@pytest.mark.parametrize(("count", "train_s"), [(4, 60.0), (2, 6.0)])
+def test_an_automatic_c_stays_where_training_or_generation_alone_is_the_limit(
+    count: int, train_s: float
+) -> None:
+    trainer = TrainerRates(fixed_s=train_s)
+    cluster = Cluster(
+        plan(workers=workers(count), trainer=trainer, steps=20, in_flight_batches="auto")
+    )
+    cluster.run()
+    assert cluster.state.in_flight_batches == 2.0
+
+
 def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
     slow = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(one)) for one in range(16)))
     whole, parted = (

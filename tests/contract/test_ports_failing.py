@@ -69,7 +69,7 @@ from dora_pipe.schemas.control import Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from tests.support.tidy import ROOT
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 BLOB = Blob(sha256="a" * 64, bytes=5)
 LABEL = KvLabel(trajectory="g0000000001-000", prefix="p")
 TAKEN = TakenTrajectory(

@@ -16,7 +16,7 @@ from dora_pipe.cli import progress
 from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import CommandProgress
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE, PLAINTEXT, KafkaSecu
 from dora_pipe.core.errors import AccessRefused, BusError
 
 SECRET = "s3cret-42"
-WAIT_S = 10.0
+WAIT_S = 30.0
 CLEAR = KafkaSecurity(protocol="SASL_PLAINTEXT", mechanism="PLAIN", username="w0")
 
 Door = Callable[[Callable[[socket.socket], object]], str]

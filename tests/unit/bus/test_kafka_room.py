@@ -21,7 +21,7 @@ from tests.support.cluster import make_config
 from tests.support.worker import VirtualClock
 
 ALL = frozenset({1, 2, 3})
-WAIT_S = 10.0
+WAIT_S = 30.0
 Said = tuple[str, str]
 
 

@@ -126,7 +126,7 @@ class StepInParts:
     def add(self, learner: ComputesParts, part: TrainBatch, settings: Settings) -> None:
         """Compute the next part of a step, ahead of its batch. Raises NonFinite."""
         key = PartKey.of(part, settings)
-        if not self._done or self._done[0].key.step != key.step:
+        if not self._goes_on(key):
             self.forget(learner)
         step = learner.settings_of(settings)
         if step.minibatches == 1:
@@ -170,6 +170,15 @@ class StepInParts:
             contributions=[contribution(item) for item in items],
             compute_s=sum(one.compute_s for one in done) + clock() - start_s,
         )
+
+    def _goes_on(self, key: PartKey) -> bool:
+        """Whether a part may follow those that are there; none does that was given up with them and
+        is taken anew."""
+        if not self._done:
+            return False
+        first, held = self._done[0].key, {name for one in self._done for name in one.key.groups}
+        same = (first.step, first.settings) == (key.step, key.settings)
+        return same and held.isdisjoint(key.groups)
 
     def _keep(self, learner: ComputesParts) -> None:
         if not self._kept:

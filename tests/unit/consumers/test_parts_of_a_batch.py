@@ -284,6 +284,35 @@ def test_gradient_that_was_gathered_stays_when_weights_are_written(
     assert trainer.manifest().digest == policy.train(batch, settings)[1]
 
 
+def passes_counted(trainer: TorchLearner, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    of_pass = trainer._accumulate
+
+    def counted(one: Any, *rest: Any) -> None:
+        found.append(one)
+        of_pass(one, *rest)
+
+    monkeypatch.setattr(trainer, "_accumulate", counted)
+    return found
+
+
+@pytest.mark.parametrize("change", [{"objective.clip_high": 0.3}, {}])
+@pytest.mark.parametrize("updates", [1, 3])
+def test_parts_that_are_taken_anew_replace_those_that_were_given_up_and_are_used(
+    policy: Policy, change: dict[str, Any], updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, batch = updating("grpo", updates), batch_of(4, groups=4, parts=[1, 1])
+    trainer, once = policy.trainer(), policy.trainer()
+    computed, whole = passes_counted(trainer, monkeypatch), passes_counted(once, monkeypatch)
+    trainer.train_part(batch.in_parts()[0], {**settings, **change})
+    given_up = len(computed)
+    trainer.train_part(batch.in_parts()[0], settings)
+    trainer.train(batch, settings)
+    once.train(batch, settings)
+    assert len(computed) == given_up + len(whole)
+    assert trainer.manifest() == once.manifest()
+
+
 def test_adapter_that_was_updated_ahead_is_none_again(policy: Policy) -> None:
     settings, batch = updating("grpo", 2), batch_of(4, groups=4, parts=[2])
     options = TorchOptions(lora=LoraOptions(rank=2, alpha=4.0, targets=("q_proj",)))

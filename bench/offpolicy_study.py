@@ -81,6 +81,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "evaluation.best": False,
     "evaluation.patience": 0,
     "groups.spare": 0,
+    "trainer.parts": 1,
     "groups.seconds_max": None,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no

@@ -23,6 +23,7 @@ RARE = frozenset(
         "lease-in-outage",
         "leaving-counts",
         "newest-first",
+        "old-scores-count",
         "open-call-lost",
         "orphan-forgotten",
         "part-outlives",

@@ -19,6 +19,7 @@ from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH
 from dora_pipe.cli.output import emit_table
 from dora_pipe.config.load import load_config
 from dora_pipe.core.console import say, typed
+from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.children import Children
 from dora_pipe.launch.examples import example_config, example_file, make_model
 from dora_pipe.launch.plan import plan_new
@@ -33,6 +34,9 @@ from dora_pipe.schemas.topics import Topics
 TASK: Final = "arithmetic"
 KILL_AT_STEP: Final = 12
 REPLAYED_STEPS: Final = 2
+OWN_KEYS: Final = ("run.name", "model.path")
+"""What it sets itself: a free name, and its warm start."""
+
 WARM_THREADS: Final = 2
 """Of the warm start: nothing else runs meanwhile."""
 
@@ -40,6 +44,9 @@ WARM_THREADS: Final = 2
 def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
     """The demo from its warm start to its replay. Raises RunFailed where it does not learn."""
     began_s = time.monotonic()
+    for word in override:
+        if (key := word.partition("=")[0].strip()) in OWN_KEYS:
+            raise UsageError(f"{key}: the demo sets it", hint=f"dora-pipe run CONFIG -o {word}")
     need_engines([TORCH, engine])
     name = _free_name(root, _in_log(root, override))
     directory = RunDir(root / name)

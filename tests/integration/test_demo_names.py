@@ -11,7 +11,7 @@ from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.cli import demo as demo_module
 from dora_pipe.cli.commands.start import demo
-from dora_pipe.core.errors import BusError
+from dora_pipe.core.errors import BusError, UsageError
 from dora_pipe.launch.run_dir import RunDir
 from infra.kafka.broker import tidied_client
 from tests.support.kafka_broker import free_ports
@@ -41,6 +41,15 @@ def name_of(root: Path, *override: str) -> str:
 @pytest.mark.usefixtures("begun")
 def test_names_of_runs_in_the_folder_are_taken(tmp_path: Path) -> None:
     assert [name_of(tmp_path) for _ in range(3)] == ["demo", "demo-2", "demo-3"]
+
+
+@pytest.mark.parametrize("word", ['run.name="mine"', "model.path=warm"])
+def test_what_the_demo_sets_itself_is_refused_before_anything_is_made(
+    tmp_path: Path, word: str
+) -> None:
+    with pytest.raises(UsageError, match="the demo sets it"):
+        demo(root=tmp_path, override=[word])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("begun")

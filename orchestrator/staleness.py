@@ -144,9 +144,7 @@ def next_part(
     if len(finished) < size or taken + size >= per_step:
         return ()
     part = finished[:size]
-    due = _without(deadlines, part)
-    due[step] = due.get(step, 0) + size
-    return part if feasible(due, step, per_step) else ()
+    return part if feasible(_with_part(deadlines, part, step), step, per_step) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +173,7 @@ def lacking(
     if len(finished) < needs:
         return Lacking(needs - len(finished))
     if size:
-        due = _without(deadlines, finished[:size])
-        due[step] = due.get(step, 0) + size
-        over = _excess(due, step, per_step)
+        over = _excess(_with_part(deadlines, finished[:size], step), step, per_step)
     else:
         behind = _without(deadlines, finished[:needs], step=step, taken=taken)
         over = _excess(behind, step + 1, per_step)
@@ -198,6 +194,12 @@ def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int
 def surplus(deadlines: Mapping[int, int], at: Standing) -> int:
     """How many groups of U no step is left for; they end as `cancelled(stop)`, latest first."""
     return max(0, sum(deadlines.values()) - max(0, at.steps - at.step) * at.per_step)
+
+
+def _with_part(due: Mapping[int, int], part: Sequence[Finished], step: int) -> dict[int, int]:
+    """U where the groups of a part are due at its step."""
+    rest = _without(due, part)
+    return rest | {step: rest.get(step, 0) + len(part)}
 
 
 def _without(

@@ -7,7 +7,7 @@ time until the next.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -135,7 +135,7 @@ def slots_of(bus: Bus, topics: Topics) -> Slots:
     )
 
 
-def _seconds(counted: Iterator[Counter[Use]] | list[Counter[Use]]) -> dict[Use, float]:
+def _seconds(counted: Iterable[Counter[Use]]) -> dict[Use, float]:
     total: Counter[Use] = Counter()
     for one in counted:
         total.update(one)

@@ -10,6 +10,7 @@ from dora_pipe.consumers.learners.port import Reference, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite
 from tests.deepspeed.conftest import Bench
 from tests.support.batches import SETTINGS, make_batch, poisoned, with_teacher
+from tests.support.deepspeed import ENGINES
 
 DISTANCE_MAX = 2e-4
 """Largest distance of a weight after three steps at a learning rate of 1e-3: sums have another
@@ -66,19 +67,7 @@ def steps_to_reference(ours: Any, theirs: Any, first: Path) -> list[StepResult]:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, HARD], ids=["grpo", "hard"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"zero_stage": 0},
-        {"zero_stage": 1},
-        {"zero_stage": 2},
-        {"zero_stage": 3},
-        {"zero_stage": 2, "offload": "optimizer"},
-        {"zero_stage": 3, "offload": "all"},
-        {"zero_stage": 2, "rounds_min": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", ENGINES, ids=str)
 def test_steps_are_those_of_the_torch_trainer(
     bench: Bench, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:

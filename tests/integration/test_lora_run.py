@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 
 from dora_pipe.audit.auditor import audit, build_ledger
-from dora_pipe.audit.replay_step import replay
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.orchestrator.fold import fold_round
@@ -86,18 +85,7 @@ def test_workers_had_several_versions_at_once_and_nothing_moved(cluster: Cluster
 
 
 def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
-    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
-    lines = list(
-        replay(
-            cluster.bus,
-            cluster.topics,
-            cluster.store.root,
-            cluster.parts.trainer(cluster.assets, reference, cluster.config),
-            first=0,
-            last=STEPS,
-            clock=cluster.clock,
-        )
-    )
+    lines = cluster.replayed(0, STEPS)
     assert [line.replayed.step for line in lines] == list(range(STEPS))
     assert all(line.replayed.equal for line in lines)
     assert len({line.replayed.digest_replayed for line in lines}) == STEPS

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
+from dora_pipe.audit.replay_step import StepLine, raise_if_diverged
 from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.contributions import read_contributions
@@ -61,18 +61,9 @@ def commits_of(cluster: Cluster) -> list[StepCommitted]:
 def again(
     cluster: Cluster, first: int = 0, last: int = STEPS, **changed: str | float
 ) -> list[StepLine]:
-    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
-    lines = replay(
-        cluster.bus,
-        cluster.topics,
-        cluster.store.root,
-        cluster.parts.trainer(cluster.assets, reference, cluster.config),
-        first=first,
-        last=last,
-        clock=cluster.clock,
-        changed={f"objective.{name}": value for name, value in changed.items()},
+    return cluster.replayed(
+        first, last, {f"objective.{name}": value for name, value in changed.items()}
     )
-    return list(lines)
 
 
 def test_run_with_another_objective_holds(cluster: Cluster) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
-from dora_pipe.audit.replay_step import replay
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.schemas.control import StepCommitted, decode_control
@@ -72,17 +71,7 @@ def test_run_whose_trainer_was_killed_between_parts_holds(cluster: Cluster) -> N
 
 
 def test_every_step_comes_out_bit_for_bit(cluster: Cluster) -> None:
-    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
-    lines = replay(
-        cluster.bus,
-        cluster.topics,
-        cluster.store.root,
-        cluster.parts.trainer(cluster.assets, reference, cluster.config),
-        first=0,
-        last=STEPS,
-        clock=cluster.clock,
-        changed={},
-    )
+    lines = cluster.replayed(0, STEPS)
     assert [line.replayed.equal for line in lines] == [True] * STEPS
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.reading import records_of
-from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
+from dora_pipe.audit.replay_step import StepLine, raise_if_diverged
 from dora_pipe.audit.replay_trajectory import generate_again, pick, regenerate
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
@@ -54,18 +54,9 @@ def cluster(
 
 
 def _replay(cluster: Cluster, first: int, last: int, **changed: float) -> list[StepLine]:
-    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
-    lines = replay(
-        cluster.bus,
-        cluster.topics,
-        cluster.store.root,
-        cluster.parts.trainer(cluster.assets, reference, cluster.config),
-        first=first,
-        last=last,
-        clock=cluster.clock,
-        changed={name.replace("__", "."): value for name, value in changed.items()},
+    return cluster.replayed(
+        first, last, {name.replace("__", "."): value for name, value in changed.items()}
     )
-    return list(lines)
 
 
 def test_run_with_torch_holds(cluster: Cluster) -> None:

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import msgspec
 
+from dora_pipe.audit.replay_step import StepLine, replay
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
@@ -296,6 +298,23 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def replayed(
+        self, first: int, last: int, changed: Mapping[str, str | float] = MappingProxyType({})
+    ) -> list[StepLine]:
+        """These steps once more, from the log alone, with keys of their settings changed so."""
+        reference = self.store.weights_path(self.run_started.policy.digest)
+        lines = replay(
+            self.bus,
+            self.topics,
+            self.store.root,
+            self.parts.trainer(self.assets, reference, self.config),
+            first=first,
+            last=last,
+            clock=self.clock,
+            changed=changed,
+        )
+        return list(lines)
 
     @property
     def path(self) -> Path:

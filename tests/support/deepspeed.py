@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 RANKS = int(os.environ.get("DORA_PIPE_RANKS", "1"))
 PARTITIONS = 2
 RUN = "r"
+
+ENGINES: list[dict[str, Any]] = [
+    {"zero_stage": 0},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"zero_stage": 2, "offload": "optimizer"},
+    {"zero_stage": 3, "offload": "all"},
+    {"zero_stage": 2, "rounds_min": 3},
+]
+"""Ways to spread what a step needs over the ranks, all in float32."""
 
 
 def need_deepspeed(*, ranks: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """Figures of finished runs that are to be compared, each from the run's own log; decides nothing.
 
-Times are of the run's log, from `run started` to the commit of the last step. `target_s` lies on
-the straight line between the commits of the two evaluated versions between which the reward comes
-to the target.
+Times are of the run's log, from `run started` to the commit of the last step. `target_s` is when
+the isotonic regression of the rewards comes to the target: of evaluations that scatter, the first
+one above it would be the luckiest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any, Final
 
 import msgspec
@@ -75,6 +75,8 @@ class ParadigmRun(msgspec.Struct, frozen=True, kw_only=True):
     """Trained trajectories."""
     target_s: float | None
     """Time to the evaluation reward aimed at; None if it was not reached."""
+    course: tuple[tuple[float, float], ...]
+    """Every evaluation: when its version was committed, s, and its mean reward."""
     reward: float
     """Of the last evaluation."""
     sampling: float
@@ -130,10 +132,10 @@ def measure_run(
     seconds = (end - begin) / 1e9
     spans = spans_of(bus, topics, begin, end)
     slots = sum(slots_of[epoch] for epoch in spans)
-    course = [  # version v is there from the commit of step v - 1
+    course = tuple(  # version v is there from the commit of step v - 1
         ((steps[version - 1]["committed_ns"] - begin) / 1e9 if version else 0.0, reward)
         for version, reward in rewards
-    ]
+    )
     busy_s = sum(stop - start for found in spans.values() for start, stop in found) / 1e9
     sampling_s = sum(covered_s(found) for found in spans.values())
     return ParadigmRun(
@@ -142,7 +144,8 @@ def measure_run(
         steps=len(steps),
         seconds=seconds,
         samples_per_s=sum(one["trajectories"] for one in steps) / seconds,
-        target_s=crossing(course, target),
+        target_s=crossing(risen(course), target),
+        course=course,
         reward=course[-1][1] if course else 0.0,
         sampling=sampling_s / (seconds * max(1, len(spans))),
         slots_busy=busy_s / (seconds * max(1, slots)),
@@ -152,6 +155,23 @@ def measure_run(
         moves=moves,
         mixed=report.mixed_share or 0.0,
     )
+
+
+def risen(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The isotonic regression of a course: the rewards that never fall and are nearest to it in
+    the least squares, by pooling adjacent violators (Barlow et al. 1972).
+
+    Example: ``risen([(0.0, 0.4), (10.0, 0.8), (20.0, 0.6)]) == [(0.0, 0.4), (10.0, 0.7), (20.0,
+    0.7)]``
+    """
+    pools: list[list[float]] = []
+    for _, reward in course:
+        pools.append([reward])
+        while len(pools) > 1 and fmean(pools[-2]) >= fmean(pools[-1]):
+            worse = pools.pop()
+            pools[-1] += worse
+    fitted = [fmean(pool) for pool in pools for _ in pool]
+    return [(at_s, reward) for (at_s, _), reward in zip(course, fitted, strict=True)]
 
 
 def crossing(course: Sequence[tuple[float, float]], target: float) -> float | None:

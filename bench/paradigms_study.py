@@ -341,7 +341,11 @@ def print_study(
     ]
     if as_json:
         emit_json({"setting": study.summary(seeds), "chosen": msgspec.to_builtins(chosen)})
-        emit_rows(list(rows[0]), rows, as_json=True)
+        emit_rows(
+            [],
+            [{**row, "course": run.course} for row, run in zip(rows, runs, strict=True)],
+            as_json=True,
+        )
         for name, found in compared:
             emit_rows([], [{"figure": name, **asdict(one)} for one in found], as_json=True)
         return
@@ -362,7 +366,7 @@ def print_study(
 
 def _row_of(run: ParadigmRun) -> dict[str, Any]:
     figures = msgspec.to_builtins(run)
-    del figures["setting"], figures["cell"]
+    del figures["setting"], figures["cell"], figures["course"]
     return {"entrant": run.cell.entrant, "seed": run.cell.seed, **figures}
 
 

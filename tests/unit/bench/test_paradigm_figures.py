@@ -14,7 +14,7 @@ from dora_pipe.bench.entrants import (
     settings_of,
     tried,
 )
-from dora_pipe.bench.paradigms import Cell, ParadigmRun, compare, crossing, interval_95
+from dora_pipe.bench.paradigms import Cell, ParadigmRun, compare, crossing, interval_95, risen
 
 RATES = (3e-4, 1e-4)
 
@@ -35,6 +35,7 @@ def of_cell(
         seconds=60.0,
         samples_per_s=samples_per_s,
         target_s=target_s,
+        course=(),
         reward=0.9,
         sampling=0.5,
         slots_busy=0.5,
@@ -80,6 +81,14 @@ def test_one_value_has_no_interval() -> None:
 def test_a_course_crosses_its_target_between_two_evaluations() -> None:
     assert crossing([(0.0, 0.4), (10.0, 0.8)], 0.6) == pytest.approx(5.0)
     assert crossing([(0.0, 0.4), (10.0, 0.5)], 0.6) is None
+
+
+def test_an_evaluation_that_is_lucky_is_pooled_with_the_worse_ones_behind_it() -> None:
+    course = [(0.0, 0.4), (1.0, 0.9), (2.0, 0.5), (3.0, 0.7), (4.0, 0.8)]
+    rewards = [reward for _, reward in risen(course)]
+    assert rewards == pytest.approx([0.4, 0.7, 0.7, 0.7, 0.8])
+    assert crossing(course, 0.75) < 1.0  # type: ignore[operator]
+    assert crossing(risen(course), 0.75) == pytest.approx(3.5)
 
 
 @pytest.mark.parametrize("name", ENTRANTS)

@@ -82,6 +82,8 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "evaluation.patience": 0,
     "groups.spare": 0,
     "trainer.parts": 1,
+    "trainer.head_chunk_tokens": "auto",
+    "trainer.gradient_checkpointing": False,
     "groups.seconds_max": None,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no

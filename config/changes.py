@@ -40,7 +40,7 @@ task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model te
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps
 trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
-trainer.parts trainer.ranks trainer.zero_stage trainer.offload
+trainer.head_chunk_tokens trainer.parts trainer.ranks trainer.zero_stage trainer.offload
 trainer.gradient_accumulation trainer.dtype
 """
 FROZEN = frozenset(_FROZEN.split())

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, objectives, outside, workers
+from dora_pipe.config import model, objectives, outside, training, workers
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.model import Config
 from dora_pipe.config.paradigms import paradigm_of
@@ -36,6 +36,7 @@ _TYPES: Mapping[str, str] = {
     "Spare": "integer 0..999",
     "PositiveFloat": "number > 0",
     "PositiveFloat | Literal['auto']": 'number > 0, or "auto"',
+    "NonNegative | Literal['auto']": 'integer >= 0, or "auto"',
     "NonNegativeFloat": "number >= 0",
     "Share": "number, 0 to 1",
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
@@ -165,7 +166,7 @@ class _SectionDoc:
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
     """What stands in the source of the sections: docstrings do not outlive it."""
-    trees = [ast.parse(inspect.getsource(module)) for module in (model, outside, workers)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (model, outside, training, workers)]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: _section_doc(node) for node in classes}
 
@@ -226,8 +227,9 @@ def _type(written: str) -> str:
     plain = written.removesuffix(" | None")
     if plain.startswith("objectives."):
         return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))
-    if typing.get_origin(named := getattr(model, plain, None)) is typing.Literal:
-        return _choice(typing.get_args(named))
+    for module in (model, training):
+        if typing.get_origin(named := getattr(module, plain, None)) is typing.Literal:
+            return _choice(typing.get_args(named))
     return _TYPES.get(plain) or _literal(plain)
 
 

@@ -24,7 +24,7 @@ OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
     "groups": {"failed_share_max": None},
     "sampling": {"logprobs": "raw"},
     "task": {"special_tokens": "parse"},
-    "trainer": {"weight_decay_exclude": "none"},
+    "trainer": {"weight_decay_exclude": "none", "head_chunk_tokens": 0},
 }
 """By section, keys that are younger than the first logs and whose default is not the older way."""
 

@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from dora_pipe.config import objectives
 from dora_pipe.config.outside import McpServer, Teacher, Telemetry, Transfers
-from dora_pipe.config.schedule import Schedule
 from dora_pipe.config.section import (
     NonNegative,
     NonNegativeFloat,
@@ -29,8 +28,8 @@ from dora_pipe.config.section import (
     Siblings,
     Spare,
     Threads,
-    WeightDecayExclude,
 )
+from dora_pipe.config.training import Trainer
 from dora_pipe.config.workers import Planner, Workers
 from dora_pipe.schemas.topics import PATTERN
 
@@ -478,59 +477,6 @@ class Lora(Section, frozen=True, kw_only=True):
     """What an adapter makes counts alpha / rank times."""
     targets: tuple[str, ...] = LINEAR_LAYERS
     """The linear layers that are adapted, in every decoder layer."""
-
-
-class Trainer(Section, frozen=True, kw_only=True):
-    """The training engine and its optimizer (AdamW)."""
-
-    kind: str = "torch"
-    """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
-    or `module:attribute` of your own (docs/extending.md)."""
-    learning_rate: PositiveFloat = 1e-5
-    """Its peak, where there is a schedule; it may be changed between steps."""
-    schedule: Schedule = "constant"
-    """How the rate goes on from its peak: it stays, or falls on a line or half a cosine."""
-    warmup_steps: NonNegative = 0
-    """Steps over which the rate grows to its peak."""
-    learning_rate_min: Share = 0.0
-    """What a schedule falls to, as a share of the peak."""
-    schedule_steps: NonNegative = 0
-    """Steps after which it has fallen, warm-up among them; 0: `run.steps`, as it is in force."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    """Of AdamW; below 1."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Of AdamW."""
-    weight_decay_exclude: WeightDecayExclude = "vectors"
-    """What weight decay leaves alone: tensors of one dimension (norms and biases), or none."""
-    grad_norm_max: PositiveFloat = 1.0
-    """Longer gradients are scaled down to this norm."""
-    minibatches: Positive = 1
-    """Optimizer updates per step."""
-    parts: Positive = 1
-    """Of a batch: the gradient of finished groups is computed while the others are generated, a
-    part of `groups.per_step` / `parts` groups at a time; 1: when the batch is whole. With as many
-    `minibatches` each part is an update."""
-    micro_batch_tokens: Positive = 16384
-    """Padded tokens of one forward and backward pass."""
-    checkpoint_every: Positive = 10
-    """Steps between checkpoints of the optimizer state."""
-    threads: Positive = 1
-    """Of the trainer's process; equal bits are promised under an equal number."""
-    ranks: Positive = 1
-    """Processes. They are started on the trainer's machine, or by torchrun on several."""
-    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
-    """What is spread over the ranks: 1 AdamW's moments, 2 gradients too, 3 weights too."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What lies in the host's memory: AdamW's moments and its update, or weights too (stage 3)."""
-    gradient_accumulation: Positive = 1
-    """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; weights are updated and published in float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
-    gpus: tuple[NonNegative, ...] = ()
-    """GPUs of the ranks on a machine, in their order, counted from 0 among those that are visible;
-    empty: the first ones."""
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -49,10 +49,12 @@ def sft_options(config: Config, **given: Any) -> SftOptions:
     """`SftOptions` of these keys, with the configuration's adapter and what decays in it."""
     from dora_pipe.consumers.learners.registry import adapter_options
     from dora_pipe.consumers.learners.sft import SftOptions
+    from dora_pipe.consumers.learners.torch.memory import memory_options
 
     return SftOptions(
         lora=adapter_options(config.lora),
         weight_decay_exclude=config.trainer.weight_decay_exclude,
+        memory=memory_options(config.trainer),
         **given,
     )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from dora_pipe.config.model import Config, Lora
-from dora_pipe.config.model import Trainer as Section
 from dora_pipe.config.objectives import is_own
+from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners.deepspeed import HINT, NAME, prepare
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.with_teacher import with_teacher
@@ -177,6 +177,7 @@ def end_ranks() -> None:
 
 def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | None) -> TorchLearner:
     from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+    from dora_pipe.consumers.learners.torch.memory import memory_options
 
     section, device = config.trainer, device_of(config.trainer)
     if device != "cpu":
@@ -190,6 +191,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
         device=device,
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
+        memory=memory_options(section),
     )
     return TorchLearner(assets, reference=reference, options=options)
 
@@ -208,6 +210,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
     prepare(device)
     from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
     from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner, DeepspeedOptions
+    from dora_pipe.consumers.learners.torch.memory import memory_options
 
     engine = EngineOptions(
         zero_stage=section.zero_stage,
@@ -218,6 +221,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         weight_decay_exclude=section.weight_decay_exclude,
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
+        memory=memory_options(section),
     )
     options = DeepspeedOptions(
         engine=engine,

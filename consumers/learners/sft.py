@@ -21,6 +21,7 @@ from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.step import MicroBatch, RowSize, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import NonFinite, PolicyError, TaskError
@@ -54,7 +55,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """How it is trained. Keys that `dora_pipe.config.model.Trainer` has mean the same here."""
+    """How it is trained. Keys that `dora_pipe.config.training.Trainer` has mean the same here."""
 
     steps: int = 240
     batch: int = 64
@@ -73,6 +74,7 @@ class SftOptions:
     """Several examples in a row of at most `context_tokens`; none sees another."""
     lora: LoraOptions | None = None
     """What is trained, if not all weights; written merged, with the adapter beside them."""
+    memory: MemoryOptions = AT_ONCE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +121,7 @@ def train_sft(
         store = PolicyStore(Path(folder))
         manifest, assets = import_model(store, model_dir)
         first = store.weights_path(manifest.digest)
-        model = _model(model_dir, first, options.lora)
+        model = _model(model_dir, first, options)
         optimizer = Optimizer(
             list(model.parameters()),
             betas=BETAS,
@@ -142,11 +144,12 @@ def train_sft(
     return result
 
 
-def _model(model_dir: Path, first: Path, lora: LoraOptions | None) -> TorchModel:
+def _model(model_dir: Path, first: Path, options: SftOptions) -> TorchModel:
+    lora, memory = options.lora, options.memory
     if lora is None:
-        model = TorchModel(model_dir, device="cpu")
+        model = TorchModel(model_dir, device="cpu", memory=memory)
     else:
-        model = LoraModel(model_dir, base=first, options=lora, device="cpu")
+        model = LoraModel(model_dir, base=first, options=lora, device="cpu", memory=memory)
     model.load(first)
     return model
 

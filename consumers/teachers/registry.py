@@ -36,6 +36,7 @@ def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
     """
     teacher, trainer = config.teacher, config.trainer
     if teacher.path:
+        from dora_pipe.consumers.learners.torch.memory import memory_options
         from dora_pipe.consumers.learners.torch.teacher import ModelOptions, ModelTeacher
 
         check_directory(config, assets)
@@ -45,6 +46,7 @@ def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
             temperature=config.sampling.logprob_temperature,
             padded_tokens_max=trainer.micro_batch_tokens,
             threads=trainer.threads,
+            memory=memory_options(trainer),
         )
         return ModelTeacher(Path(teacher.path), digest=teacher.digest, options=options)
     if teacher.url:

@@ -238,6 +238,7 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
     trainer = msgspec.structs.replace(
         config.trainer,
         micro_batch_tokens=local.trainer.micro_batch_tokens,
+        gradient_checkpointing=local.trainer.gradient_checkpointing,
         checkpoint_every=local.trainer.checkpoint_every,
         threads=local.trainer.threads,
         device=local.trainer.device,

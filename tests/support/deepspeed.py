@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,11 +139,13 @@ def make_learner(
     lora: LoraOptions | None = None,
     weight_decay: float = 0.0,
     weight_decay_exclude: WeightDecayExclude = "none",
+    memory: Mapping[str, Any] | None = None,
 ) -> LoggedTrainer:
     """A trainer of `RANKS` ranks."""
     prepare()
     from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
     from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner, DeepspeedOptions
+    from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 
     options = DeepspeedOptions(
         engine=EngineOptions(
@@ -153,6 +155,7 @@ def make_learner(
             lora=lora,
             weight_decay=weight_decay,
             weight_decay_exclude=weight_decay_exclude,
+            memory=MemoryOptions(**(memory or {})),
         ),
         ranks=RANKS,
         rounds_min=rounds_min,

@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 97_300
-WITH_BENCHES_LINES_MAX = 112_500
-TESTS_LINES_MAX = 96_750
+INSTALLED_LINES_MAX = 97_600
+WITH_BENCHES_LINES_MAX = 113_100
+TESTS_LINES_MAX = 97_100
 SMALL_MODULES_MAX = 13
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 19_650
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 19_700
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

@@ -20,7 +20,14 @@ from torch import Tensor
 from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
-from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score, untied
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
+from dora_pipe.consumers.learners.torch.model import (
+    Passage,
+    build,
+    head_is_all,
+    score,
+    untied,
+)
 from dora_pipe.consumers.learners.torch.optimizer import MOMENTS, decay_groups
 
 Moment = Literal["exp_avg", "exp_avg_sq"]
@@ -32,7 +39,7 @@ per bucket, which costs a CPU seconds in every step. Sums depend on it: it is a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is made of; see `dora_pipe.config.model.Trainer`."""
+    """What an engine is made of; see `dora_pipe.config.training.Trainer`."""
 
     zero_stage: int = 2
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -46,6 +53,7 @@ class EngineOptions:
     """What is trained, if not all weights."""
     temperature: float = 1.0
     """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
+    memory: MemoryOptions = AT_ONCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +80,34 @@ class _Scored(torch.nn.Module):
     """
 
     def __init__(
-        self, network: Any, pairs: Pairs | None, *, lean: bool, temperature: float
+        self, network: Any, pairs: Pairs | None, options: EngineOptions, *, lean: bool
     ) -> None:
         super().__init__()
-        self.temperature = temperature
+        self.options = options
         self.network = network
         self.pairs = pairs
         self.lean = lean
 
     def forward(self, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
         return score(
-            self.network, ids, places, targets, lean=self.lean, temperature=self.temperature
+            self.network,
+            ids,
+            places,
+            targets,
+            lean=self.lean,
+            temperature=self.options.temperature,
+            chunks=self._chunks(len(targets)),
         )
+
+    def _chunks(self, tokens: int) -> int:
+        """Under ZeRO 3 as many on every rank: the head is gathered for each of them."""
+        options = self.options
+        count = options.memory.head_chunks(tokens, self.network.config.vocab_size)
+        if options.zero_stage < 3 or not options.memory.head_chunk_tokens:
+            return count
+        most = torch.tensor(count, device=options.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
 
 class Engine:
@@ -91,11 +115,12 @@ class Engine:
 
     def __init__(self, assets: Path, options: EngineOptions) -> None:
         self.options = options
-        network = build(assets)
+        network = build(assets, options.memory)
         buffers = {id(module): dict(module._buffers) for module in network.modules()}
         lean = head_is_all(network, "cpu")
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
-        module = _Scored(network, self.pairs, lean=lean, temperature=options.temperature)
+        self.vocabulary: int = network.config.vocab_size
+        module = _Scored(network, self.pairs, options, lean=lean)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
         """Of what is stored, sorted: parameters and persistent buffers, or the adapter's."""

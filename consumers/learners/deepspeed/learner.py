@@ -95,7 +95,7 @@ _READY = msgspec.msgpack.Decoder(Ready)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepspeedOptions:
-    """What stays the same while a run lasts; see `dora_pipe.config.model.Trainer`."""
+    """What stays the same while a run lasts; see `dora_pipe.config.training.Trainer`."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Its device is taken from `device` and the rank."""
@@ -346,6 +346,7 @@ class DeepspeedLearner:
         return (
             lora
             | temperature_numerics(engine.temperature)
+            | engine.memory.numerics(self._engine.vocabulary, options.micro_batch_tokens)
             | {
                 "trainer": f"{self.name} {self.version}",
                 "deepspeed": version("deepspeed"),

@@ -453,7 +453,10 @@ class Rank:
             self._adapter = {name: one.to(self._device) for name, one in found.items()}
         else:
             self._reference = self._reference or TorchModel(
-                self._assets, device=self._device, temperature=self.engine.options.temperature
+                self._assets,
+                device=self._device,
+                temperature=self.engine.options.temperature,
+                memory=self.engine.options.memory,
             )
             self._reference.load(weights)
         self._reference_path = path

@@ -34,6 +34,7 @@ from dora_pipe.consumers.learners.torch.device import (
     device_class,
 )
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
     TorchModel,
@@ -57,7 +58,7 @@ VERSION: Final = "1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptions:
-    """What stays the same while a run lasts; see `dora_pipe.config.model.Trainer`."""
+    """What stays the same while a run lasts; see `dora_pipe.config.training.Trainer`."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -69,6 +70,7 @@ class TorchOptions:
     """What is trained, if not all weights."""
     temperature: float = 1.0
     """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
+    memory: MemoryOptions = AT_ONCE
 
 
 class TorchLearner:
@@ -235,6 +237,7 @@ class TorchLearner:
         return (
             (lora.numerics if lora else {})
             | temperature_numerics(options.temperature)
+            | options.memory.numerics(self._model.vocabulary, options.micro_batch_tokens)
             | {
                 "trainer": f"{self.name} {self.version}",
                 "torch": str(torch.__version__),
@@ -309,7 +312,10 @@ class TorchLearner:
         else:
             options = self._options
             self._reference = self._reference or TorchModel(
-                self._assets, device=options.device, temperature=options.temperature
+                self._assets,
+                device=options.device,
+                temperature=options.temperature,
+                memory=options.memory,
             )
             self._reference.load(self._reference_path if wanted is None else wanted.weights)
         self._reference_digest = digest
@@ -325,11 +331,14 @@ class TorchLearner:
 def _model(assets: Path, first: Path, options: TorchOptions) -> TorchModel:
     """The network that is trained, whole or by an adapter on the weights of version 0."""
     if options.lora is None:
-        return TorchModel(assets, device=options.device, temperature=options.temperature)
+        return TorchModel(
+            assets, device=options.device, temperature=options.temperature, memory=options.memory
+        )
     return LoraModel(
         assets,
         base=first,
         options=options.lora,
         device=options.device,
         temperature=options.temperature,
+        memory=options.memory,
     )

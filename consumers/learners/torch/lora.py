@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, tensor_source
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.adapters import a_name, b_name, base_of, base_tensors, read_adapter
@@ -194,8 +195,9 @@ class LoraModel(TorchModel):
         options: LoraOptions,
         device: str,
         temperature: float = 1.0,
+        memory: MemoryOptions = AT_ONCE,
     ) -> None:
-        super().__init__(assets, device=device, temperature=temperature)
+        super().__init__(assets, device=device, temperature=temperature, memory=memory)
         self.pairs = Pairs(self.network, options)
         self._adapter_base = AdapterBase(base, options)
         self._reference: Mapping[str, Tensor] = {}

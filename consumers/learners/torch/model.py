@@ -18,6 +18,13 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Part, Pass, RowSize, pack
+from dora_pipe.consumers.learners.torch.memory import (
+    AT_ONCE,
+    MemoryOptions,
+    checkpoint_layers,
+    head_logprobs,
+    token_logprobs,
+)
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
@@ -68,10 +75,19 @@ class TorchModel:
     Example: ``TorchModel(assets, device="cpu").load(store.weights_path(digest))``
     """
 
-    def __init__(self, assets: Path, *, device: str, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        assets: Path,
+        *,
+        device: str,
+        temperature: float = 1.0,
+        memory: MemoryOptions = AT_ONCE,
+    ) -> None:
         self.device = device
         self._temperature = temperature
-        self.network: Any = build(assets).to(device)
+        self.network: Any = build(assets, memory).to(device)
+        self.vocabulary: int = self.network.config.vocab_size
+        self._memory = memory
         self.lean = False
 
     def load(self, weights: Path) -> None:
@@ -92,6 +108,7 @@ class TorchModel:
             passage.targets,
             lean=self.lean,
             temperature=self._temperature,
+            chunks=self._memory.head_chunks(len(passage.targets), self.vocabulary),
             positions=passage.positions,
         )
 
@@ -113,7 +130,7 @@ class TorchModel:
         return [tensor_source(name, tensor) for name, tensor in untied(self.network).items()]
 
 
-def build(assets: Path) -> Any:
+def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
     """The network that a config.json describes, with arbitrary weights. Raises PolicyError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -124,6 +141,8 @@ def build(assets: Path) -> Any:
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
     network.eval()
+    if memory.gradient_checkpointing:
+        checkpoint_layers(network)
     return network
 
 
@@ -217,23 +236,22 @@ def score(
     *,
     lean: bool,
     temperature: float,
+    chunks: int = 1,
     positions: Tensor | None = None,
 ) -> Tensor:
     """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`.
 
-    `lean` is what `head_is_all` says of the network: logits are then computed at `places` only.
+    `lean` is what `head_is_all` says of the network: logits are then computed at `places` only, and
+    in so many chunks.
     """
     given = {} if positions is None else {"position_ids": positions}
     if lean:
         hidden = network.base_model(input_ids=ids, use_cache=False, **given)[0]
-        logits = network.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, places))
-    else:
-        logits = network(input_ids=ids, use_cache=False, **given).logits
-        logits = logits.flatten(0, 1).index_select(0, places)
-    logits = logits.float()
-    if temperature != 1:
-        logits = logits / temperature
-    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        chosen = hidden.flatten(0, 1).index_select(0, places)
+        head = network.get_output_embeddings()
+        return head_logprobs(head, chosen, targets, temperature=temperature, chunks=chunks)
+    logits = network(input_ids=ids, use_cache=False, **given).logits
+    return token_logprobs(logits.flatten(0, 1).index_select(0, places), targets, temperature)
 
 
 def head_is_all(network: Any, device: str) -> bool:

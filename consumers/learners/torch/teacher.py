@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, head_is_all, score, score_rows
 from dora_pipe.consumers.teachers.port import Row, Scores
 from dora_pipe.core.errors import PolicyError
@@ -31,6 +32,7 @@ class ModelOptions:
     padded_tokens_max: int = 16384
     """Of one pass (`trainer.micro_batch_tokens`)."""
     threads: int = 1
+    memory: MemoryOptions = AT_ONCE
 
 
 class ModelTeacher:
@@ -76,13 +78,15 @@ class ModelTeacher:
         return found
 
     def _logprobs(self, passage: Passage) -> Tensor:
+        network, options = self._network, self._options
         return score(
-            self._network,
+            network,
             passage.ids,
             passage.places,
             passage.targets,
             lean=self._lean,
-            temperature=self._options.temperature,
+            temperature=options.temperature,
+            chunks=options.memory.head_chunks(len(passage.targets), network.config.vocab_size),
         )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Model, Run, Task
-from dora_pipe.config.model import Trainer as Section
+from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners import registry as make
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import ConfigError

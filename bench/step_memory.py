@@ -1,0 +1,216 @@
+"""Measures the memory of a training step and of its head: it decides nothing.
+
+Every figure is of a process of its own: one that was larger before has room that nobody sees.
+Weights are random, rows are one sequence each, the loss is the mean log-prob.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora_pipe.bench.endpoint import rss_bytes
+
+HIDDEN: Final = 384
+LAYERS: Final = 8
+VOCABULARY: Final = 16_384
+"""Of the model of a step: 27 million parameters."""
+
+SEED: Final = 0
+
+AT_ONCE: Final[Mapping[str, Any]] = {"head_chunk_tokens": 0}
+LEAST: Final[Mapping[str, Any]] = {"gradient_checkpointing": True}
+
+
+class MemoryCase(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured: a head on `tokens` hidden states, or a step of a model on one sequence."""
+
+    what: Literal["head", "step"]
+    tokens: int
+    vocabulary: int = VOCABULARY
+    width: int = HIDDEN
+    head_chunk_tokens: int | Literal["auto"] = "auto"
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemoryFigure:
+    """Example: ``StepMemoryFigure(what="head", tokens=16384, vocabulary=151936,
+    head_chunk_tokens="auto", gradient_checkpointing=False, peak_mb=292.0, process_mb=664.0,
+    seconds=31.4)``"""
+
+    what: str
+    tokens: int
+    vocabulary: int
+    head_chunk_tokens: int | str
+    gradient_checkpointing: bool
+    peak_mb: float
+    """Most that forward and backward take beside weights, their gradients and AdamW's moments."""
+    process_mb: float
+    """Of the process at its peak, on a GPU what torch has allocated there."""
+    seconds: float
+
+
+def memory_cases(tokens: int, vocabulary: int, step_tokens: int) -> list[MemoryCase]:
+    """A head in chunks, and beside it one at once where that is sixteen times smaller; a step of a
+    model with all that saves memory, with what is on by default, and with nothing."""
+    small = max(1, tokens // 16)
+    head = [
+        MemoryCase(what="head", tokens=size, vocabulary=vocabulary, width=64, **more)
+        for size, more in ((tokens, {}), (small, {}), (small, AT_ONCE))
+    ]
+    step = [MemoryCase(what="step", tokens=step_tokens, **more) for more in (LEAST, {}, AT_ONCE)]
+    return head + (step if step_tokens else [])
+
+
+def bench_step_memory(cases: Sequence[MemoryCase]) -> Iterator[StepMemoryFigure]:
+    """One figure after the other, each from a process of its own."""
+    for case in cases:
+        command = [sys.executable, "-m", "dora_pipe.bench.step_memory"]
+        done = subprocess.run(
+            command, input=msgspec.json.encode(case), check=True, stdout=subprocess.PIPE
+        )
+        yield msgspec.json.decode(done.stdout, type=StepMemoryFigure)
+
+
+def _measured(case: MemoryCase) -> StepMemoryFigure:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with _prepared(case, device) as compute:
+        before = _fresh_peak(device)
+        start_s = time.perf_counter()
+        compute()
+        peak = _peak(device)
+        seconds = time.perf_counter() - start_s
+    return StepMemoryFigure(
+        what=case.what,
+        tokens=case.tokens,
+        vocabulary=case.vocabulary,
+        head_chunk_tokens=case.head_chunk_tokens,
+        gradient_checkpointing=case.gradient_checkpointing,
+        peak_mb=round((peak - before) / 1e6, 1),
+        process_mb=round(peak / 1e6, 1),
+        seconds=round(seconds, 1),
+    )
+
+
+@contextmanager
+def _prepared(case: MemoryCase, device: str) -> Iterator[Callable[[], None]]:
+    """What computes, with all that stands before it."""
+    from dora_pipe.consumers.learners.torch.device import deterministic
+
+    with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder, deterministic(1):
+        head = case.what == "head"
+        compute = _head(case, device) if head else _step(case, device, Path(folder))
+        compute(2)  # What is there once is there then: gradients, moments, libraries.
+        yield lambda: compute(case.tokens)
+
+
+def _head(case: MemoryCase, device: str) -> Callable[[int], None]:
+    """Log-probs of a head and their gradients."""
+    import torch
+
+    from dora_pipe.consumers.learners.torch.memory import MemoryOptions, head_logprobs
+
+    torch.manual_seed(SEED)
+    head = torch.nn.Linear(case.width, case.vocabulary, bias=False, device=device)
+    hidden = torch.randn(case.tokens, case.width, device=device)
+    targets = torch.randint(0, case.vocabulary, (case.tokens,), device=device)
+    memory = MemoryOptions(head_chunk_tokens=case.head_chunk_tokens)
+
+    def compute(tokens: int) -> None:
+        given = hidden[:tokens].detach().requires_grad_()
+        chunks = memory.head_chunks(tokens, case.vocabulary)
+        found = head_logprobs(head, given, targets[:tokens], temperature=1.0, chunks=chunks)
+        head.weight.grad = None
+        torch.autograd.backward(found.mean())
+
+    return compute
+
+
+def _step(case: MemoryCase, device: str, folder: Path) -> Callable[[int], None]:
+    """Log-probs of a sequence under a model, their gradients and an update."""
+    import torch
+
+    from dora_pipe.consumers.learners.torch.memory import MemoryOptions
+    from dora_pipe.consumers.learners.torch.model import TorchModel, head_is_all, passage_of
+    from dora_pipe.consumers.learners.torch.optimizer import Optimizer
+
+    torch.manual_seed(SEED)
+    _config(case).save_pretrained(folder)
+    memory = MemoryOptions(
+        head_chunk_tokens=case.head_chunk_tokens,
+        gradient_checkpointing=case.gradient_checkpointing,
+    )
+    model = TorchModel(folder, device=device, memory=memory)
+    model.lean = head_is_all(model.network, device)
+    parameters = list(model.parameters())
+    optimizer = Optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def compute(tokens: int) -> None:
+        ids = torch.randint(0, case.vocabulary, (tokens,)).tolist()
+        row = ids, [1] * tokens, [0.0] * tokens
+        passage = passage_of([row], width=tokens, device=device)
+        optimizer.clear()
+        torch.autograd.backward(-model.logprobs(passage).mean())
+        optimizer.gradient_norm(1.0)
+        optimizer.update(1e-6)
+
+    return compute
+
+
+def _config(case: MemoryCase) -> Any:
+    from transformers import LlamaConfig
+
+    config: Any = LlamaConfig
+    return config(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=case.vocabulary,
+        hidden_size=case.width,
+        intermediate_size=8 * case.width // 3,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=case.width // 64,
+        max_position_embeddings=case.tokens,
+    )
+
+
+def _fresh_peak(device: str) -> int:
+    """Forget the peak so far; the bytes that are held now."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
+    return rss_bytes(os.getpid())
+
+
+def _peak(device: str) -> int:
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    line = next(one for one in status.splitlines() if one.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _main() -> int:
+    figure = _measured(msgspec.json.decode(sys.stdin.buffer.read(), type=MemoryCase))
+    sys.stdout.write(msgspec.json.encode(figure).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

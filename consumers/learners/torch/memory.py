@@ -1,0 +1,201 @@
+"""What bounds the memory of a training step, and log-probs of a head chunk by chunk.
+
+Logits of 16 384 tokens over 152 000 words are 10 GB in float32, and a backward pass wants several
+copies. So the head is computed for some tokens at a time, and once more when gradients go back
+(as Liger's fused cross entropy does, arXiv 2410.10989): what is held is a chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+
+from dora_pipe.config.training import Trainer
+from dora_pipe.core.errors import PolicyError
+
+HEAD_ELEMENTS: Final = 2**24
+"""Logits of a chunk, where its tokens are not given: 67 MB in float32; some four copies of it are
+held at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """See `dora_pipe.config.training.Trainer`."""
+
+    head_chunk_tokens: int | Literal["auto"] = 0
+    """Tokens whose logits are held at once; 0: all."""
+    gradient_checkpointing: bool = False
+    """Of each layer its input alone is held; the rest is computed again when gradients go back."""
+
+    def head_chunk(self, vocabulary: int) -> int:
+        """Tokens whose logits are held at once; 0: all."""
+        if self.head_chunk_tokens == "auto":
+            return max(1, HEAD_ELEMENTS // vocabulary)
+        return self.head_chunk_tokens
+
+    def head_chunks(self, tokens: int, vocabulary: int) -> int:
+        """In how many chunks the head of so many tokens is computed."""
+        chunk = self.head_chunk(vocabulary)
+        return -(-tokens // chunk) if chunk else 1
+
+    def numerics(self, vocabulary: int, pass_tokens: int) -> dict[str, str]:
+        """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
+        computed in another way than without these options."""
+        chunk = self.head_chunk(vocabulary)
+        return {"head_chunk_tokens": str(chunk)} if 0 < chunk < pass_tokens else {}
+
+
+def memory_options(section: Trainer) -> MemoryOptions:
+    """Of these keys."""
+    return MemoryOptions(
+        head_chunk_tokens=section.head_chunk_tokens,
+        gradient_checkpointing=section.gradient_checkpointing,
+    )
+
+
+_PROBE_TOKENS: Final = 4
+
+AT_ONCE: Final = MemoryOptions()
+"""As little computing as can be, and as much memory as that takes."""
+
+
+def checkpoint_layers(network: Any) -> None:
+    """Hold of each layer its input alone, and compute it again when gradients go back: the same
+    operations, so the same bits. Raises PolicyError for a network that cannot, or has dropout."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
+    ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
+    with torch.no_grad():
+        before = network(input_ids=ids, use_cache=False).logits
+        try:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise PolicyError(f"trainer.gradient_checkpointing: {error}") from error
+        for one in layers:
+            one.training = True  # They alone: what is in them would drop out.
+        after = network(input_ids=ids, use_cache=False).logits
+    if not layers or not torch.equal(before, after):
+        raise PolicyError(
+            "trainer.gradient_checkpointing: this model has no layers that can be computed again"
+            " without dropout",
+            hint="set the dropout of its config.json to 0, or leave the key out",
+        )
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probs of `targets` [N] under softmax(logits / temperature), logits [N, V]; float32."""
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    return -cross_entropy(logits, targets, reduction="none")
+
+
+def head_logprobs(
+    head: Any, hidden: Tensor, targets: Tensor, *, temperature: float, chunks: int
+) -> Tensor:
+    """Log-probs of `targets` [N] under a head on hidden states [N, H], [N] float32; in so many
+    chunks, of which some are empty where there are fewer tokens."""
+    if chunks <= 1:
+        return token_logprobs(head(hidden), targets, temperature)
+    if _is_plain(head):
+        found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, head.weight, head.bias, targets, temperature, chunks
+        )
+        return found
+    return _checkpointed(head, hidden, targets, temperature, chunks)
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether it is x W^T + b and nothing else: no adapter, nothing that gathers weights."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks)
+    return type(head) is torch.nn.Linear and not any(hooks)
+
+
+def _checkpointed(
+    head: Any, hidden: Tensor, targets: Tensor, temperature: float, chunks: int
+) -> Tensor:
+    """Any head. Beside the gradient of its weights there is that of one chunk."""
+
+    def compute(some: Tensor, wanted: Tensor) -> Tensor:
+        return token_logprobs(head(some), wanted, temperature)
+
+    # Whatever gathers a head's weights sees its forward end also when it is computed again.
+    found = [
+        checkpoint(
+            compute,
+            hidden[part],
+            targets[part],
+            use_reentrant=False,
+            preserve_rng_state=False,
+            early_stop=False,
+        )
+        for part in _slices(len(targets), chunks)
+    ]
+    return torch.cat(found)
+
+
+def _slices(tokens: int, count: int) -> Iterator[slice]:
+    """About equal ones: a product of one row alone may be added up in another order."""
+    for number in range(count):
+        yield slice(tokens * number // count, tokens * (number + 1) // count)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Gradients of the weights are added up in float32, chunk after chunk, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunks: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, ctx.chunks = temperature, chunks
+        found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        for part in _slices(len(targets), chunks):
+            logits = linear(hidden[part], weight, bias)
+            found[part] = token_logprobs(logits, targets[part], temperature)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weight, bias, targets = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(one, dtype=dtype) if needed else None
+            for one, needed, dtype in zip(
+                (hidden, weight, bias),
+                ctx.needs_input_grad,
+                (hidden.dtype, torch.float32, torch.float32),
+                strict=False,
+            )
+        )
+        for part in _slices(len(targets), ctx.chunks):
+            with torch.enable_grad():
+                logits = linear(hidden[part], weight, bias).detach().requires_grad_()
+                logprobs = token_logprobs(logits, targets[part], ctx.temperature)
+            (by_logits,) = torch.autograd.grad(logprobs, logits, gradient[part])
+            del logits, logprobs
+            if of_hidden is not None:
+                of_hidden[part] = by_logits @ weight
+            if of_weight is not None:
+                of_weight.addmm_(by_logits.float().T, hidden[part].float())
+            if of_bias is not None:
+                of_bias += by_logits.float().sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *(None,) * 3,
+        )

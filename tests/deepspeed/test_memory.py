@@ -1,0 +1,46 @@
+"""What bounds the memory of a step, on DeepSpeed's ranks: the same gradients, and equal bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from tests.deepspeed.conftest import Bench
+from tests.support.batches import SETTINGS, make_batch
+
+STEP = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
+BATCH = make_batch(seed=3, groups=3, siblings=3)
+LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])
+def test_step_with_a_head_in_chunks_is_one_without(
+    bench: Bench, zero_stage: int, lora: LoraOptions | None, tmp_path: Path
+) -> None:
+    plain = bench.deepspeed(zero_stage=zero_stage, lora=lora)
+    wanted = plain.train(BATCH, STEP).figures
+    digests = set()
+    for _ in range(2):
+        options: dict[str, Any] = {"head_chunk_tokens": 7}
+        cut = bench.deepspeed(zero_stage=zero_stage, lora=lora, memory=options)
+        figures = cut.train(BATCH, STEP).figures
+        digests.add(cut.save_weights(tmp_path / "weights").digest)
+        assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert cut.numerics()["head_chunk_tokens"] == "7"
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_step_with_gradient_checkpointing_has_equal_bits(
+    bench: Bench, zero_stage: int, tmp_path: Path
+) -> None:
+    digests = set()
+    for again in (False, True):
+        trainer = bench.deepspeed(
+            zero_stage=zero_stage, memory={"gradient_checkpointing": again, "head_chunk_tokens": 7}
+        )
+        trainer.train(BATCH, STEP)
+        digests.add(trainer.save_weights(tmp_path / "weights").digest)
+    assert len(digests) == 1

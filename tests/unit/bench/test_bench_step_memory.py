@@ -1,0 +1,24 @@
+"""`bench memory` measures what it says."""
+
+from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory, memory_cases
+
+
+def test_head_in_chunks_takes_less_than_its_logits() -> None:
+    cases = [
+        MemoryCase(what="head", tokens=512, vocabulary=100_000, width=16, head_chunk_tokens=chunk)
+        for chunk in (16, 0)
+    ]
+    cut, whole = bench_step_memory(cases)
+    logits_mb = 512 * 100_000 * 4 / 1e6
+    assert whole.peak_mb > 2 * logits_mb
+    assert cut.peak_mb < logits_mb / 2
+
+
+def test_cases_are_the_head_and_the_step_that_are_asked_for() -> None:
+    assert [one.tokens for one in memory_cases(1600, 1000, 0)] == [1600, 100, 100]
+    step = memory_cases(1600, 1000, 800)[3:]
+    assert [(one.gradient_checkpointing, one.head_chunk_tokens) for one in step] == [
+        (True, "auto"),
+        (False, "auto"),
+        (False, 0),
+    ]

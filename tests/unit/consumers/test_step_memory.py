@@ -1,0 +1,196 @@
+"""What bounds the memory of a step changes no number of it, beyond the order of sums."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dora_pipe.config.training import Trainer
+from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from dora_pipe.consumers.learners.torch.memory import (
+    HEAD_ELEMENTS,
+    MemoryOptions,
+    checkpoint_layers,
+    head_logprobs,
+    memory_options,
+)
+from dora_pipe.consumers.learners.torch.model import build
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_qwen2
+
+NEAR = 1e-6
+"""Relative: what another order of sums makes of float32."""
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Relative distance of two tensors."""
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def graded(chunks: int, *, bias: bool, plain: bool, temperature: float) -> list[Tensor]:
+    """Log-probs of a head, and the gradients by hidden states and by its parameters."""
+    chance = torch.Generator().manual_seed(7)
+    head = torch.nn.Linear(24, 50, bias=bias)
+    for one in head.parameters():
+        one.data.copy_(torch.randn(one.shape, generator=chance))
+    if not plain:
+        head.register_forward_hook(lambda module, inputs, output: output * 1.0)
+    hidden = torch.randn(83, 24, generator=chance).requires_grad_()
+    targets = torch.randint(0, 50, (83,), generator=chance)
+    found = head_logprobs(head, hidden, targets, temperature=temperature, chunks=chunks)
+    wanted = torch.randn(83, generator=chance)
+    leaves = [hidden, *head.parameters()]
+    return [found.detach(), *torch.autograd.grad(found, leaves, wanted)]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["linear", "with a hook"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@settings(max_examples=12, deadline=None)
+@given(chunks=st.integers(2, 90), bias=st.booleans())
+def test_head_in_chunks_is_the_head_at_once(
+    plain: bool, temperature: float, chunks: int, bias: bool
+) -> None:
+    shape: dict[str, Any] = {"bias": bias, "plain": plain, "temperature": temperature}
+    with deterministic(1):
+        whole, cut = graded(1, **shape), graded(chunks, **shape)
+    for one, other in zip(cut, whole, strict=True):
+        assert apart(one, other) < NEAR
+
+
+def test_gradients_of_a_half_precision_head_are_added_up_in_float32() -> None:
+    chance = torch.Generator().manual_seed(7)
+    head = torch.nn.Linear(16, 40, bias=False).bfloat16()
+    hidden = torch.randn(256, 16, generator=chance).bfloat16()
+    targets = torch.randint(0, 40, (256,), generator=chance)
+    found: list[Tensor] = []
+    for chunks in (1, 256):
+        logprobs = head_logprobs(head, hidden, targets, temperature=1.0, chunks=chunks)
+        found += torch.autograd.grad(logprobs.sum(), [head.weight])
+    assert apart(found[1], found[0]) < 2**-7  # Adding 256 of them up in bfloat16 loses 2**-4.
+
+
+def test_frozen_head_takes_no_gradient() -> None:
+    head = torch.nn.Linear(8, 20, bias=False).requires_grad_(False)
+    hidden = torch.randn(6, 8, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    targets = torch.arange(6)
+    logprobs = head_logprobs(head, hidden, targets, temperature=1.0, chunks=3)
+    torch.autograd.backward(logprobs.sum())
+    assert hidden.grad is not None
+    assert head.weight.grad is None
+
+
+def test_chunk_holds_so_many_logits_unless_its_tokens_are_given() -> None:
+    by_default = memory_options(Trainer())
+    assert by_default.head_chunk(151_936) == HEAD_ELEMENTS // 151_936 == 110
+    assert MemoryOptions(head_chunk_tokens=300).head_chunk(151_936) == 300
+    assert MemoryOptions(head_chunk_tokens=300).head_chunks(601, 151_936) == 3
+    assert MemoryOptions().head_chunks(601, 151_936) == 1
+
+
+def test_fingerprint_names_the_chunk_where_a_pass_can_be_longer() -> None:
+    options = memory_options(Trainer())
+    assert options.numerics(151_936, 16_384) == {"head_chunk_tokens": "110"}
+    assert options.numerics(1_000, 16_384) == {}
+    assert MemoryOptions().numerics(151_936, 16_384) == {}
+
+
+class Policy:
+    """A model in a store, and trainers of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = PolicyStore(root / "policies")
+        self.manifest, assets = import_model(self.store, make_qwen2(root / "model"))
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, lora: LoraOptions | None = None, **memory: Any) -> TorchLearner:
+        made = TorchLearner(
+            self.assets,
+            reference=self.weights,
+            options=TorchOptions(lora=lora, memory=MemoryOptions(**memory)),
+        )
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+    def gradients(self, **options: Any) -> dict[str, Tensor]:
+        """Of one step, by parameter, before they are clipped."""
+        trainer = self.trainer(**options)
+        step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
+        trainer.train(BATCH, {**step, "trainer.grad_norm_max": 1e9})
+        return {
+            name: one.grad.clone()
+            for name, one in trainer._model.parameters()
+            if one.grad is not None
+        }
+
+
+BATCH = make_batch(seed=3, groups=3, siblings=3)
+LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])
+def test_step_with_a_head_in_chunks_has_the_gradients_of_one_without(
+    policy: Policy, lora: LoraOptions | None
+) -> None:
+    whole = policy.gradients(lora=lora)
+    cut = policy.gradients(lora=lora, head_chunk_tokens=7)
+    assert whole.keys() == cut.keys()
+    assert whole
+    for name, one in whole.items():
+        if float(one.norm()):
+            assert apart(cut[name], one) < NEAR, name
+
+
+def test_step_with_a_head_in_chunks_gives_equal_bits_again(policy: Policy) -> None:
+    digests = set()
+    for _ in range(2):
+        trainer = policy.trainer(head_chunk_tokens=7)
+        trainer.train(BATCH, SETTINGS)
+        digests.add(trainer.manifest().digest)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])
+def test_step_with_gradient_checkpointing_has_equal_bits_and_computes_layers_twice(
+    policy: Policy, lora: LoraOptions | None
+) -> None:
+    whole, again = policy.trainer(lora), policy.trainer(lora, gradient_checkpointing=True)
+    assert [counted(one) for one in (whole, again)] == [1, 2]
+    assert whole.manifest().digest == again.manifest().digest
+    assert whole.numerics() == again.numerics()
+
+
+def counted(trainer: TorchLearner) -> int:
+    """How often a step of one pass computes the first layer."""
+    calls: list[Any] = []
+    layer = trainer._model.network.base_model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *given: calls.append(given))
+    trainer.train(BATCH, {**SETTINGS, "trainer.minibatches": 1})
+    return len(calls)
+
+
+def test_gradient_checkpointing_refuses_a_model_that_would_drop_out(policy: Policy) -> None:
+    network = build(policy.assets)
+    for layer in network.base_model.layers:
+        layer.register_forward_hook(dropping)
+    with pytest.raises(PolicyError, match="without dropout"):
+        checkpoint_layers(network)
+
+
+def dropping(module: Any, given: Any, found: Tensor) -> Tensor:
+    """A layer that drops out while it is trained."""
+    return torch.nn.functional.dropout(found, 0.5, training=module.training)

@@ -264,10 +264,14 @@ class MemoryReader(PositionReader):
         call, self._bus.polls = self._bus.polls, self._bus.polls + 1
         if self._bus.faults.on_poll(call):
             raise BusError("the log cannot be reached")
+        self._turn += 1
+        ends = self._bus.log._partitions
+        if all(position == ends[tp].end for tp, position in self._positions.items()):
+            self._held.clear()  # Most polls bring nothing.
+            return []
         found: list[Record] = []
         room_bytes = bytes_max
         order = list(self._positions)
-        self._turn += 1
         for i in range(len(order)):
             tp = order[(i + self._turn) % len(order)]
             room_bytes = self._take(tp, found, records_max, room_bytes)
@@ -279,10 +283,11 @@ class MemoryReader(PositionReader):
         """Move this partition's visible records into `found`; returns the bytes left."""
         held = self._bus.log._partitions[tp]
         self._held.discard(tp)
-        if self._positions[tp] == held.end:  # Most polls bring nothing.
+        if self._positions[tp] == held.end:
             return room_bytes
         now_ms = self._bus.now_ms()
-        if held.visible_end(now_ms) < held.end:
+        visible_end = held.visible_end(now_ms)
+        if visible_end < held.end:
             self._held.add(tp)
         check_not_truncated(tp, self._positions[tp], held.end)
         self._positions[tp] = first_kept(tp, self._positions[tp], held.begin)
@@ -294,7 +299,7 @@ class MemoryReader(PositionReader):
             found.append(held.records[i])
             room_bytes -= size_bytes
             self._positions[tp] = held.offsets[i] + 1
-        self._positions[tp] = max(self._positions[tp], held.visible_end(now_ms))
+        self._positions[tp] = max(self._positions[tp], visible_end)
         return room_bytes
 
     def held_back(self) -> list[TopicPartition]:
@@ -348,5 +353,6 @@ class MemoryWriter(Writer):
 
     def _over_full(self, records: Sequence[Append]) -> bool:
         log = self._bus.log
-        more_bytes = sum(map(record_bytes, records))
-        return log.bytes_max is not None and log.bytes_held + more_bytes > log.bytes_max
+        if log.bytes_max is None:
+            return False
+        return log.bytes_held + sum(map(record_bytes, records)) > log.bytes_max

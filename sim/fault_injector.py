@@ -26,7 +26,7 @@ from dora_pipe.sim.scenario import HANGING, Scenario
 from dora_pipe.sim.world import World
 
 STEPS_MIN: Final = 10
-"""A user stops no run before it has so many steps."""
+"""A user stops no long run before it has so many steps."""
 
 STOP_SHARE: Final = 0.85
 """Nor before it has committed so much of them."""
@@ -386,7 +386,7 @@ def _command_odd(injector: FaultInjector) -> None:
 def _command_stop(injector: FaultInjector) -> bool | None:
     """Not before the run has had its steps."""
     steps = injector.scenario.config.run.steps
-    if injector.version() < max(STEPS_MIN, int(STOP_SHARE * steps)):
+    if injector.version() < max(min(STEPS_MIN, steps - 1), int(STOP_SHARE * steps)):
         return False
     injector.command("stop", now=injector.chance.random() < 0.5)
     return None

@@ -22,6 +22,7 @@ from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
 from dora_pipe.config.model import in_flight_batches
 from dora_pipe.consumers.trainer.commits import CommitHistory, retained
+from dora_pipe.consumers.trainer.machine import TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
 from dora_pipe.orchestrator import apply_control as rules_control
@@ -341,6 +342,11 @@ def _part_outlives(patches: Patches) -> None:
     patches.everywhere(transitions.end_training, ended)
 
 
+def _update_while_written(patches: Patches) -> None:
+    """A part that is an update does not wait until the weights are written that it changes."""
+    patches.put(TrainerMachine, "_must_wait", lambda self, part: False)
+
+
 def _progress_lost(patches: Patches) -> None:
     patches.everywhere(transitions.note_progress, lambda state, trajectory, resume: None)
 
@@ -542,6 +548,11 @@ _ALL: Final = (
     ("part-lost", "a batch forgets its last part", _part_lost),
     ("part-twice", "the groups of a part are taken again", _part_twice),
     ("part-outlives", "a part stays although the step before it is refused", _part_outlives),
+    (
+        "update-while-written",
+        "an update begins while the weights are written that it changes",
+        _update_while_written,
+    ),
     ("beyond-c", "an automatic C is not kept: the bound alone counts", _beyond_c),
     ("attempts-for-ever", "faults are not counted", _attempts_for_ever),
     ("leaving-counts", "leaving in order counts as a fault", _leaving_counts),

@@ -22,7 +22,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.commits import CommitHistory
-from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
+from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
 from dora_pipe.consumers.trainer.effects import (
     DropFiles,
     FetchBatch,
@@ -72,6 +72,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.agents import Agents
+from dora_pipe.sim.paced_port import PacedPort, PublishingPort, WorkingPort
 from dora_pipe.sim.role import NEVER_NS, SimPort
 from dora_pipe.store.store import PolicyStore
 
@@ -95,58 +96,6 @@ class StillMeter(Meter):
     def cost(self) -> Cost:
         """Nothing."""
         return self._none
-
-
-class PacedPort:
-    """A port that computes in the loop, slowed down to virtual time.
-
-    `delay_ns` says how long an effect takes before its first event can come, `again_ns` how long it
-    is from one poll to the next while the port is busy.
-    """
-
-    def __init__(
-        self,
-        inner: Port,
-        clock: Clock,
-        *,
-        delay_ns: Callable[[Any], int],
-        again_ns: Callable[[], int],
-    ) -> None:
-        self.effects = inner.effects
-        self._inner = inner
-        self._clock = clock
-        self._delay_ns = delay_ns
-        self._again_ns = again_ns
-        self._due_ns = 0
-
-    def start(self, effect: Any) -> None:
-        """Begin an effect."""
-        self._due_ns = max(self._due_ns, self._clock.now_ns() + self._delay_ns(effect))
-        self._inner.start(effect)
-
-    def poll(self) -> list[Any]:
-        """The inner port's events, when it is time."""
-        if not self._inner.busy:
-            return self._inner.poll()
-        now_ns = self._clock.now_ns()
-        if now_ns < self._due_ns:
-            return []
-        events = self._inner.poll()
-        self._due_ns = now_ns + self._again_ns()
-        return events
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is something to do now."""
-        return self._inner.busy and self._clock.now_ns() >= self._due_ns
-
-    def due_ns(self) -> int:
-        """See `SimPort`."""
-        return self._due_ns if self._inner.busy else NEVER_NS
-
-    def close(self) -> None:
-        """Close the inner port."""
-        self._inner.close()
 
 
 class Numbers:
@@ -499,11 +448,16 @@ class PlainParts:
             clock=site.clock,
             meter=site.meter,
         )
-        inner = InlinePort(handlers)
-        port = PacedPort(
-            inner, site.clock, delay_ns=self.work_ns, again_ns=lambda: self.delays.again_ns
+        work = InlinePort(handlers, tuple(one for one in EFFECTS if one is not PublishPolicy))
+        return TrainerParts(ports=self._in_two(site, handlers, work), cached=work.cached)
+
+    def _in_two(self, site: Site, handlers: EffectHandlers, work: InlinePort) -> list[SimPort]:
+        """The trainer's work; a policy is published beside it, as in production."""
+        again_ns = self.delays.again_ns
+        publishing = PublishingPort(
+            InlinePort(handlers, (PublishPolicy,)), site.clock, self.work_ns, again_ns
         )
-        return TrainerParts(ports=[port], cached=inner.cached)
+        return [WorkingPort(work, site.clock, self.work_ns, again_ns, publishing), publishing]
 
     def learner(self, site: Site) -> Learner:
         """The trainer's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -92,8 +92,41 @@ STRIKING: Final = (
 ALWAYS: Final = 3
 """A seed has at least so many kinds of faults."""
 
+STEPS_LONG: Final = 11
+"""Of a long run, at least."""
+
 SIBLINGS_MEAN: Final = 42
-"""Small batches get more steps, so that every seed has something to do."""
+"""Small batches get more steps in a long run."""
+
+Form = Literal["swarm", "long", "plain"]
+"""How a seed is drawn. `swarm`: most runs are short, for many short ones find more than few long
+ones. As seeds were before that, and before there were agents: `long`, and of that without agents
+and what befalls them `plain`."""
+
+LONG_SHARE: Final = 1 / 10
+"""Of seeds in `swarm` whose runs are long: what is deleted, restarted or drawn by history, again
+and again, needs these."""
+
+SHORT_STEPS: Final = (5, 8)
+"""Of a short run: at least, at most."""
+
+SHORT_GROUPS: Final = 2
+"""Most groups of a step, and most siblings of a group, in a short run; where requests are to move,
+one sibling more."""
+
+SHORT_WORKERS: Final = 4
+
+SHORT_HEARTBEATS: Final = (0.2, 0.4, 0.4)
+"""Seconds."""
+
+SHORT_TOKENS: Final = 96
+"""Most that a request samples in a short run."""
+
+UPDATES_SHARE: Final = 0.5
+"""Of seeds in `swarm` with batches in parts: each part is an update."""
+
+PUBLISHES_MS: Final = (5, 100, 600)
+"""A policy is published for so long where batches have parts: the next step begins meanwhile."""
 
 SLOW: Final = (1, 1, 1, 6)
 """Generation may be slow beside everything else, on few slots: only then it pays to move."""
@@ -170,15 +203,26 @@ class Scenario:
     """The faults stop after so long at the latest."""
 
 
-def draw(seed: int, *, steps: int = 10, resident: bool = False, agents: bool = True) -> Scenario:
+def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swarm") -> Scenario:
     """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``
 
-    With `resident`, most workers host several versions at once; without `agents` no task is one,
-    and no fault is of those that agents brought. All else stays what it was.
+    With `resident`, most workers host several versions at once. All else stays what it was.
     """
+    scenario = _drawn(seed, resident=resident)
+    if form != "plain":
+        scenario = _agents(scenario)
+    if form == "swarm":
+        if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
+            scenario = _short(scenario)
+        scenario = _updates(scenario)
+    return _with_steps(scenario, max(steps, scenario.config.run.steps))
+
+
+def _drawn(seed: int, *, resident: bool) -> Scenario:
+    """What all forms have."""
     chance = Random(f"dora-pipe sim {seed}")
-    slow = chance.choice(SLOW)
-    config = _config(chance, seed, steps, crowded=slow > 1)
+    slow = chance.choice(SLOW)  # See `_is_slow`.
+    config = _config(chance, seed, crowded=slow > 1)
     keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
     store = msgspec.structs.replace(config.store, keep_every=keep_every)
     config = _several(seed, msgspec.structs.replace(config, store=store))
@@ -198,7 +242,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False, agents: bool = T
     plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
     if resident:
         plans = _resident(seed, plans)
-    scenario = Scenario(
+    return Scenario(
         seed=seed,
         config=config,
         workers=plans,
@@ -213,15 +257,63 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False, agents: bool = T
         episodes=chance.random() < 0.2,
         faulty_ns=chance.choice((5, 10, 20)) * 1000 * MS * slow,
     )
-    return _agents(scenario) if agents else scenario
 
 
-def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
+def _is_slow(seed: int) -> bool:
+    """Whether generation is slow in this seed."""
+    return Random(f"dora-pipe sim {seed}").choice(SLOW) > 1
+
+
+def _short(scenario: Scenario) -> Scenario:
+    """The same with few steps and small groups; drawn apart."""
+    chance = Random(f"dora-pipe sim short {scenario.seed}")
+    config, is_slow = scenario.config, _is_slow(scenario.seed)
+    groups, sampling, change = config.groups, config.sampling, msgspec.structs.replace
+    per_step = min(groups.per_step, SHORT_GROUPS)
+    size = min(groups.size, SHORT_GROUPS + is_slow)
+    config = change(
+        config,
+        groups=change(groups, size=size, per_step=per_step),
+        trainer=change(config.trainer, parts=min(config.trainer.parts, per_step)),
+        sampling=change(sampling, max_tokens=min(sampling.max_tokens, SHORT_TOKENS)),
+        timing=change(config.timing, heartbeat_s=chance.choice(SHORT_HEARTBEATS)),
+    )
+    short = replace(
+        scenario,
+        config=config,
+        first=min(scenario.first, SHORT_WORKERS),
+        faulty_ns=scenario.faulty_ns // (2 if is_slow else 1),
+    )
+    return _with_steps(short, chance.randint(*SHORT_STEPS))
+
+
+def _updates(scenario: Scenario) -> Scenario:
+    """The same with parts that are updates, in half of those seeds that have parts; drawn apart."""
+    chance, config = Random(f"dora-pipe sim updates {scenario.seed}"), scenario.config
+    parts = config.trainer.parts
+    if parts < 2:
+        return scenario
+    trainer = config.trainer
+    if chance.random() < UPDATES_SHARE:
+        trainer = msgspec.structs.replace(trainer, minibatches=parts)
+    return replace(
+        scenario,
+        config=msgspec.structs.replace(config, trainer=trainer),
+        delays=replace(scenario.delays, publish_ns=chance.choice(PUBLISHES_MS) * MS),
+    )
+
+
+def _with_steps(scenario: Scenario, steps: int) -> Scenario:
+    run = msgspec.structs.replace(scenario.config.run, steps=steps)
+    return replace(scenario, config=msgspec.structs.replace(scenario.config, run=run))
+
+
+def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
     eta = chance.randrange(4)
     size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
     if crowded:
         eta, size, per_step = max(1, eta), max(3, size), max(3, per_step)
-    steps += 1 + chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
+    steps = STEPS_LONG + chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},
         "model": {"path": "none"},

@@ -40,11 +40,6 @@ FAULTS_MIN: Final = 3
 HALTS_MAX: Final = 5
 """So often a user lets a run go on that was halted because its groups failed."""
 
-EVENTS_MIN: Final = 2000
-"""A seed that comes to fewer is played again with `MORE_STEPS`: about one in a thousand."""
-
-MORE_STEPS: Final = 10
-
 FRAMES_MAX: Final = 10_000
 """Who waits for its bus sleeps inside its turn, and everybody else goes on in there: a seed full of
 zombies in a bad network has scores of sleepers inside each other, of a dozen frames each."""
@@ -89,15 +84,12 @@ class SeedResult:
         return f"dora-pipe sim --seed {self.seed}" + (" --resident" if self.resident else "")
 
 
-def run_seed(seed: int, *, steps: int = 10, resident: bool = False) -> SeedResult:
-    """Play one seed, with at least so many steps, and at least `EVENTS_MIN` events.
+def run_seed(seed: int, *, steps: int = 1, resident: bool = False) -> SeedResult:
+    """Play one seed, with at least so many steps.
 
     With `resident`, most workers host several versions at once.
     """
-    result = SeedRun(draw(seed, steps=steps, resident=resident)).run()
-    if result.holds and result.events < EVENTS_MIN:
-        result = SeedRun(draw(seed, steps=steps + MORE_STEPS, resident=resident)).run()
-    return result
+    return SeedRun(draw(seed, steps=steps, resident=resident)).run()
 
 
 class SeedRun:

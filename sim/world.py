@@ -255,7 +255,9 @@ class World:
         """World time of the next turn."""
         own_ns = runtime.own_due_ns()
         for port in role.ports:
-            own_ns = min(own_ns, port.due_ns())
+            port_ns = port.due_ns()
+            if port_ns < own_ns:
+                own_ns = port_ns
         due_ns = role.clock.world_ns(own_ns)
         if role.pending_ns:
             turn_ns = role.clock.world_ns(runtime.next_turn_ns)

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from contextlib import closing
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from dora_pipe.cli.output import emit_json, raise_if_damaged
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS
 from dora_pipe.core.errors import UsageError
-
-SIM_STEPS: Final = 10
-"""A seed's run has at least so many steps."""
 
 
 def whatif(
@@ -107,7 +104,7 @@ def sim(
     seeds: Annotated[str, typer.Option(help="Play these: A..B, both ends included.")] = "",
     count: Annotated[int, typer.Option(min=1, help="Play so many, from 0.")] = 100,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = SIM_STEPS,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = 1,
     bugs: Annotated[bool, typer.Option("--bugs", help="Look for planted bugs instead.")] = False,
     resident: Annotated[
         bool, typer.Option("--resident", help="Most workers host several versions at once.")

@@ -13,7 +13,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
-from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event, PublishPolicy
+from dora_pipe.consumers.trainer.effects import (
+    DropFiles,
+    Effect,
+    Event,
+    FetchBatch,
+    PublishPolicy,
+)
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unanswered
 from dora_pipe.core.runtime import Meter
@@ -119,12 +125,18 @@ class ThreadPort:
 
 
 class InlinePort:
-    """Runs `EffectHandlers` in the loop, a bit per `poll`: for tests and the simulator."""
+    """Runs `EffectHandlers` in the loop, a bit per `poll`: for tests and the simulator.
+
+    Two of them may share the handlers, where one publishes and the other does all else: that one
+    reads ahead.
+    """
 
     effects: tuple[type, ...] = EFFECTS
 
-    def __init__(self, handlers: EffectHandlers) -> None:
+    def __init__(self, handlers: EffectHandlers, effects: tuple[type, ...] = EFFECTS) -> None:
+        self.effects = effects
         self._handlers = handlers
+        self._reads_ahead = FetchBatch in effects
         self._todo: deque[Iterator[Event | None]] = deque(maxlen=EFFECTS_MAX)
 
     @property
@@ -140,7 +152,7 @@ class InlinePort:
     def poll(self) -> list[Any]:
         """The next event of the present effect, if there is one already."""
         if not self._todo:
-            return list(self._handlers.idle())
+            return list(self._handlers.idle()) if self._reads_ahead else []
         for event in self._todo[0]:
             return [] if event is None else [event]
         self._todo.popleft()

@@ -61,7 +61,7 @@ def quiet() -> None:
 def _findings(seed: int, place: Path, *, resident: bool) -> list[str]:
     """What the program finds in the log of a seed that holds."""
     place.mkdir()
-    seed_run = SeedRun(draw(seed, steps=10, resident=resident))
+    seed_run = SeedRun(draw(seed, resident=resident))
     close = World.close
 
     def close_copied(self: World) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import AGENTS_SECONDS, OF_AGENTS, OF_EPISODES, Scenario, draw
+from dora_pipe.sim.scenario import AGENTS_SECONDS, OF_AGENTS, OF_EPISODES, Form, Scenario, draw
 from dora_pipe.sim.seed_runner import SeedResult, run_seed
 
 FIRST, MORE = range(9, 14), range(14, 400)
@@ -39,7 +39,8 @@ def test_seeds_with_agents_hold() -> None:
 
 
 def test_agents_come_to_one_of_four_seeds_and_change_nothing_else_of_it() -> None:
-    drawn = [(draw(seed, agents=False), draw(seed)) for seed in range(200)]
+    forms: tuple[Form, ...] = ("plain", "long")
+    drawn = [[draw(seed, form=one) for one in forms] for seed in range(200)]
     assert 30 <= sum(has_agents(one) for _, one in drawn) <= 70
     for before, one in drawn:
         assert not has_agents(before) and before.faults.keys().isdisjoint(KINDS)

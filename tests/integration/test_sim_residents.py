@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from dora_pipe.sim.scenario import draw
-from dora_pipe.sim.seed_runner import run_seed
+from dora_pipe.sim.scenario import Form, draw
+from dora_pipe.sim.seed_runner import SeedRun, run_seed
 
 FIRST, MORE = range(6), (*range(6, 60), *range(1000, 1500))
 SHARES = 8
@@ -20,9 +20,9 @@ def quiet() -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
 
 
-def broken(seeds: Iterable[int]) -> list[str]:
+def broken(seeds: Iterable[int], form: Form = "swarm") -> list[str]:
     """What those seeds say that do not hold."""
-    runs = (run_seed(seed, resident=True) for seed in seeds)
+    runs = (SeedRun(draw(seed, resident=True, form=form)).run() for seed in seeds)
     return [one.line for one in runs if not one.holds]
 
 
@@ -31,16 +31,16 @@ def test_seeds_with_such_workers_hold() -> None:
 
 
 def test_version_that_was_dropped_is_not_hosted_again_by_a_fact_that_is_said_twice() -> None:
-    assert broken([1313]) == []
+    assert broken([1313], form="long") == []
 
 
 def test_workers_that_are_drained_leave_although_a_cancelled_reward_hangs_for_ever() -> None:
-    assert broken([1211]) == []
+    assert broken([1211], form="long") == []
 
 
 def test_such_workers_change_nothing_else_of_a_seed() -> None:
     for seed in range(50):
-        plain, several = draw(seed, agents=False), draw(seed, agents=False, resident=True)
+        plain, several = draw(seed, form="plain"), draw(seed, form="plain", resident=True)
         assert several.config == plain.config
         assert several.faults == plain.faults
         assert {one.versions for one in plain.workers} == {1}

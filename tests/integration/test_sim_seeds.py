@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.scenario import SHORT_STEPS, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
 
 CHUNK = 10
-EVENTS_MIN, FAULTS_MIN, STEPS_MIN = 2000, 3, 10
+EVENTS_MIN, FAULTS_MIN, STEPS_MIN = 300, 3, 4
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,36 @@ def test_more_seeds_hold(chunk: int) -> None:
     check_seeds(range(chunk * CHUNK, (chunk + 1) * CHUNK))
 
 
+def test_most_seeds_are_short_and_the_others_as_all_were_before() -> None:
+    drawn = [(draw(seed), draw(seed, form="long")) for seed in range(200)]
+    short = [(one, long) for one, long in drawn if one.config.run.steps <= SHORT_STEPS[1]]
+    assert 160 <= len(short) <= 195
+    assert all(one.faults == long.faults for one, long in drawn)
+    assert all(one.workers == long.workers for one, long in short)
+    same = [one == long for one, long in drawn if one.config.trainer.parts == 1]
+    assert 0 < sum(same) <= 200 - len(short)
+
+
+def test_steps_that_are_asked_for_are_the_least_of_every_seed() -> None:
+    drawn = [(draw(seed), draw(seed, steps=20)) for seed in range(30)]
+    for free, asked in drawn:
+        assert asked.config.run.steps == max(20, free.config.run.steps)
+
+
+def test_parts_are_updates_in_half_of_the_seeds_that_have_some() -> None:
+    trainers = [draw(seed).config.trainer for seed in range(300)]
+    updates = [one.minibatches == one.parts for one in trainers if one.parts > 1]
+    assert 0.3 < sum(updates) / len(updates) < 0.7
+    assert all(one.minibatches == 1 for one in trainers if one.parts == 1)
+
+
 # Each of these has found a mistake once, in a machine, the audit or a checker; so has 0, which is
 # above.
 @pytest.mark.parametrize(
     "seed", [20, 93, 94, 118, 164, 183, 194, 207, 272, 337, 420, 896, 5963, 7024, 8593]
 )
 def test_seed_that_has_found_something_holds(seed: int) -> None:
-    played = SeedRun(draw(seed, agents=False)).run()  # as it was then
+    played = SeedRun(draw(seed, form="plain")).run()  # as it was then
     assert played.holds, played.line
 
 
@@ -62,7 +85,7 @@ def test_run_that_cannot_go_on_says_who_waits_for_what() -> None:
 def test_runs_that_end_early_for_an_evaluation_hold_under_faults() -> None:
     ended = 0
     for seed in range(4, 10):
-        drawn = draw(seed, agents=False)
+        drawn = draw(seed, form="plain")
         watched = msgspec.structs.replace(drawn.config.evaluation, prompts=2, every=2, patience=1)
         config = msgspec.structs.replace(drawn.config, evaluation=watched)
         played = SeedRun(dataclasses.replace(drawn, config=config)).run()

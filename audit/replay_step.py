@@ -41,7 +41,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.safetensors_file import mapped, read_entries
 from dora_pipe.store.store import PolicyStore, as_store
 
-_FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.", "objective.")))
 """What `--set` may change: the settings that a commit carries."""
@@ -267,6 +267,8 @@ def _distance(name: str, dtype: str, before: bytes, after: bytes) -> TensorDista
         a, b = np.frombuffer(before, kind), np.frombuffer(after, kind)
         bits = f"<u{a.itemsize}"
         bits_a, bits_b = a.view(bits), b.view(bits)
+    if dtype == "BF16":
+        a, b = ((one.astype("<u4") << 16).view("<f4") for one in (a, b))
     gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
     scale = float(np.max(np.abs(a.astype(np.float64)), initial=0.0))
     largest = float(np.max(gap, initial=0.0))

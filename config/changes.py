@@ -41,7 +41,7 @@ evaluation objective.options objective.reference_every lora trainer.kind trainer
 trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps
 trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
 trainer.head_chunk_tokens trainer.parts trainer.ranks trainer.zero_stage trainer.offload
-trainer.gradient_accumulation trainer.dtype
+trainer.gradient_accumulation trainer.dtype policies.dtype
 """
 FROZEN = frozenset(_FROZEN.split())
 """A resumed run must have the same; a name stands for its whole section."""

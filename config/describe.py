@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, objectives, outside, training, workers
+from dora_pipe.config import model, objectives, outside, storage, training, workers
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.model import Config
 from dora_pipe.config.paradigms import paradigm_of
@@ -166,7 +166,8 @@ class _SectionDoc:
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
     """What stands in the source of the sections: docstrings do not outlive it."""
-    trees = [ast.parse(inspect.getsource(module)) for module in (model, outside, training, workers)]
+    modules = (model, outside, storage, training, workers)
+    trees = [ast.parse(inspect.getsource(module)) for module in modules]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: _section_doc(node) for node in classes}
 

@@ -23,6 +23,7 @@ from dora_pipe.config.several import SEVERAL, tables_of
 OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
     "groups": {"failed_share_max": None},
     "sampling": {"logprobs": "raw"},
+    "policies": {"dtype": "float32"},
     "task": {"special_tokens": "parse"},
     "trainer": {"weight_decay_exclude": "none", "head_chunk_tokens": 0},
 }

@@ -29,6 +29,7 @@ from dora_pipe.config.section import (
     Spare,
     Threads,
 )
+from dora_pipe.config.storage import Policies, Store
 from dora_pipe.config.training import Trainer
 from dora_pipe.config.workers import Planner, Workers
 from dora_pipe.schemas.topics import PATTERN
@@ -51,7 +52,7 @@ class Model(Section, frozen=True, kw_only=True):
     path: str
     """A Hugging Face causal LM directory: config.json, *.safetensors, tokenizer files."""
     dtype: Literal["float32"] = "float32"
-    """Of weights and computation."""
+    """Of computation in the torch trainer and the own engine."""
     chat_template: str = ""
     """A file with the Jinja template for prompts that are messages, in place of the model's own; it
     is read when the run starts."""
@@ -370,21 +371,6 @@ class Timing(Section, frozen=True, kw_only=True):
     """How long roles may take to stop in order before they are killed."""
 
 
-class Store(Section, frozen=True, kw_only=True):
-    """Policies and checkpoints."""
-
-    path: str = ""
-    """Policies and checkpoints; empty is `policies` in the run directory."""
-    url: str = ""
-    """Where they lie instead: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or
-    another file system of pyarrow. `path` then holds copies. See docs/storage.md."""
-    cache_gb: PositiveFloat = 100.0
-    """Copies in `path` of a store with a `url` take so much room."""
-    keep_every: NonNegative = 0
-    """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
-    replay makes them again. 0 keeps everything."""
-
-
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Those that an adapter may stand beside: of attention and of the gated block."""
 
@@ -497,6 +483,7 @@ class Config(Section, frozen=True, kw_only=True):
     workers: Workers = Workers()
     bus: Bus = Bus()
     timing: Timing = Timing()
+    policies: Policies = Policies()
     store: Store = Store()
     transfers: Transfers = Transfers()
     telemetry: Telemetry = Telemetry()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
+from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import typed
@@ -65,7 +67,13 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from dora_pipe.store.adapters import base_of, read_adapter, write_merged
-from dora_pipe.store.model_dir import asset_files, import_model, read_config
+from dora_pipe.store.model_dir import (
+    asset_files,
+    config_dtype,
+    import_model,
+    read_config,
+    write_as,
+)
 from dora_pipe.store.safetensors_file import refuse_non_finite_file
 from dora_pipe.store.store import PolicyStore, as_store
 
@@ -124,7 +132,7 @@ def _plan_new(config: Config, root: Path, parent: str) -> Plan:
     directory = run_dir(config, root)
     with closing(directory.open_bus(config)) as bus:  # refused there, nothing is made here
         store = directory.policies(config)
-        lineage, policy = _inherit(parent, root, store) if parent else (None, None)
+        lineage, policy = _inherit(parent, root, store, config) if parent else (None, None)
         model = store.assets(policy[1]) if policy else Path(config.model.path)
         config = with_digest(config, model)
         first = run_started(config, store, policy=policy, lineage=lineage)
@@ -205,8 +213,10 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
     return Plan(directory=create(wanted, root), config=wanted, first=first)
 
 
-def _inherit(parent: str, root: Path, target: PolicyStore) -> tuple[Lineage, tuple[Manifest, str]]:
-    """Bring the policy of RUN@STEP into the new run's store."""
+def _inherit(
+    parent: str, root: Path, target: PolicyStore, config: Config
+) -> tuple[Lineage, tuple[Manifest, str]]:
+    """Bring the policy of RUN@STEP into the new run's store, in the type that this publishes."""
     name, at, step = parent.rpartition("@")
     if not at or not step.isdigit():
         raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
@@ -223,6 +233,12 @@ def _inherit(parent: str, root: Path, target: PolicyStore) -> tuple[Lineage, tup
         refuse_non_finite_file(source.weights(manifest.digest))
         parent_digest = manifest.digest
         manifest = target.publish_weights(_whole(source, manifest))
+        dtype = published_dtype(config, manifest.dtype)
+        if dtype != manifest.dtype:
+            copied = manifest.digest
+            again = partial(write_as, target.weights(copied), dtype)
+            manifest = target.publish_weights(again)
+            target.drop_weights(copied)
         files = sorted(source.assets(first.assets_digest).iterdir())
         assets = target.publish_assets(files)
     lineage = Lineage(run=first.run, step=int(step), digest=parent_digest)
@@ -305,7 +321,12 @@ def run_started(
     `policy` (manifest, assets digest) is given where version 0 lies in the store already.
     """
     store = as_store(store)
-    manifest, assets = policy or import_model(store, Path(config.model.path))
+    if policy is None:
+        model = Path(config.model.path)
+        dtype = published_dtype(config, config_dtype(model))
+        manifest, assets = import_model(store, model, dtype)
+    else:
+        manifest, assets = policy
     if config.model.chat_template:
         assets = _with_template(store, assets, Path(config.model.chat_template))
     facts = facts_of(config)

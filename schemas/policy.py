@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
+
+PolicyDtype = Literal["float32", "bfloat16"]
+"""What weights are published in."""
 
 
 class Tensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -24,6 +28,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Weights digest (hex): `weights_digest` of `tensors`."""
     bytes: int
     tensors: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> PolicyDtype:
+        """What the weights are published in; of an adapter, whose matrices are, float32."""
+        return "bfloat16" if any(one.dtype == "BF16" for one in self.tensors) else "float32"
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

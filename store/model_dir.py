@@ -1,9 +1,9 @@
 """Model directories in and out of the store; decides what is taken over and what is refused.
 
-In: the safetensors shards of a Hugging Face causal LM become one file, sixteen-bit floats become
-float32 (what is trained here), a tensor that the config ties to the embedding stands once, and the
-config and tokenizer files are kept as they came. Out: a directory that `from_pretrained` loads; of
-a LoRA policy with merged weights, and the adapter beside them.
+In: the safetensors shards of a Hugging Face causal LM become one file, floats become what the run
+publishes (float32, or bfloat16), a tensor that the config ties to the embedding stands once, and
+the config and tokenizer files are kept as they came. Out: a directory that `from_pretrained`
+loads; of a LoRA policy with merged weights, and the adapter beside them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
-from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.adapters import FOLDER, base_of, read_adapter, write_merged, write_peft
 from dora_pipe.store.safetensors_file import (
     WEIGHTS_HINT,
@@ -41,6 +43,10 @@ ASSET_BYTES_MAX: Final = 1024 * 1024 * 1024
 _ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _EMBEDDING: Final = "embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
+_CONVERTED: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""Types that become what is published; wider ones and integers stay what they are."""
+_STORED: Final[Mapping[PolicyDtype, str]] = {"float32": "F32", "bfloat16": "BF16"}
+_NAN: Final = 0x7FC0
 _DERIVED: Final = (".rotary_emb.inv_freq",)
 """Ends of tensors that older models stored although their config says them already."""
 
@@ -55,21 +61,39 @@ class _Located:
 
 def weights_digest(model_dir: Path) -> str:
     """The digest that the weights of a directory would have in a store. Raises PolicyError."""
-    with _sources(model_dir) as sources:
+    with _sources(model_dir, "float32") as sources:
         return manifest_in_memory(sources).digest
 
 
-def import_model(store: PolicyStore, model_dir: Path) -> tuple[Manifest, str]:
+def config_dtype(model_dir: Path) -> str:
+    """What a model's config says of the type of its weights; empty where it does not. Raises
+    PolicyError."""
+    config = read_config(model_dir)
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
+
+
+def import_model(
+    store: PolicyStore, model_dir: Path, dtype: PolicyDtype = "float32"
+) -> tuple[Manifest, str]:
     """Put a model directory into a store: its manifest and the digest of its assets.
 
+    Floats of 32 and 16 bits become `dtype`: exactly where that is wider, else rounded to nearest.
     Raises PolicyError for a directory that is not a model, ResourceError without room.
     """
-    with _sources(model_dir) as sources:
+    with _sources(model_dir, dtype) as sources:
         try:
             manifest = store.publish_weights(lambda path: write_tensors(path, sources))
         except NonFinite as error:
             raise PolicyError(f"{model_dir}: {error.message}", hint=WEIGHTS_HINT) from None
     return manifest, store.publish_assets(asset_files(model_dir))
+
+
+def write_as(weights: Path, dtype: PolicyDtype, path: Path) -> Manifest:
+    """Whole weights of a store once more, in a type as `import_model` has it. Raises PolicyError,
+    OSError."""
+    entries = [_Located(path=weights, entry=one) for one in read_entries(weights)]
+    with mapped(weights) as page:
+        return write_tensors(path, [_source(one, page, dtype) for one in entries])
 
 
 def export_model(store: PolicyStore, digest: str, assets_digest: str, directory: Path) -> None:
@@ -78,14 +102,15 @@ def export_model(store: PolicyStore, digest: str, assets_digest: str, directory:
     Files of the same names are replaced. Raises PolicyError when the store's files are not there or
     not what they were.
     """
-    store.verify(digest)
+    dtype = store.verify(digest).dtype
     assets = store.assets(assets_digest)
     if not assets.is_dir():
         raise PolicyError(f"no config and tokenizer files at {assets}")
     weights = store.weights_path(digest)
     base = base_of(weights)
     if base is None:
-        write_model_dir(directory, assets, lambda path: shutil.copyfile(weights, path))
+        copy = partial(shutil.copyfile, weights)
+        write_model_dir(directory, assets, copy, dtype)
         return
     store.verify(base)
     whole, adapter = store.weights_path(base), read_adapter(weights, digest=digest)
@@ -96,8 +121,13 @@ def export_model(store: PolicyStore, digest: str, assets_digest: str, directory:
         raise ResourceError(f"cannot write {directory}: {error.strerror or error}") from error
 
 
-def write_model_dir(directory: Path, assets: Path, write_weights: Callable[[Path], object]) -> None:
-    """A model directory from config and tokenizer files and float32 weights.
+def write_model_dir(
+    directory: Path,
+    assets: Path,
+    write_weights: Callable[[Path], object],
+    dtype: PolicyDtype = "float32",
+) -> None:
+    """A model directory from config and tokenizer files and weights of this type.
 
     Raises ResourceError when it cannot be written.
     """
@@ -105,7 +135,7 @@ def write_model_dir(directory: Path, assets: Path, write_weights: Callable[[Path
         directory.mkdir(parents=True, exist_ok=True)
         for file in asset_files(assets):
             shutil.copyfile(file, directory / file.name)
-        text = json.dumps(_float32(read_config(assets)), indent=2, sort_keys=True)
+        text = json.dumps(_of_type(read_config(assets), dtype), indent=2, sort_keys=True)
         (directory / CONFIG).write_text(text + "\n")
         write_weights(directory / WEIGHTS)
     except OSError as error:
@@ -136,7 +166,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _sources(model_dir: Path) -> Iterator[list[TensorSource]]:
+def _sources(model_dir: Path, dtype: PolicyDtype) -> Iterator[list[TensorSource]]:
     """The tensors of a model directory, as they are stored. Raises PolicyError."""
     config = read_config(model_dir)
     tensors = _tensors(model_dir)
@@ -146,7 +176,7 @@ def _sources(model_dir: Path) -> Iterator[list[TensorSource]]:
             for path in sorted({one.path for one in tensors.values()})
         }
         _drop_tied(config, tensors, pages)
-        yield [_source(one, pages[one.path]) for one in tensors.values()]
+        yield [_source(one, pages[one.path], dtype) for one in tensors.values()]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -218,31 +248,41 @@ def _bytes(located: _Located, page: memoryview) -> memoryview:
     return page[located.entry.start : located.entry.end]
 
 
-def _source(located: _Located, page: memoryview) -> TensorSource:
+def _source(located: _Located, page: memoryview, dtype: PolicyDtype) -> TensorSource:
     entry = located.entry
-    widened = entry.dtype in ("F16", "BF16")
+    wanted = _STORED[dtype] if entry.dtype in _CONVERTED else entry.dtype
 
     def data() -> bytes | memoryview:
         with _bytes(located, page) as part:
-            return _widen(entry.dtype, part) if widened else bytes(part)
+            return _converted(entry.dtype, wanted, part)
 
     if entry.dtype.startswith("F8"):
         raise PolicyError(f"tensor {entry.name!r} has type {entry.dtype}; train from a wider copy")
-    dtype = "F32" if widened else entry.dtype
-    return TensorSource(name=entry.name, dtype=dtype, shape=entry.shape, data=data)
+    return TensorSource(name=entry.name, dtype=wanted, shape=entry.shape, data=data)
 
 
-def _widen(dtype: str, data: memoryview) -> bytes:
-    """Sixteen-bit floats as float32; exact for both kinds."""
-    if dtype == "F16":
-        return np.frombuffer(data, dtype="<f2").astype("<f4").tobytes()
-    return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).astype("<u4").tobytes()
+def _converted(dtype: str, wanted: str, data: memoryview) -> bytes:
+    """The bytes of numbers in another type, by way of float32."""
+    if dtype == wanted:
+        return bytes(data)
+    if dtype == "BF16":
+        bits = np.frombuffer(data, dtype="<u2").astype(np.uint32) << np.uint32(16)
+    else:
+        bits = np.frombuffer(data, dtype=_CONVERTED[dtype]).astype(np.float32).view(np.uint32)
+    return (bits if wanted == "F32" else _rounded(bits)).tobytes()
 
 
-def _float32(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rounded(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """Bit patterns of float32 as those of bfloat16: to nearest, ties to even, as torch rounds."""
+    found = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
+    found[np.isnan(bits.view("<f4"))] = _NAN  # which the sum may have carried to anything
+    return found
+
+
+def _of_type(config: Mapping[str, Any], dtype: PolicyDtype) -> dict[str, Any]:
     """The config with the type of the weights it will lie beside."""
     changed = dict(config)
     for key in ("dtype", "torch_dtype"):
         if key in changed:
-            changed[key] = "float32"
+            changed[key] = dtype
     return changed

@@ -23,6 +23,7 @@ from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.consumers.teachers.registry import key_of, open_teacher
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.own_code import importable, load_attribute, nearest, source_sha256
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
@@ -49,6 +50,8 @@ class LearnerKind:
     """Whether it takes `TrainBatch.reference`, which `objective.reference_every` asks for."""
     teacher: bool = False
     """Whether it takes `TrainBatch.teacher`, which `objective.teacher_weight` asks for."""
+    bfloat16: bool = False
+    """Whether it goes on in bfloat16 where version 0 is published so (`policies.dtype`)."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -83,10 +86,27 @@ def need_learner(config: Config) -> None:
             f"teacher: trainer `{name}` does not learn from one",
             hint="a LearnerKind with teacher = True takes TrainBatch.teacher",
         )
+    if config.policies.dtype == "bfloat16" and not kind.bfloat16:
+        raise ConfigError(
+            f"policies.dtype: trainer `{name}` publishes float32",
+            hint="policies.dtype = 'auto', or trainer.kind = 'torch'",
+        )
     need_objective(config)
     if config.teacher.path:
         _need("teacher.path", BUILT_IN["torch"])
     key_of(config)
+
+
+def published_dtype(config: Config, says: str) -> PolicyDtype:
+    """What a new run publishes, of a model that `says` what it is (`policies.dtype`).
+
+    Raises ConfigError for a trainer that is none.
+    """
+    if config.policies.dtype != "auto":
+        return config.policies.dtype
+    kind = learner_kind(config.trainer.kind, config.task.directory)
+    able = kind.bfloat16 and not config.lora.rank
+    return "bfloat16" if able and says == "bfloat16" else "float32"
 
 
 def _need(who: str, kind: LearnerKind) -> None:
@@ -242,6 +262,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         hint="pip install 'dora-pipe[torch]'",
         moving_reference=True,
         teacher=True,
+        bfloat16=True,
     ),
     "deepspeed": LearnerKind(
         open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True, teacher=True

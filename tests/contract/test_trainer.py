@@ -12,7 +12,7 @@ from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_wei
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.adapters import stands_on
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.safetensors_file import read_manifest
@@ -45,10 +45,13 @@ LORA_OPTIONS = LoraOptions(rank=RANK, alpha=8.0, targets=LAYERS)
 
 
 def _torch_subject(
-    root: Path, make_model: Callable[[Path], Path], lora: LoraOptions | None = None
+    root: Path,
+    make_model: Callable[[Path], Path],
+    lora: LoraOptions | None = None,
+    dtype: PolicyDtype = "float32",
 ) -> Subject:
     store = PolicyStore(root / "policies")
-    policy, assets = import_model(store, make_model(root / "model"))
+    policy, assets = import_model(store, make_model(root / "model"), dtype)
     reference = store.weights_path(policy.digest)
     device.prepare()
     options = TorchOptions(micro_batch_tokens=256, device=device.DEVICE, lora=lora)
@@ -101,7 +104,12 @@ DEEPSPEED = [f"deepspeed-{stage}{lora}" for lora in ("", "-lora") for stage in r
 TORCH = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}
 
 
-@pytest.fixture(scope="module", params=[*TORCH, "llama-gqa-lora", "simulated", *DEEPSPEED])
+BFLOAT16 = "llama-gqa-published-in-bfloat16"
+
+
+@pytest.fixture(
+    scope="module", params=[*TORCH, BFLOAT16, "llama-gqa-lora", "simulated", *DEEPSPEED]
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     root = tmp_path_factory.mktemp(str(request.param))
     if request.param == "simulated":
@@ -110,6 +118,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return _deepspeed_subject(root, str(request.param))
     if request.param == "llama-gqa-lora":
         return _torch_subject(root, make_llama_gqa, LORA_OPTIONS)
+    if request.param == BFLOAT16:
+        return _torch_subject(root, make_llama_gqa, dtype="bfloat16")
     return _torch_subject(root, TORCH[request.param])
 
 

@@ -57,7 +57,7 @@ from dora_pipe.producers.worker.ports import (
 )
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import DataSet
-from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.parts import (
     Numbers,
@@ -219,9 +219,11 @@ class TorchParts:
     """A model directory, run and trained by torch."""
 
     model: Path
+    dtype: PolicyDtype = "float32"
+    """Of what is published."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        return import_model(store, self.model)
+        return import_model(store, self.model, self.dtype)
 
     def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
         from dora_pipe.producers.engines.torch.engine import TorchEngine

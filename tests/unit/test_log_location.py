@@ -8,7 +8,8 @@ import pytest
 from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.config.model import Bus, Config, Model, Run, Store, Task
+from dora_pipe.config.model import Bus, Config, Model, Run, Task
+from dora_pipe.config.storage import Store
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.store.log_location import LogLocation

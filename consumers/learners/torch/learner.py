@@ -7,7 +7,7 @@ the batch alone, one fixed number of threads, deterministic kernels, no dropout.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -38,6 +38,7 @@ from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
     TorchModel,
+    bfloat16_names,
     inputs_of,
     joined,
     leaf_of,
@@ -49,6 +50,7 @@ from dora_pipe.consumers.learners.torch.model import (
 )
 from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.safetensors_file import manifest_in_memory, need_digest, write_tensors
 
@@ -92,7 +94,11 @@ class TorchLearner:
         self._assets = assets
         self._reference_path = reference
         self._options = options or TorchOptions()
-        self._model = _model(assets, reference, self._options)
+        self._bfloat16 = bfloat16_names(reference)
+        """What is published in that type: what version 0 has in it."""
+        if self._bfloat16 and self._options.lora is not None:
+            raise PolicyError(f"{reference} is bfloat16; an adapter and its base are float32")
+        self._model = _model(assets, reference, self._options, self._bfloat16)
         self._reference: TorchModel | None = None
         self._reference_digest: str | None = None
         """Of a version that was named; empty for version 0, None for nothing yet."""
@@ -105,6 +111,8 @@ class TorchLearner:
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         need_digest(weights, digest)
+        if self._options.lora is None and bfloat16_names(weights) != self._bfloat16:
+            raise PolicyError(f"{weights} has weights of another type than version 0")
         with deterministic(self._options.threads):
             self._model.load(weights)
         self._parts.loaded()
@@ -236,6 +244,7 @@ class TorchLearner:
         lora = options.lora
         return (
             (lora.numerics if lora else {})
+            | ({"policies": "bfloat16"} if self._bfloat16 else {})
             | temperature_numerics(options.temperature)
             | options.memory.numerics(self._model.vocabulary, options.micro_batch_tokens)
             | {
@@ -257,6 +266,7 @@ class TorchLearner:
             betas=self._options.betas,
             weight_decay=self._options.weight_decay,
             exclude=self._options.weight_decay_exclude,
+            bfloat16=self._bfloat16,
         )
 
     def _score_proximal(self, passes: Sequence[Pass]) -> None:
@@ -328,11 +338,17 @@ class TorchLearner:
             return self._reference.logprobs(passage)
 
 
-def _model(assets: Path, first: Path, options: TorchOptions) -> TorchModel:
+def _model(
+    assets: Path, first: Path, options: TorchOptions, bfloat16: Collection[str]
+) -> TorchModel:
     """The network that is trained, whole or by an adapter on the weights of version 0."""
     if options.lora is None:
         return TorchModel(
-            assets, device=options.device, temperature=options.temperature, memory=options.memory
+            assets,
+            device=options.device,
+            temperature=options.temperature,
+            memory=options.memory,
+            bfloat16=bfloat16,
         )
     return LoraModel(
         assets,

@@ -7,7 +7,7 @@ take the general way. Dropout is off: a step must be a function of its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,8 +82,12 @@ class TorchModel:
         device: str,
         temperature: float = 1.0,
         memory: MemoryOptions = AT_ONCE,
+        bfloat16: Collection[str] = (),
     ) -> None:
+        """`bfloat16` names what is stored in that type; it is computed with in float32 all the
+        same."""
         self.device = device
+        self._bfloat16 = frozenset(bfloat16)
         self._temperature = temperature
         self.network: Any = build(assets, memory).to(device)
         self.vocabulary: int = self.network.config.vocab_size
@@ -127,7 +131,10 @@ class TorchModel:
 
     def sources(self) -> list[TensorSource]:
         """Every tensor to store, tied ones once, parameters and persistent buffers alike."""
-        return [tensor_source(name, tensor) for name, tensor in untied(self.network).items()]
+        return [
+            tensor_source(name, tensor, torch.bfloat16 if name in self._bfloat16 else tensor.dtype)
+            for name, tensor in untied(self.network).items()
+        ]
 
 
 def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
@@ -168,15 +175,23 @@ def read_tensor(data: memoryview, entry: Entry) -> Tensor:
     return torch.from_numpy(copied).view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
-def tensor_source(name: str, tensor: Tensor) -> TensorSource:
-    """A tensor as something to write."""
+def tensor_source(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
+    """A tensor as something to write, as numbers of this type; None: of its own."""
+    kind = dtype or tensor.dtype
 
     def data() -> memoryview:
-        plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+        plain = tensor.detach().to("cpu", kind).contiguous().reshape(-1)
         bytes_: Any = plain.view(torch.uint8).numpy()
         return memoryview(bytes_)
 
-    return TensorSource(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+    return TensorSource(name=name, dtype=NAMES[kind], shape=tuple(tensor.shape), data=data)
+
+
+def bfloat16_names(weights: Path) -> frozenset[str]:
+    """What a file has in bfloat16. Raises PolicyError."""
+    return frozenset(
+        one.name for one in read_entries(weights) if one.dtype == NAMES[torch.bfloat16]
+    )
 
 
 def untied(network: Any) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
 """AdamW with a state that can be written to a safetensors file and taken back bit for bit.
 
 It decides nothing but the names in that file: `steps`, and per parameter `exp_avg/<name>` and
-`exp_avg_sq/<name>`.
+`exp_avg_sq/<name>`; `remainder/<name>` (int16) where it is published in bfloat16 (`masters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from dora_pipe.config.section import WeightDecayExclude
+from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
 
 STEPS: Final = "steps"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+REMAINDER: Final = "remainder"
 
 
 def decay_groups(
@@ -46,6 +48,8 @@ class KeptState:
     """A copy of what updates change: three times the size of what is trained."""
 
     weights: list[Tensor]
+    remainders: list[Tensor]
+    """Of the masters, where what is published is not float32."""
     adamw: list[dict[str, Tensor]]
     """By parameter; empty before the first update."""
 
@@ -60,11 +64,14 @@ class Optimizer:
         betas: tuple[float, float],
         weight_decay: float,
         exclude: WeightDecayExclude = "none",
+        bfloat16: Collection[str] = (),
     ) -> None:
+        """`bfloat16` names the parameters whose values are to be bfloat16 between updates."""
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         groups = decay_groups(self._parameters, weight_decay, exclude)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas)
+        self._masters = Masters({name: one for name, one in parameters if name in bfloat16})
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -85,12 +92,14 @@ class Optimizer:
         """One AdamW update from the gradients that are there."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        self._adamw.step()
+        with self._masters.present():
+            self._adamw.step()
 
     def kept(self) -> KeptState:
         """A copy of weights and state."""
         return KeptState(
             weights=[one.detach().clone() for one in self._parameters],
+            remainders=self._masters.kept(),
             adamw=[
                 {name: value.clone() for name, value in self._adamw.state.get(one, {}).items()}
                 for one in self._parameters
@@ -101,6 +110,7 @@ class Optimizer:
         """Be as the copy is, which is used up."""
         self.clear()
         self._adamw.state.clear()
+        self._masters.go_back(kept.remainders)
         for one, weights, state in zip(self._parameters, kept.weights, kept.adamw, strict=True):
             one.data.copy_(weights)
             if state:
@@ -126,6 +136,7 @@ class Optimizer:
         """Take the state of a file. Raises PolicyError if it is not of these parameters."""
         entries = {entry.name: entry for entry in read_entries(path)}
         wanted = {f"{moment}/{name}" for name in self._names for moment in MOMENTS}
+        wanted |= {f"{REMAINDER}/{name}" for name in self._masters.remainders}
         if entries.keys() not in ({STEPS}, {STEPS} | wanted):
             raise PolicyError(f"{path} is not the optimizer state of this model")
         with mapped(path) as data:
@@ -142,6 +153,11 @@ class Optimizer:
                     raise PolicyError(f"{path}: {moment} of {name!r} has shape {value.shape}")
                 state[moment] = value.to(parameter.device)
             self._adamw.state[parameter] = state
+        for name, held in self._masters.remainders.items():
+            value = tensors[f"{REMAINDER}/{name}"]
+            if (value.shape, value.dtype) != (held.shape, held.dtype):
+                raise PolicyError(f"{path}: the remainder of {name!r} is none")
+            self._masters.take(name, value)
 
     def _sources(self) -> list[TensorSource]:
         steps = 0
@@ -153,4 +169,7 @@ class Optimizer:
             steps = int(state["step"])
             sources += [tensor_source(f"{moment}/{name}", state[moment]) for moment in MOMENTS]
         assert len(sources) in (0, len(MOMENTS) * len(self._names))
+        if sources:
+            beyond = self._masters.remainders.items()
+            sources += [tensor_source(f"{REMAINDER}/{name}", one) for name, one in beyond]
         return [tensor_source(STEPS, torch.tensor(steps, dtype=torch.int64)), *sources]

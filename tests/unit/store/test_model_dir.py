@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from dora_pipe.consumers.learners.torch.model import read_tensor
 from dora_pipe.core.errors import NonFinite, PolicyError
-from dora_pipe.schemas.policy import Manifest
-from dora_pipe.store.model_dir import export_model, import_model
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
+from dora_pipe.store.model_dir import export_model, import_model, write_as
 from dora_pipe.store.safetensors_file import (
     PIECE_BYTES,
     TensorSource,
     count_non_finite,
+    mapped,
     read_entries,
     refuse_non_finite_file,
     write_tensors,
@@ -90,21 +93,22 @@ def test_sixteen_bit_floats_become_the_same_numbers_in_float32(
     assert found["brain"] == (1.5, -0.25, 3.0, 65280.0)  # bfloat16 has eight bits of it
 
 
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("dtype", "data"),
     [
-        ("F32", np.array([1.0, np.nan, -np.inf], dtype="<f4").tobytes()),
+        ("F32", np.array([0x3F800000, 0x7FFFFFFF, 0xFF800000], dtype="<u4").tobytes()),
         ("F16", np.array([1.0, np.nan, np.inf], dtype="<f2").tobytes()),
         ("BF16", np.array([0x3F80, 0x7FC0, 0xFF80], dtype="<u2").tobytes()),
         ("F64", np.array([1.0, np.nan, np.inf], dtype="<f8").tobytes()),
     ],
 )
 def test_weights_that_are_not_finite_are_refused_by_tensor_and_count(
-    store: PolicyStore, model_dir: Path, dtype: str, data: bytes
+    store: PolicyStore, model_dir: Path, dtype: str, data: bytes, published: PolicyDtype
 ) -> None:
     plant(model_dir / "model.safetensors", dtype, data)
     with pytest.raises(PolicyError, match=r"tensor 'odd': 2 of 3 numbers are NaN") as refused:
-        import_model(store, model_dir)
+        import_model(store, model_dir, published)
     assert str(model_dir) in refused.value.message
     assert refused.value.hint
     assert store.everything() == []
@@ -117,6 +121,37 @@ def plant(path: Path, dtype: str, data: bytes) -> None:
     tensor = {"dtype": dtype, "shape": [3], "data_offsets": [0, len(data)]}
     header = json.dumps({"odd": tensor}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def test_floats_become_bfloat16_as_torch_rounds_them(store: PolicyStore, model_dir: Path) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
+    numbers = bits.view("<f4")
+    numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) < 3e38)]
+    ties = (np.arange(64, dtype="<u4") << 16) + 0x3F808000
+    numbers = np.concatenate([numbers, ties.view("<f4"), np.array([0.0, -0.0, 1e-45], "<f4")])
+    half = np.array([0.1, -65504.0, 6e-8], dtype="<f2")
+    whole = np.arange(3, dtype="<i8")
+    write_tensors(
+        model_dir / "model.safetensors",
+        [
+            source("single", *numbers.tolist()),
+            TensorSource(name="half", dtype="F16", shape=(3,), data=half.tobytes),
+            TensorSource(name="whole", dtype="I64", shape=(3,), data=whole.tobytes),
+        ],
+    )
+    manifest, _ = import_model(store, model_dir, "bfloat16")
+    assert manifest.dtype == "bfloat16"
+    expected = {
+        "single": torch.from_numpy(numbers.astype("<f4")).to(torch.bfloat16),
+        "half": torch.from_numpy(half).to(torch.bfloat16),
+        "whole": torch.from_numpy(whole),
+    }
+    stored = store.weights_path(manifest.digest)
+    with mapped(stored) as data:
+        for entry in read_entries(stored):
+            assert torch.equal(read_tensor(data, entry), expected[entry.name]), entry.name
+    again = store.publish_weights(lambda path: write_as(stored, "bfloat16", path))
+    assert again == manifest
 
 
 def test_a_step_whose_weights_are_not_finite_publishes_nothing(store: PolicyStore) -> None:
@@ -217,14 +252,15 @@ def test_missing_directory_and_missing_shard_are_named(
         import_model(store, model_dir)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_export_gives_the_same_weights_and_a_config_of_their_type(
-    store: PolicyStore, model_dir: Path, tmp_path: Path
+    store: PolicyStore, model_dir: Path, tmp_path: Path, dtype: PolicyDtype
 ) -> None:
-    manifest, assets = import_model(store, model_dir)
+    manifest, assets = import_model(store, model_dir, dtype)
     export_model(store, manifest.digest, assets, tmp_path / "out")
-    again, _ = import_model(PolicyStore(tmp_path / "other"), tmp_path / "out")
+    again, _ = import_model(PolicyStore(tmp_path / "other"), tmp_path / "out", dtype)
     assert again == manifest
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
     kept = json.loads((store.assets_path(assets) / "config.json").read_text())
     assert kept["dtype"] == "bfloat16"
 

@@ -1,0 +1,31 @@
+"""Sections about what a run keeps beside its log: versions, checkpoints, and where they lie. See
+`model`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dora_pipe.config.section import NonNegative, PositiveFloat, Section
+
+
+class Policies(Section, frozen=True, kw_only=True):
+    """What the versions of the policy are (docs/training.md)."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights that are published, sampled with and digested; `auto`: bfloat16 where the
+    model's config says so and the trainer can. What the optimizer updates is float32."""
+
+
+class Store(Section, frozen=True, kw_only=True):
+    """Policies and checkpoints."""
+
+    path: str = ""
+    """Policies and checkpoints; empty is `policies` in the run directory."""
+    url: str = ""
+    """Where they lie instead: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or
+    another file system of pyarrow. `path` then holds copies. See docs/storage.md."""
+    cache_gb: PositiveFloat = 100.0
+    """Copies in `path` of a store with a `url` take so much room."""
+    keep_every: NonNegative = 0
+    """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
+    replay makes them again. 0 keeps everything."""

@@ -175,6 +175,21 @@ def dataplane(
             _emit_figures(figures, as_json=as_json)
 
 
+def load(
+    gigabytes: Annotated[float, typer.Option(min=0.01, help="Of the file.")] = 0.25,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float32 or bfloat16; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a worker's memory grows by, at its peak, while it takes a version of random weights in
+    place of another, beside the largest tensor; read and hashed, and known by its note."""
+    from dora_pipe.bench.load import DTYPES, bench_load
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        _emit_figures(list(bench_load(Path(folder), dtype or DTYPES, gigabytes)), as_json=as_json)
+
+
 def moves(
     model: Annotated[list[str] | None, typer.Option(help="demo or llama-25m.")] = None,
     tokens: Annotated[

@@ -19,6 +19,7 @@ from dora_pipe.bench.engine_turns import Side, Sides
 from dora_pipe.bench.engine_vllm import write_model
 from dora_pipe.producers.engines.vllm.core import VllmSettings, token_kv_values
 from dora_pipe.store.model_dir import read_config
+from dora_pipe.store.safetensors_file import read_manifest
 
 _FLOAT32_BYTES = 4
 
@@ -32,13 +33,13 @@ def vllm_sides(folder: Path, *, server: bool) -> Sides:
 def _sides(
     folder: Path, open_side: Any, rows: int, context_tokens: int, kept_tokens: int
 ) -> Iterator[Sequence[Side]]:
-    from dora_pipe.producers.engines.torch.weights import read_tensors, weight_files
+    from dora_pipe.producers.engines.torch.weights import weight_files
 
     with ExitStack() as undo:
         place = Path(undo.enter_context(TemporaryDirectory(dir=folder)))
         model = write_model(place, context_tokens=context_tokens)
         (weights,) = weight_files(model)
-        _, digest = read_tensors([weights])
+        digest = read_manifest(weights).digest
         token_bytes = token_kv_values(read_config(model)) * _FLOAT32_BYTES
         kv_gb = kept_tokens * token_bytes / 2**30
         found = []

@@ -39,6 +39,7 @@ from dora_pipe.bench.engine import (
 )
 from dora_pipe.bench.engine_lora import load_adapters
 from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.store.safetensors_file import read_manifest
 
 TURNS: Final = 7
 SERVER_TURNS: Final = 4
@@ -146,13 +147,13 @@ class _OnFiles:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is there. Needs vLLM. Raises ConfigError without it."""
-        from dora_pipe.producers.engines.torch.weights import read_tensors, weight_files
+        from dora_pipe.producers.engines.torch.weights import weight_files
         from dora_pipe.producers.engines.vllm import core as vllm_core
 
         vllm_core.prepare(threads=1)
         self._model = write_model(folder / "model")
         (self._weights,) = weight_files(self._model)
-        _, self._digest = read_tensors([self._weights])
+        self._digest = read_manifest(self._weights).digest
 
     def merged(self, rows: int) -> Any:
         """See Hosts."""

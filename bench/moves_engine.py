@@ -60,6 +60,12 @@ def write_model(directory: Path, model: CausalLM) -> None:
 
     from dora_pipe.producers.engines.torch.weights import random_tensors
 
+    write_config(directory, model)
+    save_file(dict(random_tensors(model, _SEED)), str(directory / "model.safetensors"))
+
+
+def write_config(directory: Path, model: CausalLM) -> None:
+    """The same without weights."""
     assert model.family == "llama"
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -79,7 +85,6 @@ def write_model(directory: Path, model: CausalLM) -> None:
     }
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(dict(random_tensors(model, _SEED)), str(directory / "model.safetensors"))
 
 
 def open_engine(engine: str, model: str, directory: Path, context_tokens: int) -> Any:

@@ -35,13 +35,13 @@ from dora_pipe.store.safetensors_file import (
     HASHERS_MAX,
     TensorSource,
     manifest_in_memory,
-    need_digest,
     write_tensors,
 )
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
 from dora_pipe.store.transfers.peers import PeerWeights
+from dora_pipe.store.verified import need_digest
 
 MEGABYTES: Final = 100
 TENSORS: Final = 8

@@ -61,6 +61,7 @@ BENCHES: Final[Panels] = {
         "tasks": ("bench.commands:tasks", "Busy slots while environments take their time."),
         "endpoint": ("bench.commands:endpoint", "What calls of agents cost."),
         "memory": ("bench.commands:memory", "Peak memory of a training step."),
+        "load": ("bench.commands:load", "Memory of a worker that takes a version."),
         "moves": ("bench.commands:moves", "How soon a moved request goes on."),
         "plan": ("bench.commands:plan", "Cost of a round of the planner."),
         "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),

@@ -4,7 +4,7 @@ Everything is named by what it holds and appears at once: written under a tempor
 durable, named. Only a commit in the log names a file, so a file without a commit is an orphan:
 harmless, and left alone until `dora-pipe prune`.
 
-    <root>/weights/<weights digest>.safetensors
+    <root>/weights/<weights digest>.safetensors, and a note beside it (`verified`)
     <root>/optimizer/<sha256>.safetensors
     <root>/contributions/<sha256>.arrow
     <root>/assets/<assets digest>/config.json, tokenizer files
@@ -34,6 +34,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
 from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.verified import SUFFIX, note_path, note_verified
 
 CACHE_BYTES_MAX: Final = 100 * 1024**3
 """Local copies beyond this are removed, unless the configuration says otherwise."""
@@ -110,7 +111,9 @@ class PolicyStore:
         """
         path = self.weights_path(digest)
         if self._remote:
-            self._fetch(weights_name(digest), lambda at: read_manifest(at).digest == digest)
+            name = weights_name(digest)
+            if self._fetch(name, lambda at: read_manifest(at).digest == digest):
+                note_verified(path, digest)
         return path
 
     def held_weights(self, digest: str) -> Path:
@@ -241,9 +244,10 @@ class PolicyStore:
         return removed
 
     def _drop(self, name: str) -> bool:
-        found = self._files.delete(name)
+        found, here = self._files.delete(name), self.root / name
         if self._remote:
-            (self.root / name).unlink(missing_ok=True)
+            here.unlink(missing_ok=True)
+        note_path(here).unlink(missing_ok=True)
         return found
 
     def _publish(self, path: Path, name: str) -> None:
@@ -253,12 +257,13 @@ class PolicyStore:
             path.replace(self.root / name)
             shrink(self.root, self._cache_bytes_max, self._clock)
 
-    def _fetch(self, name: str, is_whole: Callable[[Path], bool]) -> None:
-        """Have a local copy of a file that is what its name says. Raises PolicyError."""
+    def _fetch(self, name: str, is_whole: Callable[[Path], bool]) -> bool:
+        """Have a local copy of a file that is what its name says; whether it is fetched now.
+        Raises PolicyError."""
         path = self.root / name
         if path.is_file():
             _touch(path, self._clock)
-            return
+            return False
         with self._temporary(path.parent) as partial:
             if not (self._peers(name, partial) and _holds(is_whole, partial)):
                 if not self._files.get(name, partial):
@@ -270,6 +275,7 @@ class PolicyStore:
                     )
             partial.replace(path)
         shrink(self.root, self._cache_bytes_max, self._clock)
+        return True
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
@@ -340,9 +346,8 @@ def _place(path: Path, final: Path) -> None:
 
 
 def _touch(path: Path, clock: Clock) -> None:
-    """Note that a copy is in use."""
-    now_ns = clock.wall_ns()
-    os.utime(path, ns=(now_ns, now_ns))
+    """Note that a copy is in use; its time of change stays."""
+    os.utime(path, ns=(clock.wall_ns(), path.stat().st_mtime_ns))
 
 
 def shrink(root: Path, bytes_max: int, clock: Clock) -> list[Path]:
@@ -354,7 +359,8 @@ def shrink(root: Path, bytes_max: int, clock: Clock) -> list[Path]:
                 stat = path.stat()
             except FileNotFoundError:
                 continue
-            found.append((stat.st_mtime_ns, stat.st_size, path))
+            if path.suffix != SUFFIX:
+                found.append((stat.st_atime_ns, stat.st_size, path))
     total = sum(size for _, size, _ in found)
     youngest_ns = clock.wall_ns() - int(KEEP_S * 1e9)
     removed: list[Path] = []
@@ -362,6 +368,7 @@ def shrink(root: Path, bytes_max: int, clock: Clock) -> list[Path]:
         if total <= bytes_max or used_ns > youngest_ns:
             break
         path.unlink(missing_ok=True)
+        note_path(path).unlink(missing_ok=True)
         removed.append(path)
         total -= size
     return removed

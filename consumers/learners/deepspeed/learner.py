@@ -77,10 +77,10 @@ from dora_pipe.store.safetensors_file import (
     file_sources,
     manifest_in_memory,
     mapped,
-    need_digest,
     read_entries,
     write_tensors,
 )
+from dora_pipe.store.verified import need_digest
 
 VERSION: Final = "1"
 """Of the arithmetic; part of the numerics fingerprint."""

@@ -52,7 +52,8 @@ from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.store.safetensors_file import manifest_in_memory, need_digest, write_tensors
+from dora_pipe.store.safetensors_file import manifest_in_memory, write_tensors
+from dora_pipe.store.verified import need_digest
 
 VERSION: Final = "1"
 """Of the arithmetic; part of the numerics fingerprint."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import PolicyError, ResourceError
+from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.engines.base import EngineBase, check_sizes
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
@@ -48,13 +48,22 @@ from dora_pipe.producers.engines.torch.attention import Piece, Run, StepAttentio
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.torch.kv import KvCache
 from dora_pipe.producers.engines.torch.lora import AdapterVersions, is_invariant
-from dora_pipe.producers.engines.torch.model import ROWS_MIN, Weights, forward, fuse, rotations
+from dora_pipe.producers.engines.torch.model import (
+    ROWS_MIN,
+    Weights,
+    empty,
+    fill,
+    forward,
+    fuse,
+    rotations,
+)
 from dora_pipe.producers.engines.torch.sampling import Sampler
 from dora_pipe.producers.engines.torch.weights import (
-    check_tensors,
-    other_digest,
+    OpenWeights,
+    open_directory,
+    open_weights,
     random_tensors,
-    read_tensors,
+    tied_tensors,
     weight_files,
 )
 
@@ -160,7 +169,7 @@ class TorchEngine(EngineBase[int]):
         torch.set_num_threads(threads)
         model = read_causal_lm(model_dir, context_tokens=context_tokens)
         files = weight_files(model_dir)
-        weights, digest = _read_weights(model, files, model_dir) if files else (None, "")
+        weights, digest = _directory_weights(model, files, model_dir) if files else (None, "")
         try:
             return cls(
                 model,
@@ -232,14 +241,14 @@ class TorchEngine(EngineBase[int]):
     def _has_weights(self) -> bool:
         return self._weights is not None
 
-    def _read(self, weights: Path, version: int, digest: str) -> Weights:
-        fresh, found = _read_weights(self._model, [weights], weights)
-        if found != digest:
-            raise PolicyError(other_digest(weights, found, version, digest))
-        return fresh
+    def _read(self, weights: Path, version: int, digest: str) -> OpenWeights:
+        model = self._model
+        return open_weights(weights, version, digest, model.tensors(), tied_tensors(model))
 
-    def _replace(self, held: Weights, version: int, digest: str) -> None:
-        self._weights = held
+    def _replace(self, held: OpenWeights, version: int, digest: str) -> None:
+        weights, self._weights = self._weights or empty(self._model), None
+        fill(weights, held.items())  # what breaks in there leaves an engine that takes no request
+        self._weights = weights
 
     def _versions_changed(self) -> None:
         self._kept.retain(self._versions.digests)
@@ -375,11 +384,12 @@ class TorchEngine(EngineBase[int]):
         )
 
 
-def _read_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:
-    """The weights in these files, checked against the model, and their digest."""
-    tensors, digest = read_tensors(files)
-    check_tensors(model, tensors, where)
-    return fuse(model, tensors), digest
+def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:
+    """The weights of a model's directory, and their digest."""
+    opened, digest = open_directory(files, where, model.tensors(), tied_tensors(model))
+    weights = empty(model)
+    fill(weights, opened.items())
+    return weights, digest
 
 
 def _measured(model: CausalLM, weights: Weights | None, lora_rank: int) -> frozenset[str]:

@@ -11,6 +11,8 @@ engine opens, see `probe`):
    on the position of the row alone (see `kv`).
 4. Everything else works on each row by itself.
 
+Weights are replaced in place, tensor by tensor: an engine never has two of them.
+
 Theory of operation: query, key and value matrices are fused into one, gate and up into another.
 The halves that rotary positions turn into each other are interleaved in the weights, so that the
 rotation is one product of complex numbers; a permutation common to queries and keys does not
@@ -20,7 +22,7 @@ change attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -82,14 +84,45 @@ class Attention(Protocol):
 
 def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:
     """Weights from the tensors of a checked file (names of Hugging Face)."""
-    embedding = tensors["model.embed_tokens.weight"]
+    weights = empty(model)
+    fill(weights, tensors.items())
+    return weights
+
+
+def empty(model: CausalLM) -> Weights:
+    """Weights of a model, with room for every number and nothing in it."""
+    embedding = torch.empty(model.vocabulary, model.hidden)
     return Weights(
         model=model,
         embedding=embedding,
-        layers=tuple(_layer(model, tensors, number) for number in range(model.layers)),
-        norm=tensors["model.norm.weight"],
-        head=embedding if model.tied else tensors["lm_head.weight"],
+        layers=tuple(_empty_layer(model) for _ in range(model.layers)),
+        norm=torch.empty(model.hidden),
+        head=embedding if model.tied else torch.empty(model.vocabulary, model.hidden),
     )
+
+
+def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy the tensors of a checked file into weights, one after the other, whatever type their
+    numbers have."""
+    model, prefix = weights.model, "model.layers."
+    whole = {
+        "model.embed_tokens.weight": weights.embedding,
+        "model.norm.weight": weights.norm,
+        "lm_head.weight": weights.head,
+    }
+    places = [_places(model, layer) for layer in weights.layers]
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name in whole:
+                whole[name].copy_(tensor)
+                continue
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            place, turned = places[int(number)][rest]
+            if turned:
+                apart = place.view(-1, model.head_dim // 2, 2, *place.shape[1:]).transpose(1, 2)
+                apart.copy_(_halves(tensor, model.head_dim))
+            else:
+                place.copy_(tensor)
 
 
 def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
@@ -149,42 +182,69 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, model: CausalLM) -> torch.Tenso
     return F.rms_norm(x, (model.hidden,), weight, model.norm_eps)
 
 
-def _layer(model: CausalLM, tensors: Mapping[str, torch.Tensor], number: int) -> Layer:
-    def get(name: str) -> torch.Tensor:
-        return tensors[f"model.layers.{number}.{name}"]
+def _empty_layer(model: CausalLM) -> Layer:
+    def bias(there: bool, size: int) -> torch.Tensor | None:
+        return torch.empty(size) if there else None
 
-    def fused_qkv(kind: str) -> torch.Tensor:
-        q, k, v = (get(f"self_attn.{which}_proj.{kind}") for which in "qkv")
-        return torch.cat([interleaved(q, model.head_dim), interleaved(k, model.head_dim), v])
-
-    def fused_gate_up(kind: str) -> torch.Tensor:
-        return torch.cat([get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")])
-
+    hidden, turned = model.hidden, model.heads + model.kv_heads
+    outputs = (turned + model.kv_heads) * model.head_dim
     return Layer(
-        attention_norm=get("input_layernorm.weight"),
-        qkv=fused_qkv("weight"),
-        qkv_bias=fused_qkv("bias") if model.qkv_bias else None,
-        qk_norm=_head_norms(model, get) if model.qk_norm else None,
-        out=get("self_attn.o_proj.weight"),
-        out_bias=get("self_attn.o_proj.bias") if model.out_bias else None,
-        mlp_norm=get("post_attention_layernorm.weight"),
-        gate_up=fused_gate_up("weight"),
-        gate_up_bias=fused_gate_up("bias") if model.mlp_bias else None,
-        down=get("mlp.down_proj.weight"),
-        down_bias=get("mlp.down_proj.bias") if model.mlp_bias else None,
+        attention_norm=torch.empty(hidden),
+        qkv=torch.empty(outputs, hidden),
+        qkv_bias=bias(model.qkv_bias, outputs),
+        qk_norm=torch.empty(turned, model.head_dim) if model.qk_norm else None,
+        out=torch.empty(hidden, model.heads * model.head_dim),
+        out_bias=bias(model.out_bias, hidden),
+        mlp_norm=torch.empty(hidden),
+        gate_up=torch.empty(2 * model.intermediate, hidden),
+        gate_up_bias=bias(model.mlp_bias, 2 * model.intermediate),
+        down=torch.empty(hidden, model.intermediate),
+        down_bias=bias(model.mlp_bias, hidden),
     )
 
 
-def _head_norms(model: CausalLM, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The norm weights of every query and key head: [heads + kv_heads, head_dim]."""
-    q, k = (interleaved(get(f"self_attn.{which}_norm.weight"), model.head_dim) for which in "qk")
-    return torch.cat([q.expand(model.heads, -1), k.expand(model.kv_heads, -1)])
+Place = tuple[torch.Tensor, bool]
+"""Where a tensor of a file goes, and whether the rows of each head are interleaved there."""
+
+
+def _places(model: CausalLM, layer: Layer) -> dict[str, Place]:
+    """By the name within its layer."""
+    found: dict[str, Place] = {
+        "input_layernorm.weight": (layer.attention_norm, False),
+        "post_attention_layernorm.weight": (layer.mlp_norm, False),
+    }
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    fused = (
+        ("weight", layer.qkv, layer.out, layer.gate_up, layer.down),
+        ("bias", layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias),
+    )
+    for kind, qkv, out, gate_up, down in fused:
+        if qkv is not None:
+            q, k, v = torch.split(qkv, [queries, keys, keys])
+            for which, part, turned in (("q", q, True), ("k", k, True), ("v", v, False)):
+                found[f"self_attn.{which}_proj.{kind}"] = part, turned
+        if gate_up is not None:
+            gate, up = torch.split(gate_up, model.intermediate)
+            found[f"mlp.gate_proj.{kind}"] = gate, False
+            found[f"mlp.up_proj.{kind}"] = up, False
+        for name, whole in (("self_attn.o_proj", out), ("mlp.down_proj", down)):
+            if whole is not None:
+                found[f"{name}.{kind}"] = whole, False
+    if layer.qk_norm is not None:
+        # One norm of a head's size in the file, which every head has here.
+        q, k = torch.split(layer.qk_norm.view(-1), [queries, keys])
+        found |= {"self_attn.q_norm.weight": (q, True), "self_attn.k_norm.weight": (k, True)}
+    return found
 
 
 def interleaved(part: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Rows of each head reordered 0, half, 1, half + 1, ...: pairs that are turned together."""
-    paired = part.view(-1, 2, head_dim // 2, *part.shape[1:]).transpose(1, 2)
-    return paired.reshape(part.shape)
+    return _halves(part, head_dim).transpose(1, 2).reshape(part.shape)
+
+
+def _halves(part: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The rows of each head as its two halves: [heads, 2, head_dim / 2, ...]."""
+    return part.view(-1, 2, head_dim // 2, *part.shape[1:])
 
 
 def _frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

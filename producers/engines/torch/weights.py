@@ -1,28 +1,36 @@
-"""Reads safetensors into float32 tensors; decides that what is loaded is what was digested.
+"""Gives the tensors of safetensors files one by one; decides that what is loaded is what was
+digested.
 
-The bytes are hashed and copied from the same memory map, so the digest is that of the weights the
-engine runs. Tensors are checked by name and shape before anything is replaced.
+Names, shapes, types and the digest are checked before anything is replaced. Who then copies the
+tensors into a model holds none of them twice: each is a view of the file, and widened, where it is
+bfloat16, while it is copied.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import mmap
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO, Final
 
-import numpy as np
 import torch
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
-from dora_pipe.schemas.policy import Tensor, weights_digest
-from dora_pipe.store.safetensors_file import mapped, read_entries
+from dora_pipe.schemas.policy import weights_digest
+from dora_pipe.store.safetensors_file import Entry, read_entries, read_manifest
+from dora_pipe.store.verified import digest_of
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 NAMED_MAX = 3
 """Tensors that an error names."""
+
+_FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -39,26 +47,94 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / WEIGHTS] if (model_dir / WEIGHTS).exists() else []
 
 
-def read_tensors(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], str]:
-    """Every tensor as float32, and the weights digest of the bytes as they lie in the files.
+class OpenWeights:
+    """The tensors of safetensors files, taken one at a time, without a copy of any of them.
 
-    Raises PolicyError for a file that is none, a tensor that stands twice, or no float type.
+    A tensor is a view of its part of the file, mapped for as long as somebody has it: what is in
+    memory at a time is what is being copied. Files may be deleted meanwhile, not changed.
+
+    Example: ``for name, tensor in OpenWeights([path]).items(): place[name].copy_(tensor)``
     """
-    tensors: dict[str, torch.Tensor] = {}
-    described: list[Tensor] = []
-    for path in files:
-        entries = read_entries(path)
-        with mapped(path) as data:
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises PolicyError for a file that is none, a tensor that stands twice, or no float
+        type."""
+        self._located: dict[str, tuple[IO[bytes], Entry]] = {}
+        held = ExitStack()
+        weakref.finalize(self, held.close)  # what is mapped stays when nobody has this any longer
+        for path in files:
+            entries = read_entries(path)
+            file = held.enter_context(path.open("rb"))
             for entry in entries:
-                if entry.name in tensors:
+                if entry.name in self._located:
                     raise PolicyError(f"{path}: tensor {entry.name} stands in another file too")
-                with data[entry.start : entry.end] as part:
-                    sha256 = hashlib.sha256(part).hexdigest()
-                    tensors[entry.name] = _float32(part, entry.dtype, entry.shape, path)
-                described.append(
-                    Tensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, sha256=sha256)
-                )
-    return tensors, weights_digest(described)
+                if entry.dtype not in _FLOATS:
+                    raise PolicyError(f"{path}: weights of type {entry.dtype} are not supported")
+                self._located[entry.name] = file, entry
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        return {name: entry.shape for name, (_, entry) in self._located.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        file, entry = self._located[name]
+        if entry.start == entry.end:
+            return torch.empty(entry.shape, dtype=_FLOATS[entry.dtype])
+        first = entry.start - entry.start % mmap.ALLOCATIONGRANULARITY
+        # Private, so that it counts as writable, which torch wants of memory; nobody writes.
+        pages = mmap.mmap(file.fileno(), entry.end - first, access=mmap.ACCESS_COPY, offset=first)
+        flat = torch.frombuffer(
+            pages,
+            dtype=_FLOATS[entry.dtype],
+            offset=entry.start - first,
+            count=math.prod(entry.shape),
+        )
+        return flat.view(entry.shape)
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor, in the order of the files."""
+        for name in self._located:
+            yield name, self[name]
+
+    def __len__(self) -> int:
+        return len(self._located)
+
+    def drop(self, name: str) -> None:
+        """Leave a tensor out."""
+        del self._located[name]
+
+
+def open_weights(
+    weights: Path,
+    version: int | str,
+    digest: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+) -> OpenWeights:
+    """The weights of a version, which are those of its digest and of a model's shapes.
+
+    Raises PolicyError where they are not, ResourceError.
+    """
+    opened = OpenWeights([weights])
+    check_fit(shapes, tied, opened, weights)
+    found = digest_of(weights, digest)
+    if found != digest:
+        raise PolicyError(other_digest(weights, found, version, digest))
+    return opened
+
+
+def open_directory(
+    files: Sequence[Path],
+    where: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+) -> tuple[OpenWeights, str]:
+    """The weights of a model's directory, whatever they are, and their digest, from reading them.
+    Raises PolicyError, ResourceError."""
+    opened = OpenWeights(files)
+    check_fit(shapes, tied, opened, where)
+    return opened, weights_digest(one for path in files for one in read_manifest(path).tensors)
 
 
 def other_digest(weights: Path, found: str, version: int | str, digest: str) -> str:
@@ -66,32 +142,31 @@ def other_digest(weights: Path, found: str, version: int | str, digest: str) -> 
     return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
 
 
-def check_tensors(model: CausalLM, tensors: dict[str, torch.Tensor], where: Path) -> None:
-    """Raise PolicyError unless these are exactly the tensors of the model.
-
-    A head that the config ties may stand beside the embedding if it is equal; it is dropped.
-    """
-    check_fit(model.tensors(), {_HEAD: _EMBEDDING} if model.tied else {}, tensors, where)
+def tied_tensors(model: CausalLM) -> Mapping[str, str]:
+    """A head that the config ties may stand beside the embedding if it is equal."""
+    return {_HEAD: _EMBEDDING} if model.tied else {}
 
 
 def check_fit(
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
-    tensors: dict[str, torch.Tensor],
+    tensors: OpenWeights,
     where: Path,
 ) -> None:
     """Raise PolicyError unless these are the tensors of a model; drop a tied one's equal twin."""
+    found = tensors.shapes
     for name, twin in tied.items():
-        if name in tensors and twin in tensors:
+        if name in found and twin in found:
             if not torch.equal(tensors[name], tensors[twin]):
                 raise PolicyError(f"{where}: {name} is tied to {twin}, but they differ")
-            del tensors[name]
-    _refuse(where, "lacks", shapes.keys() - tensors.keys())
-    _refuse(where, "has the unexpected", tensors.keys() - shapes.keys())
+            tensors.drop(name)
+            del found[name]
+    _refuse(where, "lacks", shapes.keys() - found.keys())
+    _refuse(where, "has the unexpected", found.keys() - shapes.keys())
     for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
+        if found[name] != shape:
             raise PolicyError(
-                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, not {shape}",
+                f"{where}: tensor {name} has shape {found[name]}, not {shape}",
                 hint="these weights belong to another model than the config",
             )
 
@@ -115,16 +190,3 @@ def _refuse(where: Path, verb: str, names: set[str]) -> None:
             f"{where} {verb} tensor{'s' * (len(names) > 1)} {some}{more}",
             hint="these weights belong to another model than the config",
         )
-
-
-def _float32(data: memoryview, dtype: str, shape: tuple[int, ...], where: Path) -> torch.Tensor:
-    """A copy of the bytes as a float32 tensor; widening is exact."""
-    if dtype == "F32":
-        values = np.frombuffer(data, dtype="<f4").copy()
-    elif dtype == "F16":
-        values = np.frombuffer(data, dtype="<f2").astype(np.float32)
-    elif dtype == "BF16":
-        values = (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        raise PolicyError(f"{where}: weights of type {dtype} are not supported")
-    return torch.from_numpy(values).view(shape)

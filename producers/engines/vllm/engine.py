@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import InvariantBroken, PolicyError
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.producers.engines.base import check_sizes
 from dora_pipe.producers.engines.port import KV_EXPORT, EngineEvent, Kv, StopReason
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.torch.weights import (
-    check_fit,
-    other_digest,
-    read_tensors,
+    OpenWeights,
+    open_directory,
+    open_weights,
     weight_files,
 )
 from dora_pipe.producers.engines.vllm import core as vllm_core
@@ -104,9 +104,8 @@ class VllmEngine(VllmEngineBase):
         self._warm_up(str(self._core.get_weight_version()))
         files = weight_files(model_dir)
         if files:
-            tensors, digest = read_tensors(files)
-            check_fit(self._shapes, self._tied, tensors, model_dir)
-            self._replace(tensors, 0, digest)
+            opened, digest = open_directory(files, model_dir, self._shapes, self._tied)
+            self._replace(opened, 0, digest)
             self._versions.base = digest
 
     @property
@@ -231,12 +230,8 @@ class VllmEngine(VllmEngineBase):
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         return self._caches.array_of(tokens)
 
-    def _read(self, weights: Path, version: int, digest: str) -> dict[str, Any]:
-        tensors, found = read_tensors([weights])
-        if found != digest:
-            raise PolicyError(other_digest(weights, found, version, digest))
-        check_fit(self._shapes, self._tied, tensors, weights)
-        return tensors
+    def _read(self, weights: Path, version: int, digest: str) -> OpenWeights:
+        return open_weights(weights, version, digest, self._shapes, self._tied)
 
-    def _transfer(self, held: dict[str, Any], digest: str, label: str) -> None:
+    def _transfer(self, held: OpenWeights, digest: str, label: str) -> None:
         vllm_weights.transfer(self._core, held, label)

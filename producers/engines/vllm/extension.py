@@ -18,7 +18,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.core.errors import PolicyError, ResourceError, reason
-from dora_pipe.producers.engines.torch.weights import check_fit, other_digest, read_tensors
+from dora_pipe.producers.engines.torch.weights import open_weights
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
@@ -108,16 +108,14 @@ class Extension:
         """Read, digest and hold the weights that vLLM's interface will be asked to load next."""
         weights = Path(path)
         try:
-            tensors, found = read_tensors([weights])
-            if found != digest:
-                return {"error": other_digest(weights, found, version, digest)}
-            check_fit(*_expected(self.vllm_config.model_config.model), tensors, weights)
+            expected = _expected(self.vllm_config.model_config.model)
+            opened = open_weights(weights, version, digest, *expected)
         except PolicyError as error:
             return {"error": error.message}
         except (OSError, ResourceError) as error:
             return {"error": f"{weights}: {reason(error)}", "here": True}
-        self.weight_transfer_engine.hold(digest, tensors)
-        return {"tensors": len(tensors)}
+        self.weight_transfer_engine.hold(digest, opened)
+        return {"tensors": len(opened)}
 
     def dora_write(self, path: str, digest: str, base: str, rank: str) -> dict[str, Any]:
         """Read and compare an adapter, and write the directory that vLLM shall load it from."""

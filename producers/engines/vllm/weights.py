@@ -1,8 +1,8 @@
 """Hands weights to vLLM through its own transfer interface; decides nothing but what fits.
 
-The bytes are read and digested once, and given as tensors to a transfer engine of ours that lives
-inside vLLM's worker: what was digested is what is loaded. Names and shapes are compared
-with those of the model before anything is replaced, so that a refusal leaves the old weights.
+The tensors of a file are given one by one to a transfer engine of ours that lives inside vLLM's
+worker. The digest, names and shapes are compared with those of the model before anything is
+replaced, so that a refusal leaves the old weights.
 
 To a GPU every tensor goes whole, by one copy out of pinned memory, and is rounded there if it has
 to be: vLLM alone would round on the CPU and copy piece by piece out of pageable memory.
@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.torch.weights import OpenWeights
 
 BACKEND: Final = "dora-pipe"
 """Takes tensors of this process."""
@@ -27,6 +28,9 @@ HELD_BACKEND: Final = "dora-pipe-held"
 
 HELD_NAME: Final = "Held"
 """The class behind it."""
+
+Tensors = OpenWeights | Mapping[str, torch.Tensor]
+"""What is loaded, by the names of the file."""
 
 
 def register() -> None:
@@ -58,7 +62,7 @@ def _local_class() -> type[Any]:
 
     @dataclass
     class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-        tensors: dict[str, Any] = field(default_factory=dict)
+        tensors: Tensors = field(default_factory=dict)
 
     class Local(WeightTransferEngine):  # type: ignore[misc]
         """Takes tensors of this process."""
@@ -89,9 +93,7 @@ def _local_class() -> type[Any]:
     return Local
 
 
-def on_device(
-    tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+def on_device(tensors: Tensors, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors in their order, each where the model computes when it is asked for.
 
     vLLM lets go of one when the layer is complete that it belongs to, so that a GPU holds those of
@@ -133,9 +135,9 @@ def _held_class(local: Any) -> type[Any]:
         """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
 
         update_info_cls = Digest
-        held: tuple[str, dict[str, Any]] = ("", {})
+        held: tuple[str, Tensors] = ("", {})
 
-        def hold(self, digest: str, tensors: dict[str, Any]) -> None:
+        def hold(self, digest: str, tensors: Tensors) -> None:
             """Keep tensors until the next update, or the next tensors."""
             self.held = (digest, tensors)
 
@@ -153,7 +155,7 @@ def _held_class(local: Any) -> type[Any]:
     return Held
 
 
-def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+def transfer(core: Any, tensors: Tensors, label: str) -> None:
     """Replace vLLM's weights and its label of them; what its prefix cache knew is forgotten.
 
     Raises PolicyError where vLLM cannot load them; what a device says against it is left as it is.
@@ -161,9 +163,7 @@ def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None
     with torch.no_grad():
         core.collective_rpc("start_weight_update")
         try:
-            core.collective_rpc(
-                "update_weights", kwargs={"update_info": {"tensors": dict(tensors)}}
-            )
+            core.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})
         except (KeyError, ValueError, AssertionError) as error:
             said = " ".join(str(error).split()) or type(error).__name__
             raise PolicyError(f"vLLM cannot load these weights: {said}") from error

@@ -1,0 +1,222 @@
+"""A file of weights is read once per machine, and again whenever it may be another."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store import verified
+from dora_pipe.store.arrow_files import open_files
+from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
+from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.verified import OTHERS_S, digest_of, need_digest, note_path
+from tests.support.worker import VirtualClock
+
+
+def write(path: Path, value: float = 1.0) -> Manifest:
+    data = np.full(4, value, "<f4").tobytes()
+    return write_tensors(path, [TensorSource(name="x", dtype="F32", shape=(4,), data=lambda: data)])
+
+
+def older(path: Path, seconds: float = 10.0) -> None:
+    """As if the file had lain there for a while."""
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - int(seconds * 1e9)))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Every file that is read whole."""
+    found: list[Path] = []
+
+    def counted(path: Path) -> Manifest:
+        found.append(path)
+        return read_manifest(path)
+
+    monkeypatch.setattr(verified, "read_manifest", counted)
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> tuple[Path, str]:
+    path = tmp_path / "weights.safetensors"
+    digest = write(path).digest
+    older(path)
+    return path, digest
+
+
+def test_second_process_takes_the_word_of_the_first(
+    file: tuple[Path, str], reads: list[Path]
+) -> None:
+    path, digest = file
+    need_digest(path, digest)
+    need_digest(path, digest)
+    assert reads == [path]
+
+
+def rewritten(path: Path) -> None:
+    write(path, 2.0)
+
+
+def longer(path: Path) -> None:
+    times = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes() + b"\0")
+    os.utime(path, ns=(times, times))
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    shutil.copy2(path, other)
+    other.replace(path)
+
+
+def noted_by_another_machine(path: Path) -> None:
+    note = note_path(path)
+    note.write_bytes(note.read_bytes().replace(b'"host":"', b'"host":"other'))
+
+
+def note_cut_short(path: Path) -> None:
+    note = note_path(path)
+    note.write_bytes(note.read_bytes()[:-1])
+
+
+def note_as_old_as_the_file(path: Path) -> None:
+    status = path.stat()
+    os.utime(note_path(path), ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewritten,
+        longer,
+        replaced,
+        noted_by_another_machine,
+        note_cut_short,
+        note_as_old_as_the_file,
+    ],
+)
+def test_file_is_read_again_after(
+    file: tuple[Path, str], reads: list[Path], change: Callable[[Path], None]
+) -> None:
+    path, digest = file
+    need_digest(path, digest)
+    change(path)
+    if change in (rewritten, longer):
+        with pytest.raises(PolicyError):
+            need_digest(path, digest)
+    else:
+        need_digest(path, digest)
+    assert reads == [path, path]
+
+
+def test_note_of_one_digest_says_nothing_of_another(
+    file: tuple[Path, str], reads: list[Path]
+) -> None:
+    path, digest = file
+    need_digest(path, digest)
+    with pytest.raises(PolicyError, match="holds other weights"):
+        need_digest(path, "0" * 64)
+    assert reads == [path, path]
+
+
+def test_file_that_was_just_written_is_not_believed_by_its_note(
+    tmp_path: Path, reads: list[Path]
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    digest = write(path).digest
+    later = path.stat().st_mtime_ns + 10**12
+    os.utime(path, ns=(later, later))
+    need_digest(path, digest)
+    need_digest(path, digest)
+    assert reads == [path, path]
+
+
+def test_where_no_note_can_be_left_everybody_reads(
+    file: tuple[Path, str], reads: list[Path]
+) -> None:
+    path, digest = file
+    note_path(path).mkdir()
+    need_digest(path, digest)
+    need_digest(path, digest)
+    assert reads == [path, path]
+
+
+def test_of_two_at_once_one_reads(
+    file: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, reads: list[Path]
+) -> None:
+    path, digest = file
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> Manifest:
+        began.set()
+        assert may_end.wait(10)
+        reads.append(path)
+        return read_manifest(path)
+
+    monkeypatch.setattr(verified, "read_manifest", slow)
+    threads = [threading.Thread(target=need_digest, args=(path, digest)) for _ in range(3)]
+    for one in threads:
+        one.start()
+    assert began.wait(10)
+    may_end.set()
+    for one in threads:
+        one.join(10)
+    assert reads == [path]
+
+
+def test_one_that_never_ends_is_waited_for_so_long_and_no_longer(
+    file: tuple[Path, str], reads: list[Path]
+) -> None:
+    path, digest = file
+    clock = VirtualClock()
+    began_ns = clock.now_ns()
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert digest_of(path, digest, clock) == digest
+    assert reads == [path]
+    assert OTHERS_S <= (clock.now_ns() - began_ns) / 1e9 < OTHERS_S + 1
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="no weights at"):
+        need_digest(tmp_path / "nowhere", "0" * 64)
+
+
+def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_nothing(
+    tmp_path: Path, reads: list[Path]
+) -> None:
+    (tmp_path / "shared").mkdir()
+    files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
+    digest = PolicyStore(tmp_path / "a", files, clock=clock).publish_weights(write).digest
+    store = PolicyStore(tmp_path / "b", files, clock=clock)
+    path = store.weights(digest)
+    assert note_path(path).exists()
+    older(note_path(path), -10.0)  # the store needs no time here
+    clock.sleep(100)
+    assert store.weights(digest) == path
+    need_digest(path, digest)
+    assert reads == []
+    store.drop_weights(digest)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_note_goes_with_its_file_and_is_no_file_of_the_store_by_itself(
+    tmp_path: Path, reads: list[Path]
+) -> None:
+    store = PolicyStore(tmp_path)
+    digest = store.publish_weights(write).digest
+    need_digest(store.weights_path(digest), digest)
+    assert store.orphans({digest}) == []
+    assert store.verify(digest).digest == digest
+    assert store.drop_weights(digest)
+    assert store.everything() == []

@@ -69,7 +69,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     gradient_accumulation: Positive = 1
     """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; weights are updated and published in float32."""
+    """Of computation; weights are updated in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
     gpus: tuple[NonNegative, ...] = ()

@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 97_950
-WITH_BENCHES_LINES_MAX = 113_450
-TESTS_LINES_MAX = 97_650
+INSTALLED_LINES_MAX = 98_300
+WITH_BENCHES_LINES_MAX = 114_000
+TESTS_LINES_MAX = 97_900
 SMALL_MODULES_MAX = 13
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 19_770
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 19_900
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

@@ -110,12 +110,13 @@ def _raise_if_broken(broken: Sequence[SeedResult]) -> None:
 
 def look_for_bugs(steps: int) -> None:
     """Look for every planted bug. Raises InvariantBroken where one is not found."""
+    from dora_pipe.sim.mutant_seeds import seeds_of
     from dora_pipe.sim.mutants import BUGS, mutated
 
     rows, missed = [], []
     for name, bug in BUGS.items():
         with mutated(name):
-            tried = (run_seed(seed, steps=steps) for seed in range(BUG_SEEDS))
+            tried = (run_seed(seed, steps=steps) for seed in seeds_of(name, BUG_SEEDS))
             found = next((one for one in tried if not one.holds), None)
         rows.append(
             (name, bug.what, found.seed + 1 if found else None, found.check if found else None)

@@ -10,6 +10,8 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.cli.audit_tables import print_report
+from dora_pipe.consumers.trainer.effects import TrainPart
+from dora_pipe.sim.paced_port import WorkingPort
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World
@@ -53,6 +55,21 @@ def test_audit_says_lengths_and_rewards_of_trained_siblings_by_their_part(
     assert first is not None and last is not None and first < last
     print_report(report)
     assert "trained siblings by the part of their batch" in capsys.readouterr().out
+
+
+def test_part_of_the_next_step_begins_while_a_policy_is_published() -> None:
+    begun, start = list[int](), WorkingPort.start
+
+    def starts(self: WorkingPort, effect: Any) -> None:
+        if isinstance(effect, TrainPart) and self._publishing.writing:
+            begun.append(effect.decision.step)
+        start(self, effect)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkingPort, "start", starts)
+        result = SeedRun(draw(39)).run()
+    assert result.holds, result.line
+    assert begun and min(begun) > 0
 
 
 def test_audit_of_a_run_without_parts_says_nothing_of_them() -> None:

@@ -1,0 +1,72 @@
+"""Which seeds can meet a mutant bug: a search plays no others.
+
+What a bug is about, parts of a batch say, is in some seeds only: in others nothing can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from dora_pipe.config.model import Config
+from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_SESSIONS
+from dora_pipe.sim.scenario import Scenario, draw
+
+Meets = Callable[[Scenario], bool]
+
+
+def _of(has: Callable[[Config], bool]) -> Meets:
+    return lambda drawn: has(drawn.config)
+
+
+def _under(*faults: str) -> Meets:
+    """One of these is among its faults."""
+    return lambda drawn: not drawn.faults.keys().isdisjoint(faults)
+
+
+def _both(one: Meets, other: Meets) -> Meets:
+    return lambda drawn: one(drawn) and other(drawn)
+
+
+_PARTS: Final = _of(lambda config: config.trainer.parts > 1)
+_SPARES: Final = _of(lambda config: config.groups.spare > 0)
+_TIMED: Final = _of(lambda config: config.groups.seconds_max is not None)
+_TOGETHER: Final = _of(lambda config: any(use.group for one in config.tasks for use in one.rewards))
+_DELETES: Final = _of(lambda config: config.store.keep_every > 0)
+
+_MEETS: Final[dict[str, Meets]] = {
+    **{
+        name: _of(lambda config: any(one.has_agent for one in config.tasks))
+        for name, _, _ in OF_SESSIONS
+    },
+    **{name: lambda drawn: drawn.replayable for name, _, _ in OF_EPISODES},
+    "part-too-soon": _PARTS,
+    "part-lost": _PARTS,
+    "part-twice": _PARTS,
+    "part-outlives": _both(_PARTS, _under("command-fail-batch")),
+    "update-while-written": _of(lambda config: config.trainer.minibatches > 1),
+    "beyond-c": _of(lambda config: config.staleness.in_flight_batches == "auto"),
+    "spares-awaited": _SPARES,
+    "surplus-trained": _SPARES,
+    "expired-fails": _TIMED,
+    "expires-early": _TIMED,
+    "old-scores-count": _TOGETHER,
+    "alone-trained": _TOGETHER,
+    "counted-at-once": _of(
+        lambda config: any(one.sampler or one.drop_solved for one in config.tasks)
+    ),
+    "weights-stay": _of(lambda config: any(one.sampler for one in config.tasks)),
+    "pins-forgotten": _DELETES,
+    "hosted-not-pinned": _DELETES,
+    "leaving-counts": _under("terminate", "drain"),
+    "unknown-is-done": _under("append-unknown", "append-torn", "kill-appending"),
+    "restart-forgets": _under("kill-orchestrator", "kill-appending", "zombie-orchestrator"),
+    "commit-again": _under("kill-trainer", "kill-appending", "zombie-trainer"),
+}
+"""By bug; the others may be met in every seed."""
+
+
+def seeds_of(bug: str, most: int) -> Iterator[int]:
+    """Those of the first `most` seeds that can meet this bug. Example: ``seeds_of("x", 500)``"""
+    meets = _MEETS.get(bug)
+    return (seed for seed in range(most) if meets is None or meets(draw(seed)))

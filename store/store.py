@@ -222,9 +222,11 @@ class PolicyStore:
         return self._drop(blob_name(kind, sha256))
 
     def everything(self) -> list[Listed]:
-        """Every file of the store, unfinished ones among them; sorted. Raises ResourceError."""
+        """Every file of the store, unfinished ones among them; sorted. Notes of this machine are
+        none. Raises ResourceError."""
         folders = ("assets", "contributions", "optimizer", "weights")
-        return [one for folder in folders for one in self._files.listed(folder)]
+        found = (one for folder in folders for one in self._files.listed(folder))
+        return [one for one in found if not one.name.endswith(SUFFIX)]
 
     def claims(self) -> list[Listed]:
         """Values too large for the log, which lie beside the policies. Raises ResourceError."""

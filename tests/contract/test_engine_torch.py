@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.engines.torch import engine as torch_engine
 from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.producers.engines.torch.weights import OpenWeights
+from dora_pipe.store.model_dir import import_model, write_as
 from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.store import PolicyStore
 from tests.support.engine_contract import Result, request, run, take
 from tests.support.engine_moves import finish, steps
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make
@@ -59,6 +63,46 @@ def test_logprobs_are_those_of_transformers(directory: Path) -> None:
     results = run(engine, wanted)
     for name, prompt in prompts.items():
         assert logprob_distance(directory, prompt, results[name]) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama_gqa"])
+def test_weights_in_bfloat16_give_the_bits_of_the_same_numbers_in_float32(
+    kind: str, tmp_path: Path
+) -> None:
+    store, model = PolicyStore(tmp_path / "policies"), make(kind, tmp_path / "model")
+    manifest, assets = import_model(store, model, "bfloat16")
+    narrow = store.weights_path(manifest.digest)
+    wide = tmp_path / "wide"
+    digests = manifest.digest, write_as(narrow, "float32", wide).digest
+    engine = open_engine(store.assets_path(assets), slots=2, context_tokens=128)
+    wanted = [request("r", [5, 17, 40, 8], max_tokens=20)]
+    results = []
+    for version, file in enumerate((narrow, wide)):
+        engine.load(file, version=version, digest=digests[version])
+        results.append(run(engine, wanted))
+    assert results[0] == results[1]
+
+
+def test_load_that_breaks_in_the_middle_leaves_an_engine_that_takes_no_request(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, store = open_engine(directory, slots=2), PolicyStore(tmp_path)
+    manifest, _ = import_model(store, directory)
+    weights = store.weights_path(manifest.digest)
+    items = OpenWeights.items
+
+    def broken(self: OpenWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(items(self))
+        raise OSError("no memory")
+
+    monkeypatch.setattr(OpenWeights, "items", broken)
+    with pytest.raises(OSError, match="no memory"):
+        engine.load(weights, version=1, digest=manifest.digest)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no weights are loaded"):
+        engine.add(request("r", [5]))
+    engine.load(weights, version=1, digest=manifest.digest)
+    engine.add(request("r", [5]))
 
 
 def test_greedy_tokens_are_those_of_transformers(directory: Path) -> None:

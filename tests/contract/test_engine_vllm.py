@@ -15,7 +15,7 @@ import pytest
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import INTERRUPTIBLE, EngineRequest
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
-from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.model_dir import import_model, write_as
 from tests.support import device, models
 from tests.support.engine_contract import Result, Subject, request, requests, run
 from tests.support.engine_prefixes import since
@@ -167,6 +167,20 @@ def test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay(
     with pytest.raises(PolicyError, match="digest"):
         engine.load(vllm.policies[1][0], version=1, digest=vllm.policies[0][1])
     assert run(engine, [one]) == before
+
+
+def test_weights_in_bfloat16_are_the_same_numbers_in_float32(vllm: Subject, tmp_path: Path) -> None:
+    from dora_pipe.store.store import PolicyStore
+
+    store = PolicyStore(tmp_path / "policies")
+    narrow = import_model(store, _model(vllm, 1), "bfloat16")[0]
+    file, wide = store.weights_path(narrow.digest), tmp_path / "wide"
+    digest = write_as(file, "float32", wide).digest
+    engine, one = vllm.open(slots=2), request("r", [5, 6], max_tokens=20)
+    engine.load(file, version=1, digest=narrow.digest)
+    found = run(engine, [one])
+    engine.load(wide, version=2, digest=digest)
+    assert run(engine, [one]) == found
 
 
 @pytest.mark.parametrize("kept_by", ["nothing", "a cache that is never emptied"])

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from dora_pipe.config.load import from_plain
-from dora_pipe.config.model import Config, Model, Run, Task
+from dora_pipe.config.model import Config, Lora, Model, Run, Task
+from dora_pipe.config.storage import Policies
 from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners import registry as make
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
@@ -39,6 +41,27 @@ def test_absent_deepspeed_is_one_line_with_the_recipe(
         make.make_learner(assets=tmp_path, reference=tmp_path, config=_config(kind="deepspeed"))
     assert "make deepspeed" in str(caught.value.hint)
     make.need_learner(_config(kind="torch"))
+
+
+def test_bfloat16_is_published_where_the_trainer_can_and_refused_by_name_where_it_cannot() -> None:
+    told = Policies(dtype="bfloat16")
+    for kind, able in (("torch", "bfloat16"), ("deepspeed", "float32")):
+        config = _config(kind=kind)
+        assert make.published_dtype(config, "bfloat16") == able
+        assert make.published_dtype(config, "float16") == "float32"
+    adapted = msgspec.structs.replace(_config(), lora=Lora(rank=2))
+    assert make.published_dtype(adapted, "bfloat16") == "float32"
+    wide = msgspec.structs.replace(_config(), policies=Policies(dtype="float32"))
+    assert make.published_dtype(wide, "bfloat16") == "float32"
+    with pytest.raises(ConfigError, match="`own:TRAINER` publishes float32"):
+        own = SimpleNamespace(TRAINER=make.LearnerKind(open=_nothing))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "own", own)
+            make.need_learner(msgspec.structs.replace(_config(kind="own:TRAINER"), policies=told))
+
+
+def _nothing(*given: Any) -> Any:
+    raise AssertionError(given)
 
 
 def test_absent_gpu_is_one_line_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

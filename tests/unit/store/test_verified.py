@@ -17,7 +17,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store import verified
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
-from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.store import PolicyStore, weights_name
 from dora_pipe.store.verified import OTHERS_S, digest_of, need_digest, note_path
 from tests.support.worker import VirtualClock
 
@@ -216,7 +216,8 @@ def test_note_goes_with_its_file_and_is_no_file_of_the_store_by_itself(
     store = PolicyStore(tmp_path)
     digest = store.publish_weights(write).digest
     need_digest(store.weights_path(digest), digest)
-    assert store.orphans({digest}) == []
+    assert note_path(store.weights_path(digest)).exists()
+    assert [one.name for one in store.everything()] == [weights_name(digest)]
     assert store.verify(digest).digest == digest
     assert store.drop_weights(digest)
-    assert store.everything() == []
+    assert not any((tmp_path / "weights").iterdir())

@@ -84,6 +84,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.parts": 1,
     "trainer.head_chunk_tokens": "auto",
     "trainer.gradient_checkpointing": False,
+    "trainer.packing": False,
     "groups.seconds_max": None,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no

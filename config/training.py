@@ -53,6 +53,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     head_chunk_tokens: NonNegative | Literal["auto"] = "auto"
     """Tokens whose logits are held at once, for a large vocabulary; they are computed again when
     gradients go back. auto: 16.8 million logits' worth; 0: all of a pass."""
+    packing: bool = False
+    """Several sequences stand in a line of a pass, where there is room, and none sees another:
+    less padding, other last digits."""
     gradient_checkpointing: bool = False
     """Of each layer its input alone is held, and the rest computed again when gradients go back:
     equal bits, a third more computing, a fraction of the memory."""

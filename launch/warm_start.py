@@ -5,6 +5,7 @@ It decides which forms a row may have; `consumers.learners.sft` trains on what c
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +46,9 @@ FORMS: Final = (
 Row = Mapping[str, Any]
 
 
-def sft_options(config: Config, **given: Any) -> SftOptions:
-    """`SftOptions` of these keys, with the configuration's adapter and what decays in it."""
+def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOptions:
+    """`SftOptions` of these keys, with the configuration's adapter, what decays in it, and what
+    bounds memory."""
     from dora_pipe.consumers.learners.registry import adapter_options
     from dora_pipe.consumers.learners.sft import SftOptions
     from dora_pipe.consumers.learners.torch.memory import memory_options
@@ -54,7 +56,7 @@ def sft_options(config: Config, **given: Any) -> SftOptions:
     return SftOptions(
         lora=adapter_options(config.lora),
         weight_decay_exclude=config.trainer.weight_decay_exclude,
-        memory=memory_options(config.trainer),
+        memory=dataclasses.replace(memory_options(config.trainer), packing=packing),
         **given,
     )
 

@@ -12,7 +12,10 @@ from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 
 MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
-"""The one key here that is not logged: a commit repeats it among its numerics."""
+"""A key that is not logged: a commit repeats it among its numerics."""
+
+PACKING: Final = "trainer.packing"
+"""Likewise, where it is on."""
 
 _OF: Final = "objective."
 _OPTION: Final = "options."
@@ -43,6 +46,7 @@ class StepSettings(
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    packing: bool = False
     reference: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The version that the KL is to, where that moves."""
     objective: Objective

@@ -10,7 +10,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -18,13 +18,13 @@ import torch
 
 from dora_pipe.config.schedule import Schedule, rate_of
 from dora_pipe.config.section import WeightDecayExclude
-from dora_pipe.consumers.learners.step import MicroBatch, RowSize, pack
+from dora_pipe.consumers.learners.layout import MicroBatch, RowSize, lines_of, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
-from dora_pipe.core.errors import NonFinite, PolicyError, TaskError
+from dora_pipe.core.errors import NonFinite, TaskError
 from dora_pipe.store.model_dir import export_model, import_model, write_model_dir
 from dora_pipe.store.safetensors_file import write_tensors
 from dora_pipe.store.store import PolicyStore
@@ -34,10 +34,6 @@ R = TypeVar("R")
 BETAS: Final = (0.9, 0.95)
 GRAD_NORM_MAX: Final = 1.0
 MICRO_BATCH_TOKENS: Final = 16384
-
-APART: Final = 1e-3
-"""Log-probs of an example in a packed row may differ by so much from those of it alone: sums in
-another order do, by a hundredth of this; another example in sight does by more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +66,10 @@ class SftOptions:
     threads: int = 1
     context_tokens: int = 1024
     """Longer examples are left out."""
-    packing: bool = False
-    """Several examples in a row of at most `context_tokens`; none sees another."""
     lora: LoraOptions | None = None
     """What is trained, if not all weights; written merged, with the adapter beside them."""
     memory: MemoryOptions = AT_ONCE
+    """With packing several examples stand in a row of at most `context_tokens`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,8 +125,6 @@ def train_sft(
         )
         for step in range(options.steps):
             chosen = batches.draw()
-            if options.packing and not step:
-                _need_apart(model, chosen)
             result.loss = _step(model, optimizer, chosen, options)
             if not math.isfinite(result.loss):
                 raise NonFinite(
@@ -223,26 +216,19 @@ def _order(count: int, seed: int) -> Iterator[int]:
 
 
 def rows_of(examples: Sequence[Example], *, packing: bool, context_tokens: int) -> list[PackedRow]:
-    """The rows of a batch: one example each, or as many as fit, longest first into the first row
-    that has room (first fit decreasing: at most 11/9 of the fewest rows, and 1)."""
+    """The rows of a batch: one example each, or as many as fit (`lines_of`), longest first."""
     if not packing:
         return [PackedRow((one,)) for one in examples]
-    rows: list[PackedRow] = []
-    for one in sorted(examples, key=lambda one: -len(one.token_ids)):
-        for place, row in enumerate(rows):
-            if row.tokens + len(one.token_ids) <= context_tokens:
-                rows[place] = PackedRow((*row.examples, one))
-                break
-        else:
-            rows.append(PackedRow((one,)))
-    return rows
+    ordered = sorted(examples, key=lambda one: -len(one.token_ids))
+    lines = lines_of([len(one.token_ids) for one in ordered], context_tokens)
+    return [PackedRow(tuple(ordered[at] for at in line)) for line in lines]
 
 
 def _step(
     model: TorchModel, optimizer: Optimizer, chosen: Sequence[Example], options: SftOptions
 ) -> float:
     """Gradients of one batch, clipped; its loss."""
-    rows = rows_of(chosen, packing=options.packing, context_tokens=options.context_tokens)
+    rows = rows_of(chosen, packing=options.memory.packing, context_tokens=options.context_tokens)
     sizes = [RowSize(ordinal=place, sibling=0, tokens=row.tokens) for place, row in enumerate(rows)]
     tokens = sum(one.counted for one in chosen)
     if not tokens:
@@ -262,38 +248,11 @@ def _step(
 
 def _passage(rows: Sequence[PackedRow], micro: MicroBatch) -> Passage:
     """The rows of one pass. Nothing predicts the first token of an example."""
-    parts = [
-        (
-            [token for one in row.examples for token in one.token_ids],
-            [bit for one in row.examples for bit in (0, *one.mask[1:])],
-            [0.0] * micro.width,
-        )
-        for row in rows
-    ]
-    passage = passage_of(parts, width=micro.width, device="cpu")
-    if all(len(row.examples) == 1 for row in rows):
-        return passage
-    positions = torch.zeros(len(rows), micro.width, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        lengths = [len(one.token_ids) for one in row.examples]
-        lengths.append(micro.width - sum(lengths))  # The padding is a sequence of its own.
-        positions[place] = torch.cat([torch.arange(length) for length in lengths])
-    return replace(passage, positions=positions)
-
-
-def _need_apart(model: TorchModel, examples: Sequence[Example]) -> None:
-    """Raise PolicyError for a network in which examples of one row see each other."""
-    pair = [one for one in examples if one.counted][:2]
-    if len(pair) < 2:
-        return
-    with torch.no_grad():
-        together = model.logprobs(_whole(PackedRow(tuple(pair))))[-pair[1].counted :]
-        alone = model.logprobs(_whole(PackedRow((pair[1],))))
-    if not torch.allclose(together, alone, rtol=0.0, atol=APART):
-        raise PolicyError(
-            "this model lets the examples of a packed row see each other", hint="--no-packing"
-        )
-
-
-def _whole(row: PackedRow) -> Passage:
-    return _passage([row], MicroBatch(rows=(0,), width=row.tokens))
+    examples = [one for row in rows for one in row.examples]
+    following = iter(range(len(examples)))
+    return passage_of(
+        [(one.token_ids, one.mask, [0.0] * len(one.token_ids)) for one in examples],
+        width=micro.width,
+        device="cpu",
+        lines=[[next(following) for _ in row.examples] for row in rows],
+    )

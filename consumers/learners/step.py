@@ -8,10 +8,11 @@ same way on every machine, and its bits can be made again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.objectives.advantage import (
@@ -32,32 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FILL_MIN: Final = 0.8
-"""A row shorter than this share of the longest opens another micro-batch ..."""
-
-WORTH_TOKENS: Final = 768
-"""... once the present one holds so many padded tokens: below, a pass costs more than padding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSize:
-    """What is placed whole: who it is, and its tokens (prompt included)."""
-
-    ordinal: int
-    sibling: int
-    tokens: int
-    """Of its longest row."""
-    rows: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """What a pass computes, as indices into what was packed, longest first."""
-
-    rows: tuple[int, ...]
-    width: int
-    """Tokens of the longest row: every row is padded to it."""
-
 
 def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
     """Deal groups (in dispatch order) to `count` updates like cards; whole groups, never empty.
@@ -67,37 +42,6 @@ def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
     Example: ``minibatches("abcde", 2) == [["a", "c", "e"], ["b", "d"]]``
     """
     return [list(groups[start::count]) for start in range(min(count, len(groups)))]
-
-
-def pack(rows: Sequence[RowSize], *, padded_tokens_max: int) -> list[MicroBatch]:
-    """Cut rows into passes of at most `padded_tokens_max` padded tokens, longest first.
-
-    Equal lengths keep their order (ordinal, sibling, as given). What alone is above the limit gets
-    a pass of its own: it cannot be cut.
-    """
-    order = sorted(
-        range(len(rows)),
-        key=lambda index: (-rows[index].tokens, rows[index].ordinal, rows[index].sibling),
-    )
-    return list(_cut(rows, order, padded_tokens_max))
-
-
-def _cut(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[MicroBatch]:
-    present: list[int] = []
-    width = held = 0
-    for index in order:
-        tokens = rows[index].tokens
-        full = (held + rows[index].rows) * width > limit
-        ragged = tokens < FILL_MIN * width and held * width >= WORTH_TOKENS
-        if present and (full or ragged):
-            yield MicroBatch(rows=tuple(present), width=width)
-            present, held = [], 0
-        if not present:
-            width = tokens
-        present.append(index)
-        held += rows[index].rows
-    if present:
-        yield MicroBatch(rows=tuple(present), width=width)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,12 +139,14 @@ class Part:
 
     rows: int
     width: int
-    """Tokens of the longest one: every row is padded to it."""
+    """Tokens of the longest one: every line is padded to it."""
+    lines: int = 0
+    """Into which the rows are packed (`layout.lines_of`); 0: each has its own."""
 
     @property
     def padded_tokens(self) -> int:
         """What is computed."""
-        return self.rows * self.width
+        return (self.lines or self.rows) * self.width
 
 
 @dataclass(slots=True, kw_only=True)
@@ -334,11 +280,15 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
     ]
     whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
     units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]
-    limit = settings.micro_batch_tokens
-    fits = [len(unit.rows) == 1 or len(unit.rows) * unit.width <= limit for unit in units]
+    limit, packing = settings.micro_batch_tokens, settings.packing
+    alone = [one_pass([unit], packing=packing) for unit in units]
+    fits = [one.padded_tokens <= limit or len(one.units[0].rows) == 1 for one in alone]
     together = [unit for unit, fit in zip(units, fits, strict=True) if fit]
-    found = [one_pass([together[at] for at in rows]) for rows in _packed(together, limit)]
-    found += [_in_parts(unit, limit) for unit, fit in zip(units, fits, strict=True) if not fit]
+    found = [
+        one_pass([together[at] for at in rows], packing=packing)
+        for rows in _packed(together, settings)
+    ]
+    found += [_in_parts(unit, settings) for unit, fit in zip(units, fits, strict=True) if not fit]
     return [replace(one, number=number) for number, one in enumerate(found)]
 
 
@@ -358,34 +308,43 @@ def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
     ]
 
 
-def _packed(units: Sequence[Unit], limit: int) -> list[tuple[int, ...]]:
+def _packed(units: Sequence[Unit], settings: StepSettings) -> list[tuple[int, ...]]:
     sizes = [
         RowSize(
             ordinal=unit.item.ordinal,
             sibling=unit.item.sibling,
             tokens=unit.width,
-            rows=len(unit.rows),
+            others=[row.tokens for row in unit.rows[1:]],
         )
         for unit in units
     ]
-    return [micro.rows for micro in pack(sizes, padded_tokens_max=limit)]
+    limit, packing = settings.micro_batch_tokens, settings.packing
+    return [micro.rows for micro in pack(sizes, padded_tokens_max=limit, packing=packing)]
 
 
-def one_pass(units: Sequence[Unit]) -> Pass:
+def one_pass(units: Sequence[Unit], *, packing: bool) -> Pass:
     """A pass of these, longest first, all computed at once; its number is 0."""
-    rows = sum(len(unit.rows) for unit in units)
-    width = max(unit.width for unit in units)
-    return Pass(units=units, parts=[Part(rows=rows, width=width)], number=0)
+    lengths = [row.tokens for unit in units for row in unit.rows]
+    return Pass(units=units, parts=[_part(lengths, packing=packing)], number=0)
 
 
-def _in_parts(unit: Unit, limit: int) -> Pass:
+def _part(lengths: Sequence[int], *, packing: bool) -> Part:
+    width = max(lengths)
+    lines = len(lines_of(lengths, width)) if packing else 0
+    return Part(rows=len(lengths), width=width, lines=lines)
+
+
+def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
     """A pass of one unit whose rows are computed one part after the other."""
+    limit, packing = settings.micro_batch_tokens, settings.packing
     sizes = [RowSize(ordinal=0, sibling=0, tokens=row.tokens) for row in unit.rows]
-    parts = [
-        Part(rows=len(micro.rows), width=micro.width)
-        for micro in pack(sizes, padded_tokens_max=limit)
+    cut = [
+        [unit.rows[at] for at in micro.rows]
+        for micro in pack(sizes, padded_tokens_max=limit, packing=packing)
     ]
-    return Pass(units=[unit], parts=parts, number=0)
+    parts = [_part([row.tokens for row in rows], packing=packing) for rows in cut]
+    ordered = replace(unit, rows=[row for rows in cut for row in rows])
+    return Pass(units=[ordered], parts=parts, number=0)
 
 
 def updates_of(batch: TrainBatch, settings: StepSettings) -> tuple[list[Item], list[list[Pass]]]:

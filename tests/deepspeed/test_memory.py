@@ -44,3 +44,15 @@ def test_step_with_gradient_checkpointing_has_equal_bits(
         trainer.train(BATCH, STEP)
         digests.add(trainer.save_weights(tmp_path / "weights").digest)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_step_whose_sequences_share_lines_is_one_without(
+    bench: Bench, zero_stage: int, tmp_path: Path
+) -> None:
+    wanted = dict(bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).figures)
+    packed = bench.deepspeed(zero_stage=zero_stage, memory={"packing": True})
+    figures = dict(packed.train(BATCH, STEP).figures)
+    assert figures.pop("padded_tokens") < wanted.pop("padded_tokens")
+    assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert packed.numerics()["packing"] == "on"

@@ -200,8 +200,9 @@ def _halved(passes: list[Pass], count: int) -> list[Pass]:
 
 
 def _halves(one: Pass) -> tuple[Pass, Pass]:
-    middle = (len(one.units) + 1) // 2
-    return one_pass(one.units[:middle]), one_pass(one.units[middle:])
+    middle, packing = (len(one.units) + 1) // 2, one.parts[0].lines > 0
+    halves = one.units[:middle], one.units[middle:]
+    return one_pass(halves[0], packing=packing), one_pass(halves[1], packing=packing)
 
 
 def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:

@@ -25,6 +25,7 @@ from dora_pipe.consumers.learners.torch.model import (
     Passage,
     build,
     head_is_all,
+    need_apart,
     score,
     untied,
 )
@@ -88,7 +89,9 @@ class _Scored(torch.nn.Module):
         self.pairs = pairs
         self.lean = lean
 
-    def forward(self, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None
+    ) -> Tensor:
         return score(
             self.network,
             ids,
@@ -97,6 +100,7 @@ class _Scored(torch.nn.Module):
             lean=self.lean,
             temperature=self.options.temperature,
             chunks=self._chunks(len(targets)),
+            positions=positions,
         )
 
     def _chunks(self, tokens: int) -> int:
@@ -118,6 +122,8 @@ class Engine:
         network = build(assets, options.memory)
         buffers = {id(module): dict(module._buffers) for module in network.modules()}
         lean = head_is_all(network, "cpu")
+        if options.memory.packing:
+            need_apart(network, "cpu")
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
         module = _Scored(network, self.pairs, options, lean=lean)
@@ -158,7 +164,9 @@ class Engine:
 
     def logprobs(self, passage: Passage) -> Tensor:
         """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3."""
-        found: Tensor = self._engine(passage.ids, passage.places, passage.targets)
+        found: Tensor = self._engine(
+            passage.ids, passage.places, passage.targets, passage.positions
+        )
         return found
 
     def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:

@@ -47,6 +47,7 @@ from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
     MICRO_BATCH_TOKENS,
+    PACKING,
     StepSettings,
     step_settings,
 )
@@ -215,7 +216,12 @@ class DeepspeedLearner:
 
     def settings_of(self, settings: Settings) -> StepSettings:
         """What is in force for a step."""
-        return step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
+        options = self._options
+        own = {
+            MICRO_BATCH_TOKENS: options.micro_batch_tokens,
+            PACKING: options.engine.memory.packing,
+        }
+        return step_settings({**own, **settings})
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int

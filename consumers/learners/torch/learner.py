@@ -19,7 +19,12 @@ from torch import Tensor
 from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
-from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
+from dora_pipe.consumers.learners.settings import (
+    MICRO_BATCH_TOKENS,
+    PACKING,
+    StepSettings,
+    step_settings,
+)
 from dora_pipe.consumers.learners.step import (
     Pass,
     Sums,
@@ -207,7 +212,12 @@ class TorchLearner:
 
     def settings_of(self, settings: Settings) -> StepSettings:
         """What is in force for a step."""
-        return step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
+        options = self._options
+        own = {
+            MICRO_BATCH_TOKENS: options.micro_batch_tokens,
+            PACKING: options.memory.packing,
+        }
+        return step_settings({**own, **settings})
 
     def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """Log-probs under the present weights of rows (token ids, mask), where the mask is 1.

@@ -32,6 +32,8 @@ class MemoryOptions:
     """Tokens whose logits are held at once; 0: all."""
     gradient_checkpointing: bool = False
     """Of each layer its input alone is held; the rest is computed again when gradients go back."""
+    packing: bool = False
+    """Several sequences stand in a line, where there is room; none sees another."""
 
     def head_chunk(self, vocabulary: int) -> int:
         """Tokens whose logits are held at once; 0: all."""
@@ -48,7 +50,8 @@ class MemoryOptions:
         """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
         computed in another way than without these options."""
         chunk = self.head_chunk(vocabulary)
-        return {"head_chunk_tokens": str(chunk)} if 0 < chunk < pass_tokens else {}
+        cut = {"head_chunk_tokens": str(chunk)} if 0 < chunk < pass_tokens else {}
+        return cut | ({"packing": "on"} if self.packing else {})
 
 
 def memory_options(section: Trainer) -> MemoryOptions:
@@ -56,6 +59,7 @@ def memory_options(section: Trainer) -> MemoryOptions:
     return MemoryOptions(
         head_chunk_tokens=section.head_chunk_tokens,
         gradient_checkpointing=section.gradient_checkpointing,
+        packing=section.packing,
     )
 
 

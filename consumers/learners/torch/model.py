@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.settings import StepSettings
-from dora_pipe.consumers.learners.step import Part, Pass, RowSize, pack
+from dora_pipe.consumers.learners.step import Part, Pass
 from dora_pipe.consumers.learners.torch.memory import (
     AT_ONCE,
     MemoryOptions,
@@ -46,6 +47,13 @@ DTYPES: Final = {
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 _PROBE_TOKENS: Final = 4
+
+APART: Final = 0.01
+"""Logits of a sequence behind another one in its line may differ by so much of what they do where
+it sees that: sums in another order, no more ..."""
+
+NOISE: Final = 1e-5
+"""... and by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +106,8 @@ class TorchModel:
         """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
         load_weights(self.network, weights)
         self.lean = head_is_all(self.network, self.device)
+        if self._memory.packing:
+            need_apart(self.network, self.device)
 
     def logprobs(self, passage: Passage) -> Tensor:
         """Log-probs of the counted tokens at the model's temperature, [N] float32.
@@ -214,28 +224,54 @@ def passage_of(
     *,
     width: int,
     device: str,
+    lines: Sequence[Sequence[int]] | None = None,
 ) -> Passage:
-    """Rows of (token ids, loss mask, log-probs) as one pass, padded to `width`.
+    """Rows of (token ids, loss mask, log-probs) as one pass, padded to `width`; `lines` are the
+    rows that stand in each of its lines, one after the other, by index.
 
     The first token of a row is predicted by nothing and never counts.
     """
-    ids = np.zeros((len(rows), width), dtype=np.int64)
+    lines = lines or [[row] for row in range(len(rows))]
+    starts = _starts([len(token_ids) for token_ids, _, _ in rows], lines, width)
+    ids = np.zeros(len(lines) * width, dtype=np.int64)
     places, targets, behaviour, lengths = [], [], [], []
-    for row, (token_ids, mask, logprobs) in enumerate(rows):
+    for start, (token_ids, mask, logprobs) in zip(starts, rows, strict=True):
         tokens = np.asarray(token_ids, dtype=np.int64)
-        ids[row, : len(tokens)] = tokens
+        ids[start : start + len(tokens)] = tokens
         counted = counted_positions(mask)
-        places.append(row * width + counted - 1)
+        places.append(start + counted - 1)
         targets.append(tokens[counted])
         behaviour.append(np.array([logprobs[at] for at in counted.tolist()], dtype=np.float32))
         lengths.append(len(counted))
+    shared = any(len(line) > 1 for line in lines)
     return Passage(
-        ids=torch.from_numpy(ids).to(device),
+        ids=torch.from_numpy(ids.reshape(len(lines), width)).to(device),
         places=torch.from_numpy(np.concatenate(places)).to(device),
         targets=torch.from_numpy(np.concatenate(targets)).to(device),
         behaviour=torch.from_numpy(np.concatenate(behaviour)).to(device),
         lengths=tuple(lengths),
+        positions=_positions(starts, len(lines), width).to(device) if shared else None,
     )
+
+
+def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) -> list[int]:
+    """Where each row begins, as a flat index."""
+    starts = [0] * len(lengths)
+    for number, line in enumerate(lines):
+        at = number * width
+        for row in line:
+            starts[row] = at
+            at += lengths[row]
+    return starts
+
+
+def _positions(starts: Sequence[int], lines: int, width: int) -> Tensor:
+    """Of every token in its row; what pads a line goes on with the row before it, which does not
+    see it."""
+    first = np.zeros(lines * width, dtype=np.int64)
+    first[list(starts)] = starts
+    flat = np.arange(lines * width) - np.maximum.accumulate(first)
+    return torch.from_numpy(flat.reshape(lines, width))
 
 
 def counted_positions(mask: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -281,6 +317,25 @@ def head_is_all(network: Any, device: str) -> bool:
     return torch.equal(whole, lean)
 
 
+def need_apart(network: Any, device: str) -> None:
+    """Raise PolicyError for a network in which sequences of one line see each other."""
+    ids = torch.arange(3 * _PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
+    second = ids[:, _PROBE_TOKENS:]
+    positions = [torch.arange(one) for one in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)]
+    given = {"position_ids": torch.cat(positions).reshape(1, -1).to(device), "use_cache": False}
+    with torch.no_grad():
+        alone = network(input_ids=second, use_cache=False).logits
+        packed, seen = (
+            (network(input_ids=ids, **more).logits[:, _PROBE_TOKENS:] - alone).abs().max()
+            for more in (given, {"use_cache": False})
+        )
+    if packed > APART * seen + NOISE:
+        raise PolicyError(
+            "this model lets the sequences of a packed line see each other",
+            hint="trainer.packing = false, --no-packing",
+        )
+
+
 def _line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
@@ -294,7 +349,9 @@ def cut_passages(rows: Sequence[TrainedRow], parts: Sequence[Part], device: str)
     """Rows as the parts that they are computed in."""
     found, at = [], 0
     for part in parts:
-        found.append(passage_of(rows[at : at + part.rows], width=part.width, device=device))
+        own = rows[at : at + part.rows]
+        shared = lines_of([len(ids) for ids, _, _ in own], part.width) if part.lines else None
+        found.append(passage_of(own, width=part.width, device=device, lines=shared))
         at += part.rows
     return found
 

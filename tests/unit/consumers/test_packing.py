@@ -5,7 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.consumers.learners.step import FILL_MIN, RowSize, minibatches, pack
+from dora_pipe.consumers.learners.layout import FILL_MIN, MicroBatch, RowSize, lines_of, pack
+from dora_pipe.consumers.learners.step import minibatches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 limits = st.integers(1, 4000)
@@ -70,3 +71,41 @@ def test_minibatches_deal_every_group_once_and_differ_by_one_at_most(
     assert all(sizes)
     assert not sizes or max(sizes) - min(sizes) <= 1
     assert len(dealt) == min(count, len(groups))
+
+
+def padded(tokens: list[int], micro: MicroBatch) -> int:
+    return len(lines_of([tokens[row] for row in micro.rows], micro.width)) * micro.width
+
+
+@given(lengths, limits)
+def test_rows_that_share_lines_are_each_in_one_pass_and_fit(tokens: list[int], limit: int) -> None:
+    packed = pack(rows(tokens), padded_tokens_max=limit, packing=True)
+    assert sorted(row for micro in packed for row in micro.rows) == list(range(len(tokens)))
+    for micro in packed:
+        assert micro.width == max(tokens[row] for row in micro.rows)
+        assert padded(tokens, micro) <= limit or len(micro.rows) == 1
+
+
+@given(lengths, st.integers(300, 600))
+def test_no_line_is_longer_than_its_pass_is_wide(tokens: list[int], width: int) -> None:
+    lines = lines_of(tokens, width)
+    assert sorted(row for line in lines for row in line) == list(range(len(tokens)))
+    assert all(line and sum(tokens[row] for row in line) <= width for line in lines)
+    # Of any two lines the later one's first row found no room in the earlier one.
+    assert sum(tokens) * 2 > (len(lines) - 1) * width
+
+
+def test_packing_leaves_little_padding() -> None:
+    chance = random.Random(5)
+    tokens = [chance.randint(10, 1000) for _ in range(256)]
+    apart = pack(rows(tokens), padded_tokens_max=16_384)
+    shared = pack(rows(tokens), padded_tokens_max=16_384, packing=True)
+    assert sum(padded(tokens, one) for one in shared) < 1.07 * sum(tokens)
+    assert len(shared) < len(apart)
+
+
+def test_rows_of_one_trajectory_stay_in_one_pass() -> None:
+    sized = [RowSize(ordinal=at, sibling=0, tokens=50, others=[30, 20]) for at in range(3)]
+    packed = pack(sized, padded_tokens_max=100, packing=True)
+    assert [one.rows for one in packed] == [(0,), (1,), (2,)]
+    assert [one.rows for one in pack(sized, padded_tokens_max=200, packing=True)] == [(0, 1), (2,)]

@@ -3,7 +3,6 @@
 import itertools
 import math
 import shutil
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, masking_utils
 
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Task
-from dora_pipe.consumers.learners import sft
 from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, rows_of, train_sft
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
 from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows
 from dora_pipe.launch.warm_start import warm_up as launch_warm_up
@@ -36,6 +35,8 @@ ROWS: list[Row] = [
     {"prompt": "9-1=", "answer": "8"},
     {"prompt": "5*1=", "answer": "5"},
 ]
+
+PACKED = MemoryOptions(packing=True)
 
 
 def config_of(model_dir: Path, **task: Any) -> Config:
@@ -84,7 +85,7 @@ def answer(model_dir: Path, prompt: str) -> tuple[str, bool]:
     "options",
     [
         {},
-        {"packing": True, "context_tokens": 32},
+        {"memory": PACKED, "context_tokens": 32},
         {"schedule": "cosine", "warmup_steps": 4, "learning_rate_min": 0.1, "weight_decay": 0.01},
     ],
     ids=["plain", "packed", "cosine"],
@@ -168,7 +169,7 @@ def test_packing_changes_no_update_beyond_the_order_of_sums(
             model_dir,
             tmp_path / name,
             steps=4,
-            packing=name == "packed",
+            memory=MemoryOptions(packing=name == "packed"),
             context_tokens=64,
             progress=lambda _, loss, to=losses[name]: to.append(loss),
         )
@@ -178,14 +179,9 @@ def test_packing_changes_no_update_beyond_the_order_of_sums(
 def test_model_whose_examples_would_see_each_other_is_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leaking(rows: Any, micro: Any) -> Any:
-        passage = real(rows, micro)
-        return replace(passage, positions=None)
-
-    real = sft._passage
-    monkeypatch.setattr(sft, "_passage", leaking)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *given: None)
     with pytest.raises(PolicyError, match="see each other"):
-        warm_up(model_dir, tmp_path / "out", packing=True, context_tokens=64)
+        warm_up(model_dir, tmp_path / "out", memory=PACKED, context_tokens=64)
     assert not (tmp_path / "out").exists()
 
 
@@ -360,7 +356,14 @@ def test_chat_model_learns_to_answer(chat_dir: Path, tmp_path: Path, packing: bo
         for a in range(3)
         for b in range(3)
     ]
-    done = warm_up(chat_dir, tmp_path / "out", rows=rows, batch=9, packing=packing, steps=60)
+    done = warm_up(
+        chat_dir,
+        tmp_path / "out",
+        rows=rows,
+        batch=9,
+        memory=MemoryOptions(packing=packing),
+        steps=60,
+    )
     assert done.loss < 0.1, done.loss
     prompt = RowEncoder.open(config_of(chat_dir))(rows[5])
     ids = list(prompt.token_ids[: prompt.mask.index(1)])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dora_pipe.config.training import Trainer
+from dora_pipe.consumers.learners.port import TrainBatch
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
@@ -20,7 +21,7 @@ from dora_pipe.consumers.learners.torch.memory import (
     head_logprobs,
     memory_options,
 )
-from dora_pipe.consumers.learners.torch.model import build
+from dora_pipe.consumers.learners.torch.model import build, passage_of
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
@@ -112,20 +113,21 @@ class Policy:
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.manifest.digest)
 
-    def trainer(self, lora: LoraOptions | None = None, **memory: Any) -> TorchLearner:
-        made = TorchLearner(
-            self.assets,
-            reference=self.weights,
-            options=TorchOptions(lora=lora, memory=MemoryOptions(**memory)),
+    def trainer(
+        self, lora: LoraOptions | None = None, micro_batch_tokens: int = 16_384, **memory: Any
+    ) -> TorchLearner:
+        options = TorchOptions(
+            lora=lora, micro_batch_tokens=micro_batch_tokens, memory=MemoryOptions(**memory)
         )
+        made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.manifest.digest, optimizer=None)
         return made
 
-    def gradients(self, **options: Any) -> dict[str, Tensor]:
+    def gradients(self, batch: TrainBatch, **options: Any) -> dict[str, Tensor]:
         """Of one step, by parameter, before they are clipped."""
         trainer = self.trainer(**options)
         step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
-        trainer.train(BATCH, {**step, "trainer.grad_norm_max": 1e9})
+        trainer.train(batch, {**step, "trainer.grad_norm_max": 1e9})
         return {
             name: one.grad.clone()
             for name, one in trainer._model.parameters()
@@ -146,8 +148,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def test_step_with_a_head_in_chunks_has_the_gradients_of_one_without(
     policy: Policy, lora: LoraOptions | None
 ) -> None:
-    whole = policy.gradients(lora=lora)
-    cut = policy.gradients(lora=lora, head_chunk_tokens=7)
+    whole = policy.gradients(BATCH, lora=lora)
+    cut = policy.gradients(BATCH, lora=lora, head_chunk_tokens=7)
     assert whole.keys() == cut.keys()
     assert whole
     for name, one in whole.items():
@@ -194,3 +196,44 @@ def test_gradient_checkpointing_refuses_a_model_that_would_drop_out(policy: Poli
 def dropping(module: Any, given: Any, found: Tensor) -> Tensor:
     """A layer that drops out while it is trained."""
     return torch.nn.functional.dropout(found, 0.5, training=module.training)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 9999), longest=st.integers(1, 60), tokens=st.sampled_from([70, 1000]))
+def test_step_whose_sequences_share_lines_has_the_gradients_of_one_without(
+    policy: Policy, seed: int, longest: int, tokens: int
+) -> None:
+    batch = make_batch(seed=seed, groups=3, siblings=3, tokens=(1, longest))
+    whole = policy.gradients(batch, micro_batch_tokens=tokens)
+    packed = policy.gradients(batch, micro_batch_tokens=tokens, packing=True)
+    assert whole.keys() == packed.keys()
+    for name, one in whole.items():
+        assert apart(packed[name], one) < NEAR, name
+
+
+def test_packed_step_computes_less_and_says_so(policy: Policy) -> None:
+    batch = make_batch(seed=1, groups=4, siblings=4, tokens=(1, 40))
+    step = {**SETTINGS, "trainer.minibatches": 1}
+    plain, packed = policy.trainer(), policy.trainer(packing=True)
+    before, after = (one.train(batch, step).figures for one in (plain, packed))
+    assert after["padded_tokens"] < 0.7 * before["padded_tokens"]
+    assert after["loss"] == pytest.approx(before["loss"], abs=1e-6)
+    assert packed.numerics() == plain.numerics() | {"packing": "on"}
+
+
+def test_packed_step_gives_equal_bits_again(policy: Policy) -> None:
+    digests = set()
+    for _ in range(2):
+        trainer = policy.trainer(packing=True, gradient_checkpointing=True, head_chunk_tokens=7)
+        trainer.train(BATCH, SETTINGS)
+        digests.add(trainer.manifest().digest)
+    assert len(digests) == 1
+
+
+def test_lines_of_one_sequence_need_no_mask() -> None:
+    row = [5, 6, 7], [0, 1, 1], [0.0] * 3
+    assert passage_of([row], width=3, device="cpu", lines=[[0]]).positions is None
+    both = passage_of([row, row], width=7, device="cpu", lines=[[0, 1]])
+    assert both.positions is not None
+    assert both.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert both.places.tolist() == [0, 1, 3, 4]

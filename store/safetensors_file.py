@@ -85,6 +85,7 @@ METADATA = {"format": "pt"}
 
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ def read_manifest(path: Path) -> Manifest:
             sha256 = _sha256(data, entry.start, entry.end)
             return Tensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, sha256=sha256)
 
-        tensors = list(_beside(described, entries, size))
+        tensors = list(beside(described, entries, size))
     return manifest_of(tensors, size)
 
 
@@ -198,7 +199,7 @@ def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list
     at = 0
     for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
         start, end = one.data_offsets
-        if start != at or _odd(one.shape):
+        if start != at or is_odd(one.shape):
             raise _garbage(path, f"tensor {name!r} does not lie where the one before it ends")
         if one.dtype not in DTYPE_BYTES:
             raise _garbage(path, f"tensor {name!r} has the unknown type {one.dtype!r}")
@@ -211,7 +212,8 @@ def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list
     return entries
 
 
-def _odd(shape: tuple[int, ...]) -> bool:
+def is_odd(shape: tuple[int, ...]) -> bool:
+    """Whether no tensor has such a shape."""
     return len(shape) > DIMENSIONS_MAX or any(not 0 <= size < 2**63 for size in shape)
 
 
@@ -309,7 +311,7 @@ def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
                 file.write(data)
                 yield source, data
 
-        described = list(_beside(_described, written(), size))
+        described = list(beside(_described, written(), size))
     return manifest_of(described, size)
 
 
@@ -321,13 +323,13 @@ def _described(one: tuple[TensorSource, memoryview]) -> Tensor:
     return Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
 
 
-def _beside(do: Callable[[_T], Tensor], each: Iterable[_T], size_bytes: int) -> Iterator[Tensor]:
+def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Iterator[_R]:
     """`do` of each in order; with many bytes in threads, and few of `each` are taken ahead."""
     threads = min(HASHERS_MAX, len(os.sched_getaffinity(0)))
     if size_bytes < BESIDE_BYTES or threads == 1:
         yield from map(do, each)
         return
-    pending: deque[Future[Tensor]] = deque()
+    pending: deque[Future[_R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="hashing") as pool:
         for one in each:
             pending.append(pool.submit(do, one))

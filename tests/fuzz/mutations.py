@@ -7,6 +7,7 @@ changed as they are.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -183,9 +184,25 @@ def _safetensors(data: bytes, chance: Random, plain: Plain) -> bytes:
     return struct.pack("<Q", len(changed)) + changed + rest
 
 
+def _patch(data: bytes, chance: Random, plain: Plain) -> bytes:
+    """The head or the frames of a patch, with a sha256 that fits again."""
+    end = len(data) - 40
+    (length,) = struct.unpack_from("<Q", data, end) if end > 0 else (0,)
+    if not 0 < length < end:
+        return plain(data, len(data) + 64)
+    frames, head = data[: end - length], data[end - length : end]
+    if chance.random() < 0.3:
+        frames = plain(frames, len(frames))
+    else:
+        head = _json(head, chance, plain)
+    body = frames + head + struct.pack("<Q", len(head))
+    return body + hashlib.sha256(body).digest()
+
+
 _SHAPES: Final[dict[Shape, Callable[[bytes, Random, Plain], bytes]]] = {
     "frame": _frame,
     "json": _json,
     "lines": _lines,
+    "patch": _patch,
     "safetensors": _safetensors,
 }

@@ -32,7 +32,13 @@ from dora_pipe.bus.checks import PARTITIONS_MAX
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.load import load_config
-from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, InvariantBroken, SchemaError
+from dora_pipe.core.errors import (
+    MESSAGE_CHARACTERS_MAX,
+    DoraError,
+    InvariantBroken,
+    PolicyError,
+    SchemaError,
+)
 from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.dead_letter import HEADER, decode_dead_letter, encode_dead_letter
 from dora_pipe.schemas.fast_validate import FastValidator
@@ -53,7 +59,8 @@ from dora_pipe.schemas.trajectory_codec import (
     view_trajectory,
 )
 from dora_pipe.schemas.wire import Unknown, decode, encode
-from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.patch import opened_patches, write_patch, write_patched
+from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
 from tests.golden import make
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -63,7 +70,7 @@ MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
 
 LETTER_BYTES_MAX: Final = 64 * 1024 * 1024
 
-Shape = Literal["json", "frame", "lines", "safetensors"]
+Shape = Literal["json", "frame", "lines", "patch", "safetensors"]
 """How mutations keep an input close to what is sound (see `mutations`)."""
 
 
@@ -164,6 +171,43 @@ def _read_policy_whole(data: bytes) -> Any:
 def _golden(*names: str) -> list[bytes]:
     made = make.files()
     return [data for path, data in sorted(made.items()) if path.startswith(names)]
+
+
+def _weights(name: str, *values: int) -> Path:
+    """A file of two tensors, of which one has these values."""
+    path = _scratch() / name
+    first = TensorSource(name="a", dtype="BF16", shape=(6,), data=lambda: bytes(12))
+    other = TensorSource(name="b", dtype="I8", shape=(2, 4), data=lambda: bytes(values))
+    write_tensors(path, [first, other])
+    return path
+
+
+def _read_patch(data: bytes) -> Any:
+    """Applied to a file; that it makes another version than it says is said last of all."""
+    path = _scratch() / "fuzzed.patch"
+    path.write_bytes(data)
+    with opened_patches([path]) as patches:
+        try:
+            write_patched(_scratch() / "patched", _weights("base", *bytes(8)), patches)
+        except PolicyError as error:
+            if "does not make version" not in error.message:
+                raise
+        return patches[0].after
+
+
+def _patches() -> list[bytes]:
+    found = []
+    for values in ((0, 0, 0, 9, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 8), (0,) * 8):
+        after, path = _weights("after", *values), _scratch() / "seed.patch"
+        write_patch(
+            path,
+            _weights("base", *bytes(8)),
+            after,
+            digest_before="0" * 64,
+            digest_after=read_manifest(after).digest,
+        )
+        found.append(path.read_bytes())
+    return found
 
 
 def _policies() -> list[bytes]:
@@ -388,6 +432,7 @@ _ALL: Final = (
         seeds=_dead_letters,
     ),
     Target(name="config", read=_read_config, shape="lines", seeds=_configs),
+    Target(name="patch", read=_read_patch, shape="patch", seeds=_patches),
     Target(name="policy", read=_read_policy_whole, shape="safetensors", seeds=_policies),
 )
 

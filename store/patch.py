@@ -1,0 +1,485 @@
+"""What one version of a policy has differently from another, as one file: positions and new values.
+
+After a step with a small learning rate most bfloat16 weights have the bits they had. A patch holds
+those that have not, and overwrites: nothing is added up, so nothing can drift. Bits are compared,
+not numbers: 0.0 and -0.0 differ.
+
+    8 bytes             dppatch1
+    frames              of every block that has changes: gaps between positions, then values
+    head                JSON, see `_Head`
+    8 bytes             length of the head, little endian
+    32 bytes            sha256 of all before it
+
+A tensor is cut into blocks of `BLOCK_ELEMENTS`. A position is the number of unchanged elements
+since the one before it, one byte each: 255 says that 255 were passed and the count goes on. Values
+lie byte plane by byte plane (all low bytes, then all high ones). Each is one zstd frame. A block of
+which more than half has changed is there whole, without positions.
+
+Nothing of a file is applied before its sha256 was compared and its head was checked, and a reader
+has one tensor in memory at a time (see `write_tensors`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.safetensors_file import (
+    DTYPE_BYTES,
+    HEADER_BYTES_MAX,
+    Entry,
+    TensorSource,
+    beside,
+    is_odd,
+    mapped,
+    read_entries,
+    write_tensors,
+)
+
+MAGIC: Final = b"dppatch1"
+BLOCK_ELEMENTS: Final = 1 << 22
+"""At most 32 MiB of values are unpacked in one go."""
+
+ZSTD_LEVEL: Final = 1
+"""Higher ones take longer and save nothing: gaps and mantissas look random."""
+
+GROWTH_MAX: Final = 2
+BYTES_FREE: Final = 64 << 20
+"""A version that patches make has at most so many times the bytes of what it is made from, and
+these: a small file cannot fill a disk."""
+
+_PASSED: Final = 255
+_LENGTH_BYTES: Final = 8
+_SHA_BYTES: Final = 32
+_LEAST: Final = len(MAGIC) + _LENGTH_BYTES + _SHA_BYTES
+_HINT: Final = "a file of the store was changed; `dora-pipe replay` makes the version again"
+
+Bits = NDArray[np.unsignedinteger[Any]]
+"""Elements of a tensor as what they are stored as."""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """Of one block of a tensor: how many elements are there, and the bytes of its frames."""
+
+    count: int
+    """All of the block: it is there whole. 0: nothing has changed, there are no frames."""
+    gaps: int
+    """Bytes of the positions once unpacked; 0 for a whole block."""
+    gaps_frame: int
+    values_frame: int
+
+
+class Changed(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that has changes, or is new (then every block is whole)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    before: str
+    """Weights digest (hex) of the version that the patch is applied to."""
+    after: str
+    """Of the one that it makes."""
+    tensors: tuple[Changed, ...]
+    """In the order of their frames."""
+    gone: tuple[str, ...] = ()
+    """Tensors of the version before that the one after does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How much of a version a patch has. Example: ``Change(changed=10, elements=1000)``"""
+
+    changed: int
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """Of the elements, those whose bits differ."""
+        return self.changed / max(1, self.elements)
+
+
+_DECODER: Final = msgspec.json.Decoder(_Head)
+
+
+# Writing
+
+
+def write_patch(
+    path: Path, before: Path, after: Path, *, digest_before: str, digest_after: str
+) -> Change:
+    """Write what the safetensors file `after` has differently from `before`; nothing is synced.
+
+    Raises PolicyError for a file that is none, OSError.
+    """
+    old = {entry.name: entry for entry in read_entries(before)}
+    new = sorted(read_entries(after), key=lambda entry: entry.name)
+    elements = sum(math.prod(entry.shape) for entry in new)
+    with mapped(before) as old_data, mapped(after) as new_data, path.open("wb") as file:
+        out = _Hashed(file)
+        out.write(MAGIC)
+        jobs = [
+            partial(_packed, entry, at, _same(entry, old), (old_data, new_data))
+            for entry in new
+            for at in _starts(math.prod(entry.shape))
+        ]
+        packed = beside(_done, jobs, sum(entry.end - entry.start for entry in new))
+        tensors, changed = _written(out, new, old, packed)
+        head = _Head(
+            before=digest_before,
+            after=digest_after,
+            tensors=tuple(tensors),
+            gone=tuple(sorted(old.keys() - {entry.name for entry in new})),
+        )
+        encoded = msgspec.json.encode(head)
+        out.write(encoded + struct.pack("<Q", len(encoded)))
+        file.write(out.digest())
+    return Change(changed=changed, elements=elements)
+
+
+@dataclass(slots=True)
+class _Packed:
+    """A block on its way into a file."""
+
+    changed: int
+    block: Block
+    frames: tuple[bytes, bytes] = (b"", b"")
+
+
+class _Hashed:
+    """A file and the sha256 of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self._sha256.update(data)
+        self._file.write(data)
+
+    def digest(self) -> bytes:
+        return self._sha256.digest()
+
+
+def _written(
+    out: _Hashed, new: Sequence[Entry], old: Mapping[str, Entry], packed: Iterator[_Packed]
+) -> tuple[list[Changed], int]:
+    """Write the blocks of all tensors; which tensors have changes, and how many there are."""
+    tensors: list[Changed] = []
+    changed = 0
+    for entry in new:
+        blocks: list[Block] = []
+        for _ in _starts(math.prod(entry.shape)):
+            one = next(packed)
+            blocks.append(one.block)
+            changed += one.changed
+            for frame in one.frames:
+                out.write(frame)
+        if any(block.count for block in blocks) or _same(entry, old) is None:
+            tensors.append(Changed(entry.name, entry.dtype, entry.shape, tuple(blocks)))
+    return tensors, changed
+
+
+def _done(job: Callable[[], _Packed]) -> _Packed:
+    return job()
+
+
+def _same(entry: Entry, old: Mapping[str, Entry]) -> Entry | None:
+    """The tensor of that name before, where it can be compared element by element."""
+    found = old.get(entry.name)
+    return found if found and (found.dtype, found.shape) == (entry.dtype, entry.shape) else None
+
+
+def _packed(
+    entry: Entry, at: int, old: Entry | None, data: tuple[memoryview, memoryview]
+) -> _Packed:
+    """One block: compared, and what differs compressed."""
+    item = DTYPE_BYTES[entry.dtype]
+    size = min(BLOCK_ELEMENTS, math.prod(entry.shape) - at)
+    now = _bits(data[1], entry.start + at * item, size, item)
+    if old is None:
+        return _whole(now, size)
+    differs = now != _bits(data[0], old.start + at * item, size, item)
+    changed = int(np.count_nonzero(differs))
+    if changed == 0:
+        return _Packed(0, Block(0, 0, 0, 0))
+    if changed > size // 2:
+        return _whole(now, changed)
+    positions = np.flatnonzero(differs)
+    gaps = gaps_of(positions)
+    frames = (_compressed(gaps), _compressed(_planes(now[positions])))
+    return _Packed(changed, Block(changed, gaps.size, len(frames[0]), len(frames[1])), frames)
+
+
+def _whole(now: Bits, changed: int) -> _Packed:
+    frame = _compressed(_planes(now))
+    return _Packed(changed, Block(now.size, 0, 0, len(frame)), (b"", frame))
+
+
+def gaps_of(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Ascending positions as bytes; see the module. At most a byte each and one per 255 passed."""
+    passed, rest = np.divmod(np.diff(positions, prepend=-1) - 1, _PASSED)
+    last = np.cumsum(passed + 1) - 1
+    out = np.full(int(last[-1]) + 1 if last.size else 0, _PASSED, np.uint8)
+    out[last] = rest
+    return out
+
+
+def positions_of(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The positions that bytes of `gaps_of` say; ascending, whatever the bytes are."""
+    ends = np.flatnonzero(gaps != _PASSED)
+    return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
+
+
+def _planes(bits: Bits) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(bits.view(np.uint8).reshape(-1, bits.itemsize).T)
+
+
+def _compressed(data: NDArray[np.uint8]) -> bytes:
+    frame: bytes = pa.Codec("zstd", ZSTD_LEVEL).compress(data.data, asbytes=True)
+    return frame
+
+
+def _bits(data: memoryview, start: int, size: int, item: int) -> Bits:
+    return np.frombuffer(data, dtype=f"<u{item}", count=size, offset=start)
+
+
+def _starts(size: int) -> range:
+    return range(0, size, BLOCK_ELEMENTS)
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A patch whose sha256 and head were checked; its frames are unpacked when they are wanted."""
+
+    where: str
+    before: str
+    after: str
+    tensors: Mapping[str, Changed]
+    gone: tuple[str, ...]
+    _starts: Mapping[str, int] = field(repr=False)
+    """Where in the file the frames of a tensor begin."""
+    _data: memoryview = field(repr=False)
+
+    def apply(self, name: str, bits: Bits) -> None:
+        """Overwrite what has changed in a tensor, flat. Raises PolicyError."""
+        tensor, at = self.tensors[name], self._starts[name]
+        for start, block in zip(_starts(tensor.size), tensor.blocks, strict=True):
+            into = bits[start : start + BLOCK_ELEMENTS]
+            if block.count:
+                values = self._values(at + block.gaps_frame, block, bits.itemsize)
+                if block.gaps:
+                    into[self._positions(at, block, into.size)] = values
+                else:
+                    into[:] = values
+            at += block.gaps_frame + block.values_frame
+
+    def _values(self, at: int, block: Block, item: int) -> Bits:
+        raw = self._unpacked(at, block.values_frame, block.count * item)
+        return np.ascontiguousarray(raw.reshape(item, -1).T).view(f"<u{item}").reshape(-1)
+
+    def _positions(self, at: int, block: Block, size: int) -> NDArray[np.int64]:
+        found = positions_of(self._unpacked(at, block.gaps_frame, block.gaps))
+        if found.size != block.count or (found.size and found[-1] >= size):
+            raise _refused(self.where, "its positions are not those of its head")
+        return found
+
+    def _unpacked(self, at: int, size: int, raw: int) -> NDArray[np.uint8]:
+        try:
+            data = pa.Codec("zstd").decompress(self._data[at : at + size], raw)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise _refused(self.where, f"a frame cannot be unpacked: {error}") from None
+        return np.frombuffer(data, np.uint8)
+
+
+@contextmanager
+def opened_patch(path: Path) -> Iterator[Patch]:
+    """A patch, checked; its file is mapped meanwhile.
+
+    Raises PolicyError for what is none or was damaged, ResourceError where it cannot be read.
+    """
+    with ExitStack() as stack:
+        try:
+            if path.stat().st_size < _LEAST:
+                raise _refused(path, "it is too short")
+            data = stack.enter_context(mapped(path))
+        except FileNotFoundError:
+            raise PolicyError(f"no patch at {path}", hint=_HINT) from None
+        except OSError as error:
+            raise ResourceError(f"{path} cannot be read: {error.strerror}") from None
+        yield parse_patch(data, str(path))
+
+
+def parse_patch(data: memoryview, where: str) -> Patch:
+    """A patch of bytes that are at hand. Raises PolicyError."""
+    if len(data) < _LEAST or bytes(data[: len(MAGIC)]) != MAGIC:
+        raise _refused(where, "it does not begin as one")
+    end = len(data) - _SHA_BYTES
+    with data[:end] as signed:
+        if hashlib.sha256(signed).digest() != data[end:]:
+            raise _refused(where, "its bytes are not those that it was written with")
+    (length,) = struct.unpack("<Q", data[end - _LENGTH_BYTES : end])
+    frames_end = end - _LENGTH_BYTES - length
+    if length > HEADER_BYTES_MAX or frames_end < len(MAGIC):
+        raise _refused(where, f"it declares a head of {length} bytes")
+    try:
+        head = _DECODER.decode(data[frames_end : end - _LENGTH_BYTES])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _refused(where, f"its head is no head: {error}") from None
+    starts: dict[str, int] = {}
+    at = len(MAGIC)
+    for tensor in head.tensors:
+        if why := _wrong(tensor):
+            raise _refused(where, f"tensor {tensor.name!r}: {why}")
+        starts[tensor.name] = at
+        at += sum(block.gaps_frame + block.values_frame for block in tensor.blocks)
+    if at != frames_end or len(starts) != len(head.tensors):
+        raise _refused(where, "its frames do not fill it")
+    return Patch(
+        where=where,
+        before=head.before,
+        after=head.after,
+        tensors={tensor.name: tensor for tensor in head.tensors},
+        gone=head.gone,
+        _starts=starts,
+        _data=data,
+    )
+
+
+def _wrong(tensor: Changed) -> str:
+    """Why a tensor cannot be as its head says; empty if it can."""
+    if tensor.dtype not in DTYPE_BYTES or is_odd(tensor.shape):
+        return "unknown type or shape"
+    if len(tensor.blocks) != len(_starts(tensor.size)):
+        return f"{len(tensor.blocks)} blocks for shape {tensor.shape}"
+    for start, block in zip(_starts(tensor.size), tensor.blocks, strict=True):
+        size = min(BLOCK_ELEMENTS, tensor.size - start)
+        if not _fits(block, size):
+            return f"a block of {size} elements cannot be {msgspec.to_builtins(block)}"
+    return ""
+
+
+def _fits(block: Block, size: int) -> bool:
+    if min(block.gaps, block.gaps_frame, block.values_frame) < 0 or not 0 <= block.count <= size:
+        return False
+    sparse = 0 < block.count < size
+    if not sparse:
+        return block.gaps == block.gaps_frame == 0 and (block.values_frame > 0) == (block.count > 0)
+    most = block.count + size // _PASSED
+    return block.count <= block.gaps <= most and block.gaps_frame > 0 < block.values_frame
+
+
+# Applying
+
+
+@contextmanager
+def opened_patches(paths: Iterable[Path]) -> Iterator[list[Patch]]:
+    """Patches that follow each other. Raises PolicyError."""
+    with ExitStack() as stack:
+        patches = [stack.enter_context(opened_patch(path)) for path in paths]
+        for one, after in itertools.pairwise(patches):
+            if one.after != after.before:
+                raise _refused(after.where, f"it does not follow {one.where}")
+        yield patches
+
+
+def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
+    """Write the safetensors file that patches make of `base`, in one pass; nothing is synced.
+
+    Raises PolicyError if it is not what the last of them says, OSError.
+    """
+    entries = read_entries(base)
+    with mapped(base) as data:
+        sources = _sources(entries, data, patches)
+        limit = GROWTH_MAX * len(data) + BYTES_FREE
+        if sum(source.bytes for source in sources) > limit:
+            raise _refused(patches[-1].where, f"it makes more than {limit} bytes of {base}")
+        try:
+            manifest = write_tensors(path, sources)
+        except NonFinite as error:
+            raise _refused(patches[-1].where, error.message) from None
+    if manifest.digest != patches[-1].after:
+        raise PolicyError(
+            f"{patches[-1].where} does not make version {patches[-1].after[:12]}... of {base} "
+            f"({len(patches)} patches, {manifest.digest[:12]}... came out)",
+            hint=_HINT,
+        )
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Where the elements of a tensor come from: a file, then patches over it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    base: Entry | None
+    patches: tuple[Patch, ...] = ()
+
+
+def _sources(
+    entries: Sequence[Entry], data: memoryview, patches: Sequence[Patch]
+) -> list[TensorSource]:
+    layers = {entry.name: _Layers(entry.dtype, entry.shape, entry) for entry in entries}
+    for patch in patches:
+        for name in patch.gone:
+            if layers.pop(name, None) is None:
+                raise _refused(patch.where, f"tensor {name!r} is to go and is not there")
+        for name, tensor in patch.tensors.items():
+            layers[name] = _over(layers.get(name), patch, tensor)
+    return [
+        TensorSource(
+            name=name, dtype=one.dtype, shape=one.shape, data=partial(_data, name, one, data)
+        )
+        for name, one in layers.items()
+    ]
+
+
+def _over(below: _Layers | None, patch: Patch, tensor: Changed) -> _Layers:
+    if below is not None and (below.dtype, below.shape) == (tensor.dtype, tensor.shape):
+        return _Layers(tensor.dtype, tensor.shape, below.base, (*below.patches, patch))
+    if any(block.gaps or not block.count for block in tensor.blocks):
+        raise _refused(patch.where, f"tensor {tensor.name!r} is new and not whole")
+    return _Layers(tensor.dtype, tensor.shape, None, (patch,))
+
+
+def _data(name: str, layers: _Layers, data: memoryview) -> memoryview:
+    """The bytes of a tensor: a copy, so that nothing holds the file."""
+    base, item = layers.base, DTYPE_BYTES[layers.dtype]
+    size = math.prod(layers.shape)
+    bits = (
+        np.zeros(size, f"<u{item}") if base is None else _bits(data, base.start, size, item).copy()
+    )
+    for patch in layers.patches:
+        patch.apply(name, bits)
+    return bits.data.cast("B")
+
+
+def _refused(where: Path | str, why: str) -> PolicyError:
+    return PolicyError(f"{where} is not a usable patch: {why}", hint=_HINT)

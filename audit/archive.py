@@ -307,19 +307,23 @@ class _Copier:
     def step(self, fact: StepCommitted) -> None:
         """What a commit names."""
         who = f"step {fact.step}"
-        self.weights(f"version {fact.step + 1}", fact.policy.digest)
+        version = f"version {fact.step + 1}"
+        if fact.patch is not None:
+            self._patch(version, fact.digest_after, fact.patch.sha256)
+        if fact.whole or not self._target.has_patch(fact.digest_after):
+            self.weights(version, fact.policy.digest)
         self._blob(f"contributions of {who}", "contributions", fact.contributions.sha256)
         if fact.checkpoint is not None:
             self._blob(f"checkpoint of {who}", "optimizer", fact.checkpoint.sha256)
 
     def weights(self, who: str, digest: str) -> None:
         """Weights, tensor by tensor what their name says."""
-        if self._target.has_weights(digest):
+        if self._target.has_whole(digest):
             return
-        if not self._source.has_weights(digest):
+        if not self._source.has_whole(digest):
             self.done.absent.append(f"weights of {who}")
             return
-        path = self._source.weights(digest)
+        path = self._source.whole(digest)
 
         def write(final: Path) -> PolicyManifest:
             shutil.copyfile(path, final)
@@ -329,6 +333,16 @@ class _Copier:
             return found
 
         self._target.publish_weights(write)
+        self._count(path)
+
+    def _patch(self, who: str, digest: str, sha256: str) -> None:
+        """The patch that makes a version, where it is still there."""
+        if self._target.has_patch(digest) or not self._source.has_patch(digest):
+            return
+        path = self._source.patch(digest)
+        if file_sha256(path) != sha256:
+            raise PolicyError(f"{path}, the patch of {who}, was changed: its sha256 is another one")
+        self._target.publish_patch(digest, path)
         self._count(path)
 
     def _blob(self, who: str, kind: BlobKind, sha256: str) -> None:

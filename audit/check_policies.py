@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dora_pipe.audit.check_patches import PatchCheck
 from dora_pipe.audit.entries import StepEntry, VersionEntry
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.consumers.contributions import read_contributions
@@ -17,6 +18,7 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore, assets_digest
 
 _TOLERANCE = 1e-9
@@ -44,6 +46,8 @@ class PolicyCheck:
     ) -> None:
         """Every file that these versions and steps name is there and is what the log says."""
         self._store = store
+        steps = list(steps)
+        facts = {entry.step + 1: entry.fact for entry in steps}
         for version in versions:
             there = store.root.is_dir() or store.has_weights(version.digest)
             if not there and not self.storeless:
@@ -51,12 +55,17 @@ class PolicyCheck:
             self.storeless = self.storeless or not there
             if self.storeless:
                 return
-            self._weights(version.version, version.manifest)
+            fact = facts.get(version.version)
+            if fact is None or fact.whole:
+                self._weights(version.version, version.manifest)
             if version.version == 0 and self._ledger.started is not None:
                 self._assets(self._ledger.started.assets_digest)
+        if self.storeless:
+            return
+        with PatchCheck(store, self._findings, self.absent) as patches:
+            for entry in steps:
+                patches.look(entry.fact)
         for entry in steps:
-            if self.storeless:
-                return
             self._contributions(entry)
             if entry.fact.checkpoint is not None:
                 self._checkpoint(entry, entry.fact.checkpoint)
@@ -79,13 +88,22 @@ class PolicyCheck:
         who = f"version {version}"
         self._findings.looked["policies"] += 1
         try:
-            found = self._store.verify(manifest.digest)
+            path = self._store.whole(manifest.digest)
+            found = read_manifest(path)
         except PolicyError as error:
-            if self._store.has_weights(manifest.digest):
+            if self._store.has_whole(manifest.digest):
                 self._findings.add("policies", who, error.message)
             else:
                 self.absent[who, version] = error.message
             return
+        if found.digest != manifest.digest:
+            self._findings.add(
+                "policies", who, f"{path} holds other weights ({found.digest[:12]}...)"
+            )
+            return
+        self._same_tensors(who, manifest, found)
+
+    def _same_tensors(self, who: str, manifest: Manifest, found: Manifest) -> None:
         message = "the tensors of its file are not those of its manifest"
         expected, there = set(manifest.tensors), set(found.tensors)
         self._findings.same("policies", who, message, expected=expected, found=there)

@@ -25,7 +25,7 @@ from dora_pipe.bus.archive.manifest import SEGMENTS, load_manifest
 from dora_pipe.bus.archive.segment import read_segment
 from dora_pipe.bus.claim_check import ClaimBus, claim_of, may_be_claimed
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
-from dora_pipe.consumers.trainer.commits import CommitHistory, retained
+from dora_pipe.consumers.trainer.commits import CommitHistory, retained, underlying
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
@@ -33,11 +33,12 @@ from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.store.copies import MADE
 from dora_pipe.store.files import Listed
-from dora_pipe.store.store import PolicyStore, blob_name, digest_in, weights_name
+from dora_pipe.store.store import PolicyStore, blob_name, digest_in, patch_name, weights_name
 
-Why = Literal["orphan", "dropped before", "retention", "unclaimed"]
-"""The last one is `prune_claims`'s."""
+Why = Literal["orphan", "copy", "dropped before", "retention", "unclaimed"]
+"""A copy was made of patches, and is again when it is wanted. The last one is `prune_claims`'s."""
 
 STOP_RUN: Final = b'"kind":"stop-run"'
 
@@ -150,6 +151,7 @@ def _candidates(
     for commit in read_commits(bus, topics, history.notes, clock):
         named.add(commit.contributions.sha256)
     needed = {name for version in kept for name in _names(history, version)}
+    needed |= {n for version in underlying(history, kept) for n in _weights(history, version)}
     of = {
         name: version
         for version in range(history.next_step + 1)
@@ -158,6 +160,9 @@ def _candidates(
     }
     for file in listed:
         if file.name in needed or digest_in(file.name) in named:
+            continue
+        if file.name.startswith(f"{MADE}/"):
+            yield PruneCandidate(file=file, why="copy")
             continue
         version = of.get(file.name)
         if version is None:
@@ -169,10 +174,16 @@ def _candidates(
 
 def _names(history: CommitHistory, version: int) -> list[str]:
     """The files of a version."""
-    names = [weights_name(history.digest_of(version))]
+    names = _weights(history, version)
     if sha256 := history.checkpoint_of(version):
         names.append(blob_name("optimizer", sha256))
     return names
+
+
+def _weights(history: CommitHistory, version: int) -> list[str]:
+    """The files that a version is had from: whole, or by a patch."""
+    digest = history.digest_of(version)
+    return [weights_name(digest), patch_name(digest)]
 
 
 def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:

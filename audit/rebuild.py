@@ -17,7 +17,7 @@ from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -91,9 +91,20 @@ class Rebuilder:
                 hint=f"there are versions 0 to {history.next_step}",
             )
         digest = history.digest_of(version)
-        if version and not self._store.has_weights(digest):
+        if version and not self._is_there(digest):
             self._rebuild(history, version, digest)
         return self._store.weights(digest)
+
+    def _is_there(self, digest: str) -> bool:
+        """Whether the store can give it: what patches are damaged or lost is made again, too."""
+        if not self._store.has_weights(digest):
+            return False
+        try:
+            self._store.weights(digest)
+        except PolicyError as error:
+            LOG.warning("%s", error.message)
+            return False
+        return True
 
     def _rebuild(self, history: CommitHistory, version: int, digest: str) -> None:
         assert history.run_started is not None

@@ -109,7 +109,7 @@ class Moving:
         self._flight = FlightTransfers(
             MappedFiles(Path(setup.own) / "handover", clock=clock),
             Identity(token=TOKEN, run="bench", host=HOST),
-            weights=Path,
+            stored=Path,
             linger_s=0.0,
         )
         self._ways = {

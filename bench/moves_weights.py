@@ -88,6 +88,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     store_mb_s: float
     """Of this reader; 0: as fast as it goes."""
     hashers: int
+    has: str = ""
+    """A version that it has already, of a run whose versions are patches."""
 
 
 class Took(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +189,7 @@ def serve(root: Path, stack: ExitStack) -> FlightTransfers:
     transfers = FlightTransfers(
         MappedFiles(root / "handover", clock=SystemClock()),
         Identity(token=TOKEN, run=RUN, host=HOST),
-        weights=lambda name: root / "weights" / name,
+        stored=lambda name: root / name,
     )
     stack.callback(transfers.close)
     return transfers
@@ -265,7 +267,12 @@ def work(task: Task, ready: Callable[[], None]) -> Took:
         transfers = serve(root, stack)
         remote = Metered(open_files(Path(task.store).as_uri(), folder=RUN), task.store_mb_s)
         peers = PeerWeights(transfers, lambda name: list(task.peers))
-        store = PolicyStore(root, remote, peers=peers if task.peers else None)
+        store = PolicyStore(
+            root, remote, peers=peers if task.peers else None, patched=bool(task.has)
+        )
+        if task.has:
+            fast = open_files(Path(task.store).as_uri(), folder=RUN)
+            PolicyStore(root, fast, patched=True).weights(task.has)
         ready()
         with _hashing(task.hashers):
             began_s = time.perf_counter()

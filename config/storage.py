@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dora_pipe.config.section import NonNegative, PositiveFloat, Section
+from dora_pipe.config.section import NonNegative, PositiveFloat, Section, WholeEvery
 
 
 class Policies(Section, frozen=True, kw_only=True):
-    """What the versions of the policy are (docs/training.md)."""
+    """What the versions of the policy are (docs/training.md), and how they are stored."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights that are published, sampled with and digested; `auto`: bfloat16 where the
     model's config says so and the trainer can. What the optimizer updates is float32."""
+    whole_every: WholeEvery = 1
+    """Every so many versions one is stored whole, and so is one with a checkpoint; of the others
+    only what has changed is, as a patch (docs/storage.md). 1: all are whole, without patches."""
 
 
 class Store(Section, frozen=True, kw_only=True):
@@ -25,7 +28,8 @@ class Store(Section, frozen=True, kw_only=True):
     """Where they lie instead: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or
     another file system of pyarrow. `path` then holds copies. See docs/storage.md."""
     cache_gb: PositiveFloat = 100.0
-    """Copies in `path` of a store with a `url` take so much room."""
+    """Copies in `path` of a store with a `url`, or of versions that patches made, take so much
+    room."""
     keep_every: NonNegative = 0
     """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
     replay makes them again. 0 keeps everything."""

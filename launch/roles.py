@@ -188,13 +188,13 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 @contextmanager
 def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Transfers, PolicyStore]]:
     """How this process hands bytes to others, and the policy store behind its peers."""
-    weights = directory.store(config) / "weights"
+    root = directory.store(config)
     opened = open_transfers(
         config.transfers,
         directory.handover,
         topics=Topics(config.run.name),
         open_bus=lambda: directory.open_bus(config),
-        weights=lambda name: weights / name,
+        stored=lambda name: root / name,
         clock=SystemClock(),
     )
     with closing(opened.transfers):

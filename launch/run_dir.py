@@ -167,7 +167,13 @@ class RunDir:
         """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
         if self._holds_policies:
             return PolicyStore(self.store(config))
-        return open_store(self.store(config), config.store, run=config.run.name, peers=peers)
+        return open_store(
+            self.store(config),
+            config.store,
+            run=config.run.name,
+            patched=config.policies.whole_every > 1,
+            peers=peers,
+        )
 
     @property
     def snapshots(self) -> Path:

@@ -434,6 +434,10 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     ahead_s: tuple[float, ...] = ()
     """Seconds spent on the first of those parts ahead of the batch, while nothing else could be
     done: no wait for it. The others were computed with the batch."""
+    whole: bool = True
+    """Whether the new version lies in the store as a whole file."""
+    patch: Blob | None = None
+    """The file that makes the new version of the one before it, where there is one."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

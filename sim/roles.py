@@ -197,6 +197,7 @@ def _trainer(site: Site, parts: Parts) -> Started:
         role_epoch=started.role_epoch,
         checkpoint_every=config.trainer.checkpoint_every,
         keep_every=config.store.keep_every,
+        whole_every=config.policies.whole_every,
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(config.timing),
         limits=_limits(config),

@@ -106,14 +106,14 @@ def export_model(store: PolicyStore, digest: str, assets_digest: str, directory:
     assets = store.assets(assets_digest)
     if not assets.is_dir():
         raise PolicyError(f"no config and tokenizer files at {assets}")
-    weights = store.weights_path(digest)
+    weights = store.weights(digest)
     base = base_of(weights)
     if base is None:
         copy = partial(shutil.copyfile, weights)
         write_model_dir(directory, assets, copy, dtype)
         return
     store.verify(base)
-    whole, adapter = store.weights_path(base), read_adapter(weights, digest=digest)
+    whole, adapter = store.weights(base), read_adapter(weights, digest=digest)
     write_model_dir(directory, assets, lambda path: write_merged(whole, adapter, path))
     try:
         write_peft(directory / FOLDER, adapter)

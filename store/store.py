@@ -5,51 +5,72 @@ durable, named. Only a commit in the log names a file, so a file without a commi
 harmless, and left alone until `dora-pipe prune`.
 
     <root>/weights/<weights digest>.safetensors, and a note beside it (`verified`)
+    <root>/patches/<weights digest>.patch   makes that version of the one before it (`patch`)
+    <root>/made/<weights digest>.safetensors    copies that patches made, with such notes
     <root>/optimizer/<sha256>.safetensors
     <root>/contributions/<sha256>.arrow
     <root>/assets/<assets digest>/config.json, tokenizer files
     <root>/claims/<sha256>                  written by the log (`bus.claim_check`)
 
 A store may lie elsewhere, on any file system that pyarrow knows (`store.url`); `root` is then a
-bounded cache of it on this machine, and what is fetched is compared with its name. The copies used
-longest ago leave it first; what was used within `KEEP_S` stays, whatever the bound says: another
-process of this machine may be about to open it.
+bounded cache of it on this machine (`copies`), and what is fetched is compared with its name.
+
+A version may lie there whole, as a patch, or as both. Whoever asks for its weights gets a whole
+file: patches are applied once per machine, and what they make is a copy like any other, bounded in
+the same way. Where a patch is lost or damaged the whole file is taken, if there is one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from dora_pipe.config.section import WHOLE_EVERY_MAX
 from dora_pipe.config.storage import Store
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.store.copies import CACHED, MADE, shrink, touch
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
+from dora_pipe.store.patch import Change, opened_patch, opened_patches, write_patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.verified import SUFFIX, note_path, note_verified
+
+LOG = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX: Final = 100 * 1024**3
 """Local copies beyond this are removed, unless the configuration says otherwise."""
 
-KEEP_S: Final = 600.0
-"""A copy used within this time is not removed."""
-
-_CACHED: Final = ("contributions", "optimizer", "weights")
-"""What is bounded; config and tokenizer files are small and stay."""
+CHAIN_MAX: Final = 2 * WHOLE_EVERY_MAX
+"""Patches between a version and the whole one before it; twice as many as there ever should be,
+since the number may be changed in between. Each is an open file."""
 
 BlobKind = Literal["optimizer", "contributions"]
 
 READ_BYTES: Final = 1 << 20
+_HINT: Final = "a file of the store was changed; `dora-pipe replay` makes it again"
 _SUFFIX: Final[dict[BlobKind, str]] = {"optimizer": ".safetensors", "contributions": ".arrow"}
 _COUNTER = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """What was published of a version."""
+
+    manifest: Manifest
+    whole: bool = True
+    patch: Blob | None = None
+    change: Change | None = None
+    """What the patch has; None without one."""
 
 
 class PolicyStore:
@@ -69,11 +90,14 @@ class PolicyStore:
         cache_bytes_max: int = CACHE_BYTES_MAX,
         clock: Clock | None = None,
         peers: Callable[[str, Path], bool] | None = None,
+        patched: bool = False,
     ) -> None:
-        """`peers` may write a file that `remote` has, by name, and says whether it did."""
+        """`peers` may write a file that `remote` has, by name, and says whether it did. `patched`:
+        most versions are stored as patches, which are looked for first."""
         self.root = root
         self._files: Files = remote or LocalFiles(root)
         self._remote = remote is not None
+        self._patched = patched
         self._peers = peers or (lambda name, path: False)
         self._cache_bytes_max = cache_bytes_max
         self._clock = clock or SystemClock()
@@ -96,30 +120,38 @@ class PolicyStore:
     # Reading
 
     def has_weights(self, digest: str) -> bool:
-        """Whether the store has a file of that name. Raises ResourceError."""
+        """Whether the store has weights of that name, whole or as a patch. Raises ResourceError."""
+        return self.has_whole(digest) or self.has_patch(digest)
+
+    def has_whole(self, digest: str) -> bool:
+        """Whether the store has a whole file of that name. Raises ResourceError."""
         return self._files.exists(weights_name(digest))
+
+    def has_patch(self, digest: str) -> bool:
+        """Whether the store has a patch of that name. Raises ResourceError."""
+        return self._files.exists(patch_name(digest))
 
     def has_blob(self, kind: BlobKind, sha256: str) -> bool:
         """Whether the store has a file of that name. Raises ResourceError."""
         return self._files.exists(blob_name(kind, sha256))
 
     def weights(self, digest: str) -> Path:
-        """The local path of weights, fetched and compared if need be.
+        """The local path of weights, fetched or made of patches, and compared, if need be.
 
-        A local store is not read here: whoever loads weights compares them. Raises PolicyError for
-        weights that are nowhere or other ones, ResourceError while the store is away.
+        A whole file of a local store is not read here: whoever loads weights compares them. Raises
+        PolicyError for weights that are nowhere or other ones, ResourceError while the store is
+        away.
         """
-        path = self.weights_path(digest)
+        if (here := self._here(digest)) is not None:
+            return here
         if self._remote:
-            name = weights_name(digest)
-            if self._fetch(name, lambda at: read_manifest(at).digest == digest):
-                note_verified(path, digest)
-        return path
+            return self._from_elsewhere(digest)
+        return self._made(digest) if self.has_patch(digest) else self.whole(digest)
 
     def held_weights(self, digest: str) -> Path:
         """As `weights`, by a name that stays on this machine: for what is opened much later."""
         path = self.weights(digest)
-        if not self._remote:
+        if not self._remote and path == self.weights_path(digest):
             return path
         held = self.root / "held" / path.name
         held.parent.mkdir(parents=True, exist_ok=True)
@@ -129,13 +161,112 @@ class PolicyStore:
 
     def verify(self, digest: str) -> Manifest:
         """Read weights from the disk and compare. Raises PolicyError if they are not these."""
-        manifest = read_manifest(self.weights(digest))
+        path = self.weights(digest)
+        manifest = read_manifest(path)
+        if manifest.digest != digest and path.parent.name == MADE:
+            path.unlink(missing_ok=True)  # A copy: the patches still are what they were.
+            path = self.weights(digest)
+            manifest = read_manifest(path)
         if manifest.digest != digest:
             raise PolicyError(
-                f"{self.weights_path(digest)} holds other weights ({manifest.digest[:12]}...)",
-                hint="a file of the store was changed; `dora-pipe replay` makes it again",
+                f"{path} holds other weights ({manifest.digest[:12]}...)",
+                hint=_HINT,
             )
         return manifest
+
+    def patch(self, digest: str) -> Path:
+        """The local path of the patch that makes this version, fetched and looked at if need be.
+
+        Raises PolicyError for one that is nowhere or makes another version, ResourceError.
+        """
+        name = patch_name(digest)
+        if self._remote:
+            self._fetch(name, lambda at: _makes(at, digest))
+        return self.root / name
+
+    def whole(self, digest: str) -> Path:
+        """As `weights`, of a version that lies whole in the store."""
+        path = self.weights_path(digest)
+        if self._remote:
+            name = weights_name(digest)
+            if self._fetch(name, lambda at: read_manifest(at).digest == digest):
+                note_verified(path, digest)
+        return path
+
+    def make(self, digest: str, path: Path, here: Callable[[str], Path | None]) -> Manifest:
+        """Write the file of a version as the patches of the store make it, and compare.
+
+        It begins at the nearest version that `here` has or that lies whole in the store. Raises
+        PolicyError where a patch is missing, or is not what it should be, or makes another version.
+        """
+        base, paths = self._chain(digest, here)
+        with opened_patches(paths) as patches:
+            manifest = write_patched(path, base, patches)
+        LOG.info("version %s... was made of %s and %d patches", digest[:12], base, len(paths))
+        return manifest
+
+    def _here(self, digest: str) -> Path | None:
+        """A whole file on this machine; noted that it is in use, where it is a copy."""
+        whole, made = self.weights_path(digest), self._made_path(digest)
+        if made.is_file():
+            touch(made, self._clock)
+            return made
+        return whole if whole.is_file() else None
+
+    def _made_path(self, digest: str) -> Path:
+        path = self.weights_path(digest)
+        return path if self._remote else self.root / MADE / path.name
+
+    def _from_elsewhere(self, digest: str) -> Path:
+        """First in the way that the run stores most versions, then in the other."""
+        first, has_other, other = self._made, self.has_whole, self.whole
+        if not self._patched:
+            first, has_other, other = self.whole, self.has_patch, self._made
+        try:
+            return first(digest)
+        except PolicyError as error:
+            if not has_other(digest):
+                raise
+            LOG.warning("version %s...: %s; another file is taken", digest[:12], error.message)
+        return other(digest)
+
+    def _made(self, digest: str) -> Path:
+        """Apply patches to the nearest version that is here, or else lies whole in the store.
+
+        A version that lies whole in a store elsewhere, too, is made only of the one before it.
+        """
+        with opened_patch(self.patch(digest)) as patch:
+            if self._here(patch.before) is None and self.has_whole(digest):
+                return self.whole(digest)
+        final = self._made_path(digest)
+        with self._temporary(final.parent) as path:
+            self.make(digest, path, self._here)
+            self._keep_copy(path, final)
+        return final
+
+    def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
+        """A whole file, and the patches that make this version of it. Raises PolicyError."""
+        paths: list[Path] = []
+        at = digest
+        for _ in range(CHAIN_MAX):
+            path = self.patch(at)
+            with opened_patch(path) as patch:
+                if patch.after != at:
+                    raise PolicyError(f"{path} makes another version", hint=_HINT)
+                at = patch.before
+            paths.insert(0, path)
+            base = here(at)
+            if base is None and self.has_whole(at):
+                base = self.whole(at)
+            if base is not None:
+                return base, paths
+        raise PolicyError(f"{patch_name(digest)}: more than {CHAIN_MAX} patches", hint=_HINT)
+
+    def _keep_copy(self, path: Path, final: Path) -> None:
+        """Give a finished file the name of a copy on this machine."""
+        sync(path)
+        path.replace(final)
+        shrink(self.root, self._cache_bytes_max, self._clock, CACHED if self._remote else (MADE,))
 
     def blob(self, kind: BlobKind, sha256: str) -> Path:
         """The local path of a blob, fetched and compared if need be; see `weights`."""
@@ -178,10 +309,58 @@ class PolicyStore:
 
         Raises ResourceError when there is no room; nothing is then left under any name.
         """
+        return self.publish_version(write, before="", whole=True).manifest
+
+    def publish_version(
+        self, write: Callable[[Path], Manifest], *, before: str, whole: bool
+    ) -> PublishedVersion:
+        """As `publish_weights`; also a patch of the version `before`, and with `whole` false only
+        that, if there can be one.
+
+        There is none where nothing changed, where there is no version before or it is not to be
+        had, or where the store makes this version of another one already: patches must not go in a
+        circle. Raises ResourceError; what was published until then stays, and does not harm.
+        """
         with self._temporary(self.root / "weights") as path:
             manifest = write(path)
-            self._publish(path, weights_name(manifest.digest))
-        return manifest
+            found = self._publish_patch(path, manifest.digest, before)
+            if whole or found is None:
+                self._publish(path, weights_name(manifest.digest))
+            else:
+                final = self._made_path(manifest.digest)
+                final.parent.mkdir(parents=True, exist_ok=True)
+                self._keep_copy(path, final)
+        patch, change = found or (None, None)
+        return PublishedVersion(
+            manifest=manifest, whole=whole or patch is None, patch=patch, change=change
+        )
+
+    def _publish_patch(self, after: Path, digest: str, before: str) -> tuple[Blob, Change] | None:
+        try:
+            if before in ("", digest) or self._patched_before(digest) not in (None, before):
+                return None
+            base = self.weights(before)
+            with self._temporary(self.root / "patches") as path:
+                change = write_patch(path, base, after, digest_before=before, digest_after=digest)
+                blob = Blob(sha256=file_sha256(path), bytes=path.stat().st_size)
+                self._publish(path, patch_name(digest))
+        except PolicyError as error:
+            LOG.warning("version %s... is stored whole: %s", digest[:12], error.message)
+            return None
+        return blob, change
+
+    def _patched_before(self, digest: str) -> str | None:
+        """What the store's patch of this version is applied to; None if there is none."""
+        if not self.has_patch(digest):
+            return None
+        with opened_patch(self.patch(digest)) as patch:
+            return patch.before
+
+    def publish_patch(self, digest: str, source: Path) -> None:
+        """Copy the patch that makes a version, from another store. Raises ResourceError."""
+        with self._temporary(self.root / "patches") as path:
+            shutil.copyfile(source, path)
+            self._publish(path, patch_name(digest))
 
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
         """Let `write` fill a file and give it the name of its sha256. Raises ResourceError."""
@@ -211,11 +390,22 @@ class PolicyStore:
     # Removing
 
     def drop_weights(self, digest: str) -> bool:
-        """Delete weights here and in the store; whether the store had them. Raises ResourceError.
+        """Delete a whole file and copies of it; whether the store had it. Raises ResourceError.
 
         Only the trainer after a commit and `prune` may do that (docs/storage.md).
         """
+        self.drop_copy(digest)
         return self._drop(weights_name(digest))
+
+    def drop_copy(self, digest: str) -> None:
+        """Delete what patches made of a version on this machine, or a copy from elsewhere."""
+        made = self._made_path(digest)
+        made.unlink(missing_ok=True)
+        note_path(made).unlink(missing_ok=True)
+
+    def drop_patch(self, digest: str) -> bool:
+        """Delete a patch here and in the store; whether the store had it. Raises ResourceError."""
+        return self._drop(patch_name(digest))
 
     def drop_blob(self, kind: BlobKind, sha256: str) -> bool:
         """Delete a blob here and in the store; whether the store had it. Raises ResourceError."""
@@ -224,7 +414,7 @@ class PolicyStore:
     def everything(self) -> list[Listed]:
         """Every file of the store, unfinished ones among them; sorted. Notes of this machine are
         none. Raises ResourceError."""
-        folders = ("assets", "contributions", "optimizer", "weights")
+        folders = ("assets", "contributions", MADE, "optimizer", "patches", "weights")
         found = (one for folder in folders for one in self._files.listed(folder))
         return [one for one in found if not one.name.endswith(SUFFIX)]
 
@@ -264,7 +454,7 @@ class PolicyStore:
         Raises PolicyError."""
         path = self.root / name
         if path.is_file():
-            _touch(path, self._clock)
+            touch(path, self._clock)
             return False
         with self._temporary(path.parent) as partial:
             if not (self._peers(name, partial) and _holds(is_whole, partial)):
@@ -273,7 +463,7 @@ class PolicyStore:
                 if not is_whole(partial):
                     raise PolicyError(
                         f"{name} in {self.where} is not what its name says",
-                        hint="a file of the store was changed; `dora-pipe replay` makes it again",
+                        hint=_HINT,
                     )
             partial.replace(path)
         shrink(self.root, self._cache_bytes_max, self._clock)
@@ -302,6 +492,11 @@ def as_store(store: PolicyStore | Path) -> PolicyStore:
 def weights_name(digest: str) -> str:
     """The name of weights in a store."""
     return f"weights/{digest}.safetensors"
+
+
+def patch_name(digest: str) -> str:
+    """The name of the patch that makes a version, in a store."""
+    return f"patches/{digest}.patch"
 
 
 def blob_name(kind: BlobKind, sha256: str) -> str:
@@ -339,6 +534,15 @@ def _holds(is_whole: Callable[[Path], bool], path: Path) -> bool:
         return False
 
 
+def _makes(path: Path, digest: str) -> bool:
+    """Whether a patch is one, undamaged, and makes this version."""
+    try:
+        with opened_patch(path) as patch:
+            return patch.after == digest
+    except PolicyError:
+        return False
+
+
 def _place(path: Path, final: Path) -> None:
     """Give a finished directory its name, unless somebody else just has."""
     sync(path)
@@ -347,53 +551,27 @@ def _place(path: Path, final: Path) -> None:
     sync(final.parent)
 
 
-def _touch(path: Path, clock: Clock) -> None:
-    """Note that a copy is in use; its time of change stays."""
-    os.utime(path, ns=(clock.wall_ns(), path.stat().st_mtime_ns))
-
-
-def shrink(root: Path, bytes_max: int, clock: Clock) -> list[Path]:
-    """Remove copies until the rest fits; which ones. Another process may do so at the same time."""
-    found: list[tuple[int, int, Path]] = []
-    for folder in _CACHED:
-        for path in (root / folder).glob("*"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue
-            if path.suffix != SUFFIX:
-                found.append((stat.st_atime_ns, stat.st_size, path))
-    total = sum(size for _, size, _ in found)
-    youngest_ns = clock.wall_ns() - int(KEEP_S * 1e9)
-    removed: list[Path] = []
-    for used_ns, size, path in sorted(found):
-        if total <= bytes_max or used_ns > youngest_ns:
-            break
-        path.unlink(missing_ok=True)
-        note_path(path).unlink(missing_ok=True)
-        removed.append(path)
-        total -= size
-    return removed
-
-
 def open_store(
     root: Path,
     section: Store,
     *,
     run: str,
+    patched: bool = False,
     clock: Clock | None = None,
     peers: Callable[[str, Path], bool] | None = None,
 ) -> PolicyStore:
     """The store of a run. `root` is its directory, or where copies of it lie if it is elsewhere.
 
-    `peers` are asked before a store that lies elsewhere; see `PolicyStore`.
+    `peers` are asked before a store that lies elsewhere; see `PolicyStore`, also for `patched`.
     Under an address every run has a folder of its own, so that none deletes files of another.
     Raises ConfigError for an address that cannot be used. Nothing is connected yet.
     """
+    bytes_max = int(section.cache_gb * 1e9)
     if not section.url:
-        return PolicyStore(root, clock=clock)
+        return PolicyStore(root, cache_bytes_max=bytes_max, clock=clock)
     from dora_pipe.store.arrow_files import open_files
 
     remote = open_files(section.url, folder=run, clock=clock)
-    bytes_max = int(section.cache_gb * 1e9)
-    return PolicyStore(root, remote, cache_bytes_max=bytes_max, clock=clock, peers=peers)
+    return PolicyStore(
+        root, remote, cache_bytes_max=bytes_max, clock=clock, peers=peers, patched=patched
+    )

@@ -28,7 +28,7 @@ from dora_pipe.bus.sqlite_file import SqliteFile
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.store import BlobKind, PolicyStore
+from dora_pipe.store.store import BlobKind, PolicyStore, PublishedVersion
 
 T = TypeVar("T")
 
@@ -352,7 +352,9 @@ class FaultStore(PolicyStore):
         super().__init__(root)
         self._injector = injector
 
-    def publish_weights(self, write: Callable[[Path], Manifest]) -> Manifest:
+    def publish_version(
+        self, write: Callable[[Path], Manifest], *, before: str, whole: bool
+    ) -> PublishedVersion:
         """See PolicyStore."""
 
         def writing(path: Path) -> Manifest:
@@ -361,9 +363,14 @@ class FaultStore(PolicyStore):
             return manifest
 
         with self._injector.mark("publishing weights"):
-            manifest = super().publish_weights(writing)
+            version = super().publish_version(writing, before=before, whole=whole)
             self._injector.passed("named", "weights")
-        return manifest
+        return version
+
+    def _publish(self, path: Path, name: str) -> None:
+        super()._publish(path, name)
+        if name.startswith("patches/"):
+            self._injector.passed("named", "patch")
 
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
         """See PolicyStore."""

@@ -35,7 +35,7 @@ class ModelledParts(PlainParts):
     def _engine_port(self, site: Site, engine: Engine, plan: WorkerPlan) -> SimPort:
         inner = EnginePort(
             engine,
-            site.store.weights_path,
+            site.store.weights,
             clock=site.clock,
             in_thread=False,
             steps_max=self.steps_max,

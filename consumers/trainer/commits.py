@@ -23,6 +23,12 @@ from dora_pipe.schemas.control import RunStarted, StepCommitted
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
+CHANGED_SHARE: Final = "changed_share"
+PATCH_SHARE: Final = "patch_share"
+OF_PATCHES: Final = frozenset({CHANGED_SHARE, PATCH_SHARE})
+"""Figures of a step that say how its version is stored, not how it was trained: the share of the
+weights that changed, and the bytes of the patch as a share of those of all weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitNote:
@@ -34,6 +40,8 @@ class CommitNote:
     digest: str
     """Weights after the step."""
     checkpoint: Blob | None
+    whole: bool = True
+    """As in the commit: the version can be had without the one before it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +139,7 @@ class CommitHistory:
                 offset=offset,
                 digest=commit.digest_after,
                 checkpoint=commit.checkpoint,
+                whole=commit.whole,
             )
         )
         self.kept.add(commit.step + 1)
@@ -168,7 +177,8 @@ DROPPED_MAX: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Names in the policy store: weights digests and sha256 of optimizer states."""
+    """Names in the policy store: weights digests, of whole files and of patches, and sha256 of
+    optimizer states."""
 
     weights: tuple[str, ...]
     optimizers: tuple[str, ...]
@@ -201,10 +211,25 @@ def droppable(
     return tuple(sorted(history.kept - kept - history.references)[:DROPPED_MAX])
 
 
+def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
+    """These versions and those that they are made of by patches: down to a whole one each."""
+    found: set[int] = set()
+    for version in versions:
+        at = version
+        while at not in found:
+            found.add(at)
+            if at > 0 and not history.notes[at - 1].whole:
+                at -= 1
+    return found
+
+
 def files_of(history: CommitHistory, dropped: Collection[int]) -> Files:
-    """The files of versions that were dropped; without those that a kept version has too."""
-    kept = {history.digest_of(version) for version in history.kept}
+    """The files of versions that were dropped; without those that a kept version has too, or is
+    made of. With them go those that only they were made of."""
+    kept = underlying(history, history.kept)
+    gone = underlying(history, history.kept | set(dropped)) - kept
+    weights = {history.digest_of(version) for version in gone}
+    weights -= {history.digest_of(version) for version in kept}
     blobs = {history.checkpoint_of(version) for version in history.kept}
-    weights = {history.digest_of(version) for version in dropped} - kept
     optimizers = {history.checkpoint_of(version) for version in dropped} - blobs - {""}
     return Files(weights=tuple(sorted(weights)), optimizers=tuple(sorted(optimizers)))

@@ -66,7 +66,7 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.store.store import BlobKind, PolicyStore
+from dora_pipe.store.store import BlobKind, PolicyStore, PublishedVersion
 
 LOG = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ class EffectHandlers:
         assert self._trained is not None
         key, result = self._trained
         assert key == (effect.step, effect.attempt)
-        manifest = yield from self._weights()
+        version = yield from self._version(effect)
         contributions = yield from self._blob(
             "contributions", lambda path: write_contributions(path, result.contributions)
         )
@@ -323,10 +323,19 @@ class EffectHandlers:
         yield PolicyPublished(
             step=effect.step,
             attempt=effect.attempt,
-            manifest=manifest,
+            manifest=version.manifest,
             contributions=contributions,
             checkpoint=checkpoint,
+            whole=version.whole,
+            patch=version.patch,
+            changed_share=version.change.share if version.change else 0.0,
         )
+
+    def _version(self, effect: PublishPolicy) -> Generator[None, None, PublishedVersion]:
+        """Publish the learner's weights as a version, as soon as there is room. Raises NoRoom."""
+        store, save = self._store, self.learner.save_weights
+        publish = partial(store.publish_version, save, before=effect.before, whole=effect.whole)
+        return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 
     def _weights(self) -> Generator[None, None, Manifest]:
         """Publish the learner's weights, as soon as there is room. Raises NoRoom."""
@@ -347,6 +356,7 @@ class EffectHandlers:
         try:
             for digest in effect.weights:
                 self._store.drop_weights(digest)
+                self._store.drop_patch(digest)
             for sha256 in effect.optimizers:
                 self._store.drop_blob("optimizer", sha256)
         except ResourceError as error:

@@ -61,6 +61,10 @@ class PublishPolicy:
     attempt: int
     checkpoint: bool
     """Whether to keep the optimizer state."""
+    before: str = ""
+    """Weights digest of the version that a patch is to be made of; empty: there are no patches."""
+    whole: bool = True
+    """Whether the version is stored whole in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,10 @@ class PolicyPublished:
     manifest: Manifest
     contributions: Blob
     checkpoint: Blob | None
+    whole: bool = True
+    patch: Blob | None = None
+    changed_share: float = 0.0
+    """Of the weights, those that the patch has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

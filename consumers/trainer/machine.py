@@ -38,7 +38,13 @@ import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.config.logged import MINIBATCHES, REFERENCE
-from dora_pipe.consumers.trainer.commits import CommitHistory, droppable, files_of
+from dora_pipe.consumers.trainer.commits import (
+    CHANGED_SHARE,
+    PATCH_SHARE,
+    CommitHistory,
+    droppable,
+    files_of,
+)
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
     BatchFetched,
@@ -86,6 +92,7 @@ class TrainerSetup:
     checkpoint_every: int
     heartbeat_ns: int
     keep_every: int = 0  # of the checkpoints; 0 drops nothing
+    whole_every: int = 1  # of the versions; others are stored as patches
     limits: Limits = DEFAULT_LIMITS
     quiet_ns: int = 0  # statuses without news are so far apart
     transfers: str = ""  # address at which workers get the newest weights
@@ -287,9 +294,16 @@ class TrainerMachine:
             return
         self.phase = "publishing"
         self._trained = event
-        due = (event.step + 1) % self._setup.checkpoint_every == 0
+        version, every = event.step + 1, self._setup.whole_every
+        checkpoint = version % self._setup.checkpoint_every == 0 or self._adopted
         self._out.effects.append(
-            PublishPolicy(step=event.step, attempt=event.attempt, checkpoint=due or self._adopted)
+            PublishPolicy(
+                step=event.step,
+                attempt=event.attempt,
+                checkpoint=checkpoint,
+                before=self.history.digest_of(event.step) if every > 1 else "",
+                whole=checkpoint or version % every == 0,
+            )
         )
 
     def _on_policy(self, event: PolicyPublished, now: Now) -> None:
@@ -405,7 +419,7 @@ class TrainerMachine:
             digest_after=event.manifest.digest,
             policy=event.manifest,
             contributions=event.contributions,
-            figures=dict(self._trained.figures),
+            figures={**self._trained.figures, **_of_patch(event)},
             settings=decision.settings,
             numerics=dict(self._numerics),
             parts=decision.parts,
@@ -417,6 +431,8 @@ class TrainerMachine:
             dropped=droppable(
                 self.history, event.checkpoint, decision.pins, self._setup.keep_every
             ),
+            whole=event.whole,
+            patch=event.patch,
         )
 
     def _ahead_s(self, decision: TakeBatch) -> tuple[float, ...]:
@@ -486,6 +502,14 @@ class TrainerMachine:
         )
         to = Address(self._setup.topics.metrics, KEY)
         self._out.publish += self._schedule.publish(status, to, now.mono_ns)
+
+
+def _of_patch(event: PolicyPublished) -> dict[str, float]:
+    """Figures of a step whose version has a patch."""
+    if event.patch is None:
+        return {}
+    share = event.patch.bytes / max(1, event.manifest.bytes)
+    return {CHANGED_SHARE: event.changed_share, PATCH_SHARE: share}
 
 
 _HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {

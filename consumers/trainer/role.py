@@ -157,6 +157,7 @@ def _serve(
         role_epoch=role_epoch,
         checkpoint_every=here.config.trainer.checkpoint_every,
         keep_every=here.config.store.keep_every,
+        whole_every=here.config.policies.whole_every,
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(timing),
         limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
@@ -251,5 +252,6 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
         trainer=trainer,
         timing=local.timing,
         bus=local.bus,
+        policies=local.policies,
         store=local.store,
     )

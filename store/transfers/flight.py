@@ -76,7 +76,7 @@ DROP: Final = "drop"
 SIZE: Final = "size"
 """The two actions: forget a blob; how many bytes a name has."""
 
-NAME: Final = re.compile(r"(kv|weights)/([0-9a-f]{64}(?:\.safetensors)?)")
+NAME: Final = re.compile(r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)")
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
@@ -401,9 +401,9 @@ class Identity:
 
 
 class FlightTransfers:
-    """See the module. `weights` says where weights of a file name lie on this machine.
+    """See the module. `stored` says where a file of the policy store lies on this machine.
 
-    Example: ``FlightTransfers(MappedFiles(...), identity, weights=lambda name: root / name)``
+    Example: ``FlightTransfers(MappedFiles(...), identity, stored=lambda name: root / name)``
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class FlightTransfers:
         place: MappedFiles,
         identity: Identity,
         *,
-        weights: Callable[[str], Path],
+        stored: Callable[[str], Path],
         streams_max: int = STREAMS_MAX,
         linger_s: float = LINGER_S,
     ) -> None:
@@ -424,7 +424,11 @@ class FlightTransfers:
             f"{identity.scheme}://{identity.host}:{identity.port}",
             token=identity.token,
             run=identity.run,
-            paths={"kv": lambda leaf: place.path(Blob(sha256=leaf, bytes=0)), "weights": weights},
+            paths={
+                "kv": lambda leaf: place.path(Blob(sha256=leaf, bytes=0)),
+                "patches": lambda leaf: stored(f"patches/{leaf}"),
+                "weights": lambda leaf: stored(f"weights/{leaf}"),
+            },
             drop=lambda leaf: place.drop(Blob(sha256=leaf, bytes=1)),
             sent=self._sent.add,
             streams_max=streams_max,
@@ -479,7 +483,7 @@ class FlightTransfers:
         self._server.wait()
 
     def copy(self, peer: str, name: str, target: BinaryIO) -> Lost | None:
-        """Write the bytes of a peer's `weights/<digest>.safetensors`; they are not compared here.
+        """Write the bytes of a peer's file of weights, or a patch; they are not compared here.
 
         None when all of it was written.
         """

@@ -48,11 +48,11 @@ def open_transfers(
     *,
     topics: Topics,
     open_bus: Callable[[], Bus],
-    weights: Callable[[str], Path],
+    stored: Callable[[str], Path],
     clock: Clock,
 ) -> Opened:
-    """What a configuration means. `place` is this machine's directory, `weights` says where weights
-    of a file name lie. Raises ConfigError for a missing token or a file that cannot be read."""
+    """What a configuration means. `place` is this machine's directory, `stored` says where a file
+    of the policy store lies on it. Raises ConfigError for a missing token or file."""
     if section.kind == "none":
         return Opened(transfers=NoTransfers())
     files = MappedFiles(place, clock=clock)
@@ -62,7 +62,7 @@ def open_transfers(
 
     identity = _identity(section, topics.run)
     try:
-        flight = FlightTransfers(files, identity, weights=weights)
+        flight = FlightTransfers(files, identity, stored=stored)
     except (OSError, pa.ArrowException) as error:
         where = f"{identity.host}:{identity.port}"
         raise ConfigError(

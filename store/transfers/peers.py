@@ -100,10 +100,13 @@ class PeerWeights:
         self._having = having
 
     def __call__(self, name: str, target: Path) -> bool:
-        """Write the file of this name; False when no peer gave it."""
-        if not name.startswith("weights/"):
+        """Write the file of this name; False when no peer gave it. Who has weights may have the
+        patch that made them."""
+        folder, _, leaf = name.partition("/")
+        if folder not in ("patches", "weights"):
             return False
-        for peer in self._having(name)[:PEERS_MAX]:
+        weights = f"weights/{leaf.partition('.')[0]}.safetensors"
+        for peer in self._having(weights)[:PEERS_MAX]:
             with target.open("wb") as file:
                 lost = self._source.copy(peer, name, file)
             if lost is None:

@@ -23,7 +23,7 @@ from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
 from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerFinder, PeerWeights
 from dora_pipe.store.transfers.port import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
-from tests.support.stores import Writer
+from tests.support.stores import Writer, publish_walk
 from tests.support.transfers import served
 from tests.support.worker import TOPICS, VirtualClock
 
@@ -45,7 +45,7 @@ def opened(tmp_path: Path, **keys: Any) -> Opened:
         tmp_path / "handover",
         topics=TOPICS,
         open_bus=no_bus,
-        weights=lambda name: tmp_path / name,
+        stored=lambda name: tmp_path / name,
         clock=VirtualClock(),
     )
 
@@ -296,6 +296,10 @@ class CountedFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(source.read_bytes())
 
+    def exists(self, name: str) -> bool:
+        """See `Files`; looking is no reading."""
+        return (self.root / name).is_file()
+
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} is not asked for")
 
@@ -321,6 +325,19 @@ def test_weights_come_from_a_peer_and_the_store_is_not_read(tmp_path: Path) -> N
             other = PolicyStore(tmp_path / "v" / "policies", remote, peers=peers)
             assert other.verify(manifest.digest) == manifest
     assert remote.reads == 0
+
+
+def test_a_patch_comes_from_a_peer_too_and_is_as_good_as_the_whole(tmp_path: Path) -> None:
+    remote = CountedFiles(tmp_path / "remote")
+    trainer = PolicyStore(tmp_path / "t" / "policies", remote)
+    first, second = publish_walk(trainer, 2, whole_every=8)
+    worker = PolicyStore(tmp_path / "w" / "policies", remote)
+    worker.weights(first.manifest.digest)
+    with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
+        peers = PeerWeights(target, peers_of(source.address))
+        store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers, patched=True)
+        assert store.verify(second.manifest.digest) == second.manifest
+    assert remote.reads == 1
 
 
 @pytest.mark.parametrize("case", ["nobody", "gone", "dead", "other weights", "no weights", "torn"])

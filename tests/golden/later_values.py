@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from dora_pipe.schemas import control, metrics, rounds
+from dora_pipe.schemas.policy import Blob
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.values import AT_NS, CONTROL, COST, DIGEST, GROUP, ROUND, SHA256
 
@@ -362,3 +363,11 @@ COMMITTED_PARTS = msgspec.structs.replace(
     ahead_s=(0.75,),
 )
 """Its commit."""
+
+COMMITTED_PATCH = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
+    figures={"loss": -0.25, "changed_share": 0.0109375, "patch_share": 0.0140625},
+    whole=False,
+    patch=Blob(sha256="9" * 64, bytes=4096),
+)
+"""A commit whose version is stored as a patch alone."""

@@ -114,6 +114,7 @@ def files() -> dict[str, bytes]:
         "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
         "decisions/round-in-flight.json": encode(later_values.ROUND_IN_FLIGHT),
         "control/step-committed-parts.json": encode(later_values.COMMITTED_PARTS),
+        "control/step-committed-patch.json": encode(later_values.COMMITTED_PATCH),
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),

@@ -29,6 +29,7 @@ from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore
+from tests.support.stores import Walk
 
 TOPICS = Topics("r")
 WAIT_S = 20.0
@@ -177,6 +178,29 @@ def test_policy_file_is_met_before_and_after_it_has_its_name(
     store = PolicyStore(tmp_path / "policies")
     manifest = store.publish_weights(initial_weights)
     assert store.verify(manifest.digest) == manifest
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("moment", "what"), [("named", "patch"), ("named", "weights")])
+def test_a_version_whose_patch_has_its_name_and_whose_commit_never_came_is_published_again(
+    tmp_path: Path, moment: FileMoment, what: str, whole: bool
+) -> None:
+    files, store = Files(tmp_path), PolicyStore(tmp_path / "policies")
+    first = store.publish_weights(Walk(0)).digest
+    _order(files, moment, what, nth=1)
+
+    def publish() -> None:
+        injector = Injector(files, "w0", TOPICS)
+        struck = FaultStore(tmp_path / "policies", injector)
+        struck.publish_version(Walk(1), before=first, whole=whole)
+
+    assert _in_child(publish) == -signal.SIGKILL
+    assert len(list((tmp_path / "policies" / "patches").iterdir())) == 1
+    again = store.publish_version(Walk(1), before=first, whole=whole)
+    assert again.whole == whole and again.patch is not None
+    assert store.verify(again.manifest.digest) == again.manifest
+    other = store.publish_version(Walk(2), before=first, whole=False)  # another attempt
+    assert store.verify(other.manifest.digest) == other.manifest
 
 
 def test_whereabouts_tell_what_every_thread_does(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pyarrow import fs
 
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.arrow_files import ArrowFiles, open_files
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
+from dora_pipe.store.store import PolicyStore, PublishedVersion
 
 _COUNTER = itertools.count()
 
@@ -98,3 +100,31 @@ def s3_files(request: pytest.FixtureRequest) -> ArrowFiles:
     system.create_dir(bucket)
     folder = f"run-{next(_COUNTER)}"  # A bucket of this process outlives its server.
     return open_files(f"s3://{bucket}/prefix?{options}", folder=folder)
+
+
+class Walk:
+    """Writes versions of a policy of 4000 numbers: in each, 40 others have changed.
+
+    Example: ``published = publish_walk(store, 5, whole_every=4)``
+    """
+
+    def __init__(self, version: int) -> None:
+        weights = np.zeros(4000, "<u2")
+        for one in range(1, version + 1):
+            weights[np.random.default_rng(one).integers(0, 4000, 40)] = one
+        self.data = weights.tobytes()
+
+    def __call__(self, path: Path) -> Manifest:
+        """See `PolicyStore.publish_weights`."""
+        source = TensorSource(name="x", dtype="BF16", shape=(4000,), data=lambda: self.data)
+        return write_tensors(path, [source])
+
+
+def publish_walk(store: PolicyStore, versions: int, *, whole_every: int) -> list[PublishedVersion]:
+    """Publish versions 0 to `versions` - 1, each with a patch of the one before."""
+    found: list[PublishedVersion] = []
+    for version in range(versions):
+        before = found[-1].manifest.digest if found else ""
+        whole = version % whole_every == 0
+        found.append(store.publish_version(Walk(version), before=before, whole=whole))
+    return found

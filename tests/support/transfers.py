@@ -186,7 +186,7 @@ def served(
     transfers = FlightTransfers(
         place,
         Identity(token=token, run=run, host=HOST, port=port),
-        weights=lambda name: folder / "policies" / "weights" / name,
+        stored=lambda name: folder / "policies" / name,
         streams_max=streams_max,
         linger_s=linger_s,
     )

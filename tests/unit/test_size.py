@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 98_600
-WITH_BENCHES_LINES_MAX = 114_200
-TESTS_LINES_MAX = 97_900
-SMALL_MODULES_MAX = 13
+INSTALLED_LINES_MAX = 99_250
+WITH_BENCHES_LINES_MAX = 114_950
+TESTS_LINES_MAX = 98_650
+SMALL_MODULES_MAX = 14
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 19_900
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_200
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

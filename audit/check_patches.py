@@ -1,0 +1,110 @@
+"""Holds the patches of the policy store against the commits that name them.
+
+Versions are made of them in a folder that is gone afterwards, one after the other: copies that were
+made before are not looked at, since nothing rests on them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from dora_pipe.audit.findings import Findings
+from dora_pipe.consumers.trainer.commits import PATCH_SHARE
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.patch import opened_patch
+from dora_pipe.store.store import PolicyStore, file_sha256
+
+
+class PatchCheck:
+    """Looks at patches in the order of their versions; `absent` gets what may have been dropped.
+
+    Example: ``with PatchCheck(store, findings, absent) as patches: patches.look(fact)``
+    """
+
+    def __init__(
+        self, store: PolicyStore, findings: Findings, absent: dict[tuple[str, int], str]
+    ) -> None:
+        self._store = store
+        self._findings = findings
+        self._absent = absent
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._last: tuple[str, Path] | None = None
+        self._unproven = -1
+        """The newest version that could not be made."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def look(self, fact: StepCommitted) -> None:
+        """The patch is what the commit names, and makes its version of the one before."""
+        version = fact.step + 1
+        who = f"patch of version {version}"
+        if fact.patch is None:
+            if not fact.whole:
+                self._findings.add("policies", who, "its version is there neither whole nor so")
+            return
+        self._findings.looked["policies"] += 1
+        if not self._is_named(who, fact):
+            self._unproven = -1 if fact.whole else version
+            return
+        if fact.whole and self._unproven == fact.step:
+            return  # The version before was lost, which was said of it; this one is there whole.
+        try:
+            made = self._made(fact.digest_before, fact.digest_after)
+        except PolicyError as error:
+            # One beside a whole file is of no use once the version before was dropped.
+            self._absent[who, fact.step if fact.whole else version] = error.message
+            self._unproven = -1 if fact.whole else version
+            return
+        message = "what it makes is not what its commit says"
+        expected = (fact.policy.bytes, set(fact.policy.tensors))
+        found = (made.bytes, set(made.tensors))
+        self._findings.same("policies", who, message, expected=expected, found=found)
+        share = fact.patch.bytes / max(1, made.bytes)
+        message = f"the figure {PATCH_SHARE} of its commit is not that of its bytes"
+        told = fact.figures.get(PATCH_SHARE)
+        self._findings.same("policies", who, message, expected=share, found=told)
+
+    def _is_named(self, who: str, fact: StepCommitted) -> bool:
+        """Whether the file is there and is the one that the commit names."""
+        assert fact.patch is not None
+        try:
+            path = self._store.patch(fact.digest_after)
+            found = (path.stat().st_size, file_sha256(path))
+        except FileNotFoundError:
+            self._absent[who, fact.step + 1] = f"no patch at {path}"
+            return False
+        except PolicyError as error:
+            self._absent[who, fact.step + 1] = error.message
+            return False
+        expected = (fact.patch.bytes, fact.patch.sha256)
+        message = "is another file than the commit names (bytes, sha256)"
+        return self._findings.same("policies", who, message, expected=expected, found=found)
+
+    def _made(self, before: str, after: str) -> Manifest:
+        """What the patch makes of the version before: of the one made last, or of what lies in the
+        store. Raises PolicyError, ResourceError."""
+        with opened_patch(self._store.patch(after)) as patch:
+            if (patch.before, patch.after) != (before, after):
+                raise PolicyError(f"{patch.where} is between other versions than its commit")
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-audit-")
+        path = Path(self._folder.name) / f"{after}.safetensors"
+        last = self._last
+
+        def here(digest: str) -> Path | None:
+            return last[1] if last is not None and last[0] == digest else None
+
+        manifest = self._store.make(after, path, here)
+        if last is not None and last[1] != path:
+            last[1].unlink()
+        self._last = (after, path)
+        return manifest

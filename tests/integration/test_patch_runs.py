@@ -1,0 +1,218 @@
+"""Whole runs whose versions are mostly patches: they end, audit holds, all versions are there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.audit.archive import POLICIES, Archiver, copy_policies
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.prune import plan_prune, prune
+from dora_pipe.audit.reading import records_of
+from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.commits import OF_PATCHES
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.store.copies import MADE
+from dora_pipe.store.store import PolicyStore, patch_name, weights_name
+from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
+from tests.support.worker import VirtualClock
+
+STEPS = 11
+
+
+def patched_run(directory: Path, **changes: Any) -> Cluster:
+    """A run that has ended; a whole version every 4, a checkpoint every 6; roles died in it."""
+    config = make_config(
+        run__steps=STEPS,
+        run__name="patched",
+        policies__whole_every=4,
+        trainer__checkpoint_every=6,
+        **changes,
+    )
+    cluster = Cluster(directory, config, on_disk=False)
+    for version, role in ((2, TRAINER), (5, ORCHESTRATOR), (6, "w0"), (7, TRAINER)):
+        cluster.until(lambda version=version: cluster.version >= version)  # type: ignore[misc]
+        cluster.restart(role)
+    cluster.run()
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with patched_run(tmp_path_factory.mktemp("patched")) as cluster:
+        yield cluster
+
+
+def commits(cluster: Cluster) -> list[StepCommitted]:
+    control = TopicPartition(cluster.topics.control, 0)
+    found = [
+        decode_control(one.value)
+        for one in records_of(cluster.bus, {control: cluster.bus.end(control)})
+    ]
+    return [one for one in found if isinstance(one, StepCommitted)]
+
+
+def digests_of(cluster: Cluster) -> list[str]:
+    history = read_history(cluster.bus, cluster.topics, VirtualClock())
+    return [history.digest_of(version) for version in range(history.next_step + 1)]
+
+
+def store_alone(cluster: Cluster, directory: Path) -> PolicyStore:
+    """The run's store on another machine: without the copies that were made in the run."""
+    shutil.copytree(cluster.store.root, directory, ignore=shutil.ignore_patterns(MADE))
+    return PolicyStore(directory)
+
+
+def test_the_commits_say_what_of_each_version_lies_in_the_store(over: Cluster) -> None:
+    found = commits(over)
+    assert [one.whole for one in found] == [
+        (one.step + 1) % 4 == 0 or (one.step + 1) % 6 == 0 for one in found
+    ]
+    for one in found:
+        assert one.patch is not None
+        assert one.figures.keys() >= OF_PATCHES
+        assert over.store.has_whole(one.digest_after) == one.whole
+        path = over.store.root / patch_name(one.digest_after)
+        assert path.stat().st_size == one.patch.bytes
+
+
+def test_audit_holds_and_does_not_look_at_copies(over: Cluster) -> None:
+    before = over.store.everything()
+    found = audit(over.bus, over.topics, over.store)
+    assert not found.violations
+    assert over.store.everything() == before
+
+
+def test_steps_are_replayed_bit_by_bit(over: Cluster) -> None:
+    assert all(line.equal for line in over.replayed(0, STEPS - 1))
+
+
+def test_every_version_is_to_be_had_from_the_store_alone(over: Cluster, tmp_path: Path) -> None:
+    store = store_alone(over, tmp_path / "p")
+    told: list[Rebuilt] = []
+    rebuilder = Rebuilder(
+        over.bus,
+        over.topics,
+        store,
+        make_learner=lambda started: SimulatedLearner(),
+        clock=VirtualClock(),
+        on_rebuilt=told.append,
+    )
+    for version, digest in enumerate(digests_of(over)):
+        assert rebuilder.weights(version).is_file()
+        assert store.verify(digest).digest == digest
+    assert not told
+
+
+def test_a_version_whose_patch_is_damaged_is_trained_again(over: Cluster, tmp_path: Path) -> None:
+    store, told, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
+    damaged = store.root / patch_name(digests[2])
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    rebuilder = Rebuilder(
+        over.bus,
+        over.topics,
+        store,
+        make_learner=lambda started: SimulatedLearner(),
+        clock=VirtualClock(),
+        on_rebuilt=told.append,
+    )
+    rebuilder.weights(3)
+    assert [one.version for one in told] == [3]
+    assert store.verify(digests[3]).digest == digests[3]
+
+
+@pytest.mark.parametrize("case", ["lost", "damaged", "of another", "whole lost"])
+def test_audit_names_what_is_wrong_with_a_patch(over: Cluster, tmp_path: Path, case: str) -> None:
+    store, digests = store_alone(over, tmp_path / "p"), digests_of(over)
+    path = store.root / patch_name(digests[3])
+    if case == "lost":
+        path.unlink()
+    elif case == "damaged":
+        data = bytearray(path.read_bytes())
+        data[20] ^= 1
+        path.write_bytes(data)
+    elif case == "of another":
+        path.write_bytes((store.root / patch_name(digests[2])).read_bytes())
+    else:
+        (store.root / weights_name(digests[4])).unlink()
+    said = [one.line for one in audit(over.bus, over.topics, store).violations]
+    assert said
+    subject = "version 4" if case == "whole lost" else "patch of version 3"
+    assert subject in said[0]
+    assert len(said) == 1, said
+
+
+def test_an_archive_has_the_patches_and_is_audited_by_itself(over: Cluster, tmp_path: Path) -> None:
+    with closing(Archiver(over.bus, over.topics, tmp_path)) as archiver:
+        archiver.once()
+    copied = copy_policies(tmp_path, over.topics, over.store)
+    assert not copied.absent
+    assert not copy_policies(tmp_path, over.topics, over.store).files
+    store = PolicyStore(tmp_path / POLICIES)
+    for digest in digests_of(over):
+        assert store.verify(digest).digest == digest
+    wholes = len(list((tmp_path / POLICIES / "weights").iterdir()))
+    assert wholes == 1 + sum(one.whole for one in commits(over))
+
+
+def test_prune_takes_copies_and_leaves_what_versions_are_made_of(
+    over: Cluster, tmp_path: Path
+) -> None:
+    shutil.copytree(over.store.root, tmp_path / "p")
+    store, digests = PolicyStore(tmp_path / "p"), digests_of(over)
+    plan = plan_prune(
+        over.bus,
+        over.topics,
+        store,
+        keep_every=1,
+        stopped=False,
+        clock=VirtualClock(),
+        keep=(2,),
+    )
+    assert {one.why for one in plan.candidates} == {"copy", "retention"}
+    for one in plan.candidates:
+        store.remove(one.file)
+    assert 3 in plan.versions and 2 not in plan.versions
+    kept = sorted(set(range(STEPS + 1)) - set(plan.versions))
+    for version in kept:
+        assert store.verify(digests[version]).digest == digests[version]
+    assert not store.has_weights(digests[3])
+
+
+@pytest.mark.parametrize("whole_every", [3, 50])
+def test_a_run_that_drops_versions_keeps_what_the_kept_ones_are_made_of(
+    tmp_path: Path, whole_every: int
+) -> None:
+    config = make_config(
+        run__steps=14,
+        run__name="dropping",
+        policies__whole_every=whole_every,
+        trainer__checkpoint_every=5,
+        store__keep_every=1,
+    )
+    with Cluster(tmp_path, config, on_disk=False) as cluster:
+        for version, role in ((4, TRAINER), (9, TRAINER)):
+            cluster.until(lambda version=version: cluster.version >= version)  # type: ignore[misc]
+            cluster.restart(role)
+        cluster.run()
+        history = read_history(cluster.bus, cluster.topics, VirtualClock())
+        digests = digests_of(cluster)
+        assert len(history.kept) < 14
+        store = store_alone(cluster, tmp_path / "p")
+        for version in history.kept:
+            assert store.verify(digests[version]).digest == digests[version]
+        assert not audit(cluster.bus, cluster.topics, store).violations
+        where = (cluster.bus, cluster.topics, store)
+        plan = plan_prune(*where, keep_every=0, stopped=False, clock=VirtualClock())
+        assert {one.why for one in plan.candidates} == {"copy"}
+        prune(*where, plan, user="somebody", clock=VirtualClock())
+        for version in history.kept:
+            assert store.verify(digests[version]).digest == digests[version]

@@ -1,0 +1,245 @@
+"""Whoever asks a store for weights gets a whole file, however the version lies there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store import store as stores
+from dora_pipe.store.arrow_files import open_files
+from dora_pipe.store.copies import KEEP_S
+from dora_pipe.store.files import Files, LocalFiles
+from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.store import PolicyStore, patch_name, weights_name
+from tests.support.stores import Walk, publish_walk
+from tests.support.worker import VirtualClock
+
+
+class Counted:
+    """A store elsewhere that remembers what was read."""
+
+    def __init__(self, inner: Files) -> None:
+        self._inner = inner
+        self.read: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def get(self, name: str, target: Path) -> bool:
+        """See Files."""
+        self.read.append(name)
+        return self._inner.get(name, target)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Counted]:
+    yield Counted(open_files(f"file://{tmp_path}/shared/x"))
+
+
+def machine(tmp_path: Path, name: str, files: Counted) -> PolicyStore:
+    return PolicyStore(
+        tmp_path / name,
+        files,  # type: ignore[arg-type]
+        clock=VirtualClock(),
+        patched=True,
+    )
+
+
+def flip(path: Path) -> None:
+    """Damage one byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_of_the_versions_between_whole_ones_only_patches_lie_in_the_store(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path)
+    published = publish_walk(store, 6, whole_every=4)
+    assert [one.whole for one in published] == [True, False, False, False, True, False]
+    assert [one.patch is not None for one in published] == [False, *[True] * 5]
+    assert len(list((tmp_path / "weights").iterdir())) == 2
+    for version, one in enumerate(published):
+        digest = one.manifest.digest
+        assert store.has_weights(digest)
+        assert store.verify(digest) == one.manifest
+        path = tmp_path / "expected"
+        Walk(version)(path)
+        assert store.weights(digest).read_bytes() == path.read_bytes()
+        if one.patch is not None and one.change is not None:
+            assert one.patch.bytes < one.manifest.bytes / 10
+            assert 0 < one.change.changed <= 40
+
+
+def test_without_copies_the_same_files_are_made_again_of_the_patches(tmp_path: Path) -> None:
+    published = publish_walk(PolicyStore(tmp_path), 6, whole_every=4)
+    for copy in (tmp_path / "made").iterdir():
+        copy.unlink()
+    store = PolicyStore(tmp_path)
+    for one in published:
+        assert store.verify(one.manifest.digest) == one.manifest
+    assert len(list((tmp_path / "made").iterdir())) == 4
+
+
+def test_a_damaged_copy_is_made_again_where_weights_are_compared(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path)
+    published = publish_walk(store, 3, whole_every=4)
+    flip(store.weights(published[2].manifest.digest))
+    assert store.verify(published[2].manifest.digest) == published[2].manifest
+
+
+def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
+    tmp_path: Path, elsewhere: Counted
+) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    worker = machine(tmp_path, "m1", elsewhere)
+    for one in published[:2]:
+        worker.weights(one.manifest.digest)
+    elsewhere.read.clear()
+    digests = [one.manifest.digest for one in published]
+    assert read_manifest(worker.weights(digests[3])) == published[3].manifest
+    assert elsewhere.read == [patch_name(digests[3]), patch_name(digests[2])]
+    elsewhere.read.clear()
+    worker.weights(digests[4])  # It lies there whole, too.
+    assert elsewhere.read == [patch_name(digests[4])]
+
+
+def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patches_after_it(
+    tmp_path: Path, elsewhere: Counted
+) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 7, whole_every=4)
+    digests = [one.manifest.digest for one in published]
+    worker = machine(tmp_path, "m1", elsewhere)
+    assert worker.verify(digests[6]) == published[6].manifest
+    assert elsewhere.read == [
+        patch_name(digests[6]),
+        patch_name(digests[5]),
+        weights_name(digests[4]),
+    ]
+    assert machine(tmp_path, "m2", elsewhere).verify(digests[4]) == published[4].manifest
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
+    tmp_path: Path, elsewhere: Counted, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    digests = [one.manifest.digest for one in published]
+    for digest in (digests[3], digests[4]):
+        at = tmp_path / "shared" / "x" / patch_name(digest)
+        if how == "lost":
+            at.unlink()
+        else:
+            flip(at)
+    worker = machine(tmp_path, "m1", elsewhere)
+    worker.weights(digests[2])
+    with caplog.at_level(logging.WARNING):
+        assert read_manifest(worker.weights(digests[4])) == published[4].manifest
+    assert patch_name(digests[4]) in caplog.text
+    with pytest.raises(PolicyError, match=f"no .*{digests[3][:12]}|{digests[3]}") as refused:
+        worker.weights(digests[3])
+    if how == "damaged":
+        assert "dora-pipe replay" in (refused.value.hint or "")
+    assert worker.verify(digests[5]) == published[5].manifest
+
+
+def test_a_local_patch_that_is_damaged_is_named_and_the_others_still_serve(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path)
+    published = publish_walk(store, 6, whole_every=4)
+    digests = [one.manifest.digest for one in published]
+    for copy in (tmp_path / "made").iterdir():
+        copy.unlink()
+    flip(tmp_path / patch_name(digests[2]))
+    for version in (2, 3):
+        with pytest.raises(PolicyError, match=patch_name(digests[2])) as refused:
+            store.weights(digests[version])
+        assert "dora-pipe replay" in (refused.value.hint or "")
+    for version in (0, 1, 4, 5):
+        assert store.verify(digests[version]) == published[version].manifest
+
+
+def test_what_was_made_leaves_when_there_is_no_room_for_it_and_is_made_again(
+    tmp_path: Path,
+) -> None:
+    clock = VirtualClock()
+    store = PolicyStore(tmp_path, cache_bytes_max=20_000, clock=clock)
+    published = publish_walk(store, 4, whole_every=8)
+    old_ns = clock.wall_ns() - int((KEEP_S + 60) * 1e9)
+    for copy in (tmp_path / "made").iterdir():
+        os.utime(copy, ns=(old_ns, old_ns))
+    held = store.held_weights(published[3].manifest.digest)
+    store.publish_version(Walk(4), before=published[3].manifest.digest, whole=False)
+    assert len(list((tmp_path / "made").iterdir())) == 2
+    assert held.is_file()
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+    for one in published:
+        assert store.verify(one.manifest.digest) == one.manifest
+
+
+def test_patches_never_go_in_a_circle(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path)
+    digests: list[str] = []
+    for version in (0, 1, 2, 1, 2, 2):
+        before = digests[-1] if digests else ""
+        one = store.publish_version(Walk(version), before=before, whole=not digests)
+        digests.append(one.manifest.digest)
+    for folder, files in (("made", 2), ("patches", 2), ("weights", 3)):
+        assert len(list((tmp_path / folder).iterdir())) == files, folder
+    for copy in (tmp_path / "made").iterdir():
+        copy.unlink()
+    for digest in digests:
+        assert store.verify(digest).digest == digest
+
+
+def test_a_version_whose_forerunner_is_gone_is_stored_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PolicyStore(tmp_path)
+    one = store.publish_version(Walk(1), before="0" * 64, whole=False)
+    assert (one.whole, one.patch) == (True, None)
+    assert "is stored whole" in caplog.text
+
+
+def test_more_patches_than_there_may_be_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "CHAIN_MAX", 2)
+    published = publish_walk(PolicyStore(tmp_path), 4, whole_every=8)
+    for copy in (tmp_path / "made").iterdir():
+        copy.unlink()
+    store = PolicyStore(tmp_path)
+    with pytest.raises(PolicyError, match="more than 2 patches"):
+        store.weights(published[3].manifest.digest)
+    assert store.weights(published[2].manifest.digest).is_file()
+
+
+def test_patches_are_listed_dropped_and_copies_with_their_version(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path)
+    first, second = publish_walk(store, 2, whole_every=4)
+    digest = second.manifest.digest
+    names = [one.name for one in store.everything()]
+    assert names == [
+        f"made/{digest}.safetensors",
+        patch_name(digest),
+        weights_name(first.manifest.digest),
+    ]
+    assert not store.drop_weights(digest)
+    assert store.drop_patch(digest)
+    assert not store.drop_patch(digest)
+    assert [one.name for one in store.everything()] == [weights_name(first.manifest.digest)]
+
+
+def test_a_patch_under_another_name_is_refused(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path)
+    published = publish_walk(store, 3, whole_every=4)
+    files = LocalFiles(tmp_path)
+    one, two = (files.root / patch_name(one.manifest.digest) for one in published[1:])
+    two.write_bytes(one.read_bytes())
+    for copy in (tmp_path / "made").iterdir():
+        copy.unlink()
+    with pytest.raises(PolicyError, match="makes another version"):
+        store.weights(published[2].manifest.digest)

@@ -1,0 +1,37 @@
+"""A run with all that bounds the memory of a step: it holds, and its steps come out bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora_pipe.audit.auditor import audit
+from tests.integration.test_objective_runs import again, commits_of
+from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.models import make_qwen2
+
+STEPS = 3
+
+
+def test_run_with_little_memory_comes_out_bit_for_bit(tmp_path: Path) -> None:
+    config = make_config(
+        run__steps=STEPS,
+        run__name="little",
+        sampling__max_tokens=24,
+        objective__kl=0.1,
+        trainer__minibatches=2,
+        trainer__checkpoint_every=2,
+        trainer__packing=True,
+        trainer__gradient_checkpointing=True,
+        trainer__head_chunk_tokens=16,
+    )
+    parts = TorchParts(make_qwen2(tmp_path / "model"))
+    with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
+        running.until(lambda: running.version >= 1)
+        running.restart("trainer")
+        running.run()
+        report = audit(running.bus, running.topics, running.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        numerics = [commit.numerics for commit in commits_of(running)]
+        assert {(one["packing"], one["head_chunk_tokens"]) for one in numerics} == {("on", "16")}
+        lines = again(running, last=STEPS)
+        assert [line.replayed.equal for line in lines] == [True] * STEPS

@@ -243,6 +243,37 @@ def moves(
             _emit_figures(list(moved), as_json=as_json)
 
 
+def policies(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, each a version.")] = 40,
+    learning_rate: Annotated[float, typer.Option(min=1e-12)] = 1e-6,
+    whole_every: Annotated[int, typer.Option(min=1, help="As policies.whole_every.")] = 8,
+    warm_steps: Annotated[
+        int, typer.Option(min=1, help="Steps on demonstrations before the first version.")
+    ] = 60,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, help="That get the last version; may be repeated.")
+    ] = None,
+    store_mb_s: Annotated[int, typer.Option(min=0, help="Of a store that they share.")] = 200,
+    as_json: JsonOption = False,
+) -> None:
+    """Versions of 25 million weights in bfloat16 as patches, beside whole files: how much changes
+    in a step, how large patches are, how long they take, and when workers have a version."""
+    from dora_pipe.bench.policies import bench_hosts, bench_steps
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as name:
+        folder = Path(name).resolve()
+        figure, digests = bench_steps(
+            folder,
+            steps=steps,
+            learning_rate=learning_rate,
+            whole_every=whole_every,
+            warm_steps=warm_steps,
+        )
+        _emit_figures([figure], as_json=as_json)
+        hosts = bench_hosts(folder, digests, workers or (4,), store_mb_s=store_mb_s)
+        _emit_figures(list(hosts), as_json=as_json)
+
+
 def plan(
     workers: Annotated[
         list[int] | None, typer.Option(help="Sizes to measure; may be repeated.")

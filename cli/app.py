@@ -63,6 +63,7 @@ BENCHES: Final[Panels] = {
         "memory": ("bench.commands:memory", "Peak memory of a training step."),
         "load": ("bench.commands:load", "Memory of a worker that takes a version."),
         "moves": ("bench.commands:moves", "How soon a moved request goes on."),
+        "policies": ("bench.commands:policies", "What versions cost as patches."),
         "plan": ("bench.commands:plan", "Cost of a round of the planner."),
         "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),
         "restart": ("bench.commands:restart", "Time of an orchestrator's restart."),

@@ -15,7 +15,13 @@ from dora_pipe.producers.tasks.serving import TaskHost
 
 
 def serve_task(
-    path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    listen: str,
+    name: str,
+    processes: int,
+    keep_s: float,
 ) -> None:
     """Serve, and say where. Raises ConfigError for an unknown task or address, ResourceError where
     nobody can listen there."""
@@ -34,7 +40,7 @@ def serve_task(
         signal.signal(one, lambda number, _: stopped.append(number))
     token = token_of(task.url_token_file)
     try:
-        host = TaskHost(task, address, token=token, processes_max=processes)
+        host = TaskHost(task, address, token=token, processes_max=processes, keep_s=keep_s)
     except OSError as error:
         raise ResourceError(f"nobody can listen at {listen}: {error}") from error
     with host:

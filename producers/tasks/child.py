@@ -18,6 +18,7 @@ from dora_pipe.producers.tasks.calls import (
     Abandon,
     Deferred,
     EndEpisode,
+    PromptCall,
     Setup,
     Up,
     pack,
@@ -84,6 +85,12 @@ class OpenCall:
     """Processes that died while it was deferred there: it may be what kills them."""
     avoid: Child | None = None
     """Where its request's episode failed before."""
+    claims: PromptCall | None = None
+    """It looks for a kept episode; where that is nowhere, this is asked."""
+    asked: set[str] = field(default_factory=set)
+    """Servers that do not have it."""
+    since_ns: int = 0
+    """When it was looked for first."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -167,6 +174,10 @@ class Child:
         if self.episodes.pop(episode, None) is not None:
             self.closing_until_ns = now_ns + int(CLOSE_S * _NS)
             self._down += pack(EndEpisode(episode))
+
+    def leave(self, episode: int) -> None:
+        """Have no more to do with an episode, which stays open where it is."""
+        self.episodes.pop(episode, None)
 
     def defer(self, call: OpenCall, frame: Deferred, now_ns: int) -> None:
         """A call goes on beside the others: after a pause, or when a thread is free. Its time

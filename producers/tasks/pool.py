@@ -35,6 +35,7 @@ from dora_pipe.producers.tasks.calls import (
     GroupCall,
     GroupRewarded,
     Hello,
+    NotKept,
     PromptCall,
     PromptReady,
     Refused,
@@ -50,9 +51,11 @@ from dora_pipe.producers.tasks.calls import (
     pack,
 )
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
+from dora_pipe.producers.tasks.claims import Claims, claim_of, keyed
 from dora_pipe.producers.tasks.interpreter import Interpreter
+from dora_pipe.producers.tasks.limits import EPISODE_TIMEOUT, LATE, episode_too_long, late, limit_s
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
-from dora_pipe.producers.tasks.servers import BAD_MAX, Places, is_working, words_of
+from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
 from dora_pipe.schemas.metrics import FailingPlace
 
 QUEUE_MAX: Final = 8192
@@ -70,13 +73,6 @@ UNREACHED_MAX: Final = 8
 
 CONNECT_S: Final = 10.0
 """For the first word of a server."""
-
-BACKOFF_FIRST_S: Final = 0.1
-BACKOFF_MAX_S: Final = 5.0
-"""Before the second, third, ... process in a row is started again; the first at once."""
-
-EPISODE_TIMEOUT: Final = "EpisodeTimeout"
-LATE: Final = ("TimedOut", EPISODE_TIMEOUT)
 
 _NS: Final = 1_000_000_000
 _WAIT_S: Final = 0.25
@@ -99,8 +95,9 @@ class TaskPool:
 
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
-    def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
-        self._task = task
+    def __init__(self, task: model.Task, *, clock: Clock | None = None, run: str = "") -> None:
+        """`run`: what no other run is called, for servers that keep its episodes; empty: none."""
+        self._task, self._run = task, run if task.url else ""
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
         self._token = token_of(task.url_token_file) if task.url else b""
@@ -108,9 +105,10 @@ class TaskPool:
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
+        self._claims = Claims()
         self._open: dict[str, OpenCall] = {}
-        self._episodes: dict[str, tuple[Child, int, bool]] = {}
-        """Where a request's episode is, its number, and whether it has tools."""
+        self._episodes: dict[str, tuple[Child, int, PromptReady]] = {}
+        """Where a request's episode is, its number, and how it began."""
         self._ends_ns: dict[str, int] = {}
         """When a request's episode has taken too long, where there is such a limit."""
         self._lost: dict[str, tuple[str, Child]] = {}
@@ -120,9 +118,7 @@ class TaskPool:
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
-        self._deaths_in_a_row = 0
-        self._last_death = ""
-        self._start_at_ns = 0
+        self._deaths = Deaths()
         self._closed = False
         self.deaths = 0
         """Processes that died or were killed for a time-out, since the start."""
@@ -160,7 +156,7 @@ class TaskPool:
     def start(self, effect: TaskCall | Forget) -> None:
         """Begin an effect (see `submit`, `forget`)."""
         if isinstance(effect, Forget):
-            self.forget(effect.request)
+            self.forget(effect.request, keep=effect.keep)
             self._suspected.pop(effect.request, None)
         else:
             self.submit(effect)
@@ -183,12 +179,18 @@ class TaskPool:
             return
         if isinstance(call, EnvStep) and self._left_ns(call.request) <= 0:
             self._end_episode(call.request)
-            self._fail(call.request, EPISODE_TIMEOUT, self._too_long())
+            self._fail(call.request, EPISODE_TIMEOUT, episode_too_long(self._task))
             return
+        if self._run and isinstance(call, PromptCall):
+            call = keyed(call, self._run)
+            if call.again:
+                self._enqueue(claim_of(call), claims=call)
+                return
         self._enqueue(call, avoid=None if lost is None else lost[1])
 
-    def forget(self, request: str) -> None:
-        """Drop a request's call and episode without an event; also events not yet polled."""
+    def forget(self, request: str, *, keep: bool = False) -> None:
+        """Drop a request's call and episode without an event; also events not yet polled. With
+        `keep` the episode stays open, where it is kept."""
         call = self._open.pop(request, None)
         if call is not None:
             call.forgotten = True
@@ -200,7 +202,7 @@ class TaskPool:
         self._lost.pop(request, None)
         if any(event.request == request for event in self._events):
             self._events = [event for event in self._events if event.request != request]
-        self._end_episode(request)
+        self._end_episode(request, keep=keep)
 
     def poll(self, wait_s: float = 0.0) -> list[TaskEvent]:
         """Events since the last call; waits up to `wait_s` seconds for the first.
@@ -242,14 +244,18 @@ class TaskPool:
 
     # Calls on their way down.
 
-    def _enqueue(self, call: TaskCall, *, avoid: Child | None) -> None:
+    def _enqueue(
+        self, call: TaskCall, *, avoid: Child | None = None, claims: PromptCall | None = None
+    ) -> None:
         self._number += 1
         held = self._episodes.get(call.request)
         try:
             if held is None and isinstance(call, EnvStep):
                 raise ValueError("the request has no episode")
             left_s = self._left_ns(call.request) / _NS if isinstance(call, EnvStep) else math.inf
-            seconds = min(left_s, self._limit_s(call, tools=held is not None and held[2]))
+            seconds = min(
+                left_s, limit_s(self._task, call, tools=held is not None and bool(held[2].tools))
+            )
             frame = pack(Call(self._number, held[1] if held else None, call, seconds))
         except ValueError as error:  # too long, or no Unicode
             self._fail(call.request, type(error).__name__, str(error))
@@ -262,31 +268,24 @@ class TaskPool:
             late="TimedOut" if seconds < left_s else EPISODE_TIMEOUT,
             deaths=self._suspected.get(call.request, 0),
             avoid=avoid,
+            claims=claims,
+            since_ns=self._clock.now_ns(),
             agent=isinstance(call, AgentCall),
             threaded=isinstance(call, EnvStep | PromptCall | AgentCall),
         )
         self._open[call.request] = opened
-        if held is None:
+        if claims is not None:
+            self._claims.add(opened)
+        elif held is None:
             self._queue.append(opened)
         else:
             opened.episode = held[1]
             held[0].pinned.append(opened)
 
-    def _limit_s(self, call: TaskCall, *, tools: bool) -> float:
-        if isinstance(call, RewardCall | GroupCall):
-            return self._task.reward_timeout_s
-        if isinstance(call, AgentCall):
-            return self._task.agent_timeout_s
-        seconds = self._task.environment_timeout_s
-        return seconds + (self._task.tool_timeout_s or seconds) if tools else seconds
-
     def _left_ns(self, request: str) -> float:
         """What is left of the time of a request's episode."""
         ends_ns = self._ends_ns.get(request)
         return math.inf if ends_ns is None else ends_ns - self._clock.now_ns()
-
-    def _too_long(self) -> str:
-        return f"the episode took longer than {self._task.episode_seconds:g} s"
 
     def _hand_out(self, now_ns: int) -> None:
         for child in self._children:
@@ -294,6 +293,10 @@ class TaskPool:
                 call = child.pinned.popleft()
                 if not call.forgotten:
                     child.send(call, now_ns)
+        failing = self._places.unproven
+        for prompt in self._claims.send(self._children, failing, now_ns):
+            del self._open[prompt.request]
+            self._enqueue(prompt)
         while self._queue:
             takers = self._takers()
             if not takers:
@@ -363,7 +366,11 @@ class TaskPool:
             return
         if frame.event.request != call.request:
             raise ValueError(f"an answer to {frame.event.request} for {call.request}")
-        self._deaths_in_a_row = 0
+        self._deaths.in_a_row = 0
+        if isinstance(frame.event, NotKept):
+            call.asked.add(child.link.url)
+            self._claims.add(call)
+            return
         self._settle(child, call, frame.event)
         if not call.forgotten:  # else it may be but the end of a call that was abandoned
             self._judge(child, frame.event, now_ns)
@@ -382,14 +389,18 @@ class TaskPool:
             if call.forgotten:
                 child.end(call.number, self._clock.now_ns())
             else:
-                self._episodes[call.request] = child, call.number, bool(event.tools)
+                self._episodes[call.request] = child, call.number, event
                 if self._task.episode_seconds:
                     length_ns = int(self._task.episode_seconds * _NS)
                     self._ends_ns[call.request] = self._clock.now_ns() + length_ns
         if call.forgotten:
             return
         del self._open[call.request]
-        if isinstance(event, Rewarded | TaskFailed | EpisodeLost):
+        held = self._episodes.get(call.request)
+        kept = held is not None and held[2].kept  # until its request is forgotten
+        if isinstance(event, TaskFailed | EpisodeLost) or (
+            isinstance(event, Rewarded) and not kept
+        ):
             self._end_episode(call.request)
         if isinstance(event, EpisodeLost):
             self._lost[call.request] = event.message, child
@@ -467,24 +478,24 @@ class TaskPool:
         call = child.sent[0]
         others = child.deferred or any(number != call.episode for number in child.episodes)
         if not others or len(child.hung) >= HUNG_CALLS_MAX:
-            self._end_process(child, now_ns, call.late, self._late(call))
-            self._went_wrong(child, f"{call.late}: {self._late(call)}", now_ns)
+            self._end_process(child, now_ns, call.late, late(self._task, call))
+            self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
             return
         child.pass_over(now_ns)
-        self._blame(call, call.late, self._late(call))
-        self._went_wrong(child, f"{call.late}: {self._late(call)}", now_ns)
+        self._blame(call, call.late, late(self._task, call))
+        self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:
         """Each has a limit of its own. A process that does not cancel them cannot be used."""
-        late = child.late(now_ns)
-        for call in late:
+        found = child.late(now_ns)
+        for call in found:
             if call.forgotten:
                 self._end_process(child, now_ns, "", "its background calls cannot be cancelled")
                 return
-            self._blame(call, call.late, self._late(call))
+            self._blame(call, call.late, late(self._task, call))
             child.abandon(call, now_ns)
-        for call in late:
-            self._went_wrong(child, f"{call.late}: {self._late(call)}", now_ns)
+        for call in found:
+            self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
 
     def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
         """Kill a process, take the answers it still gave, and settle what it leaves behind.
@@ -540,7 +551,10 @@ class TaskPool:
             if call.agent and not call.forgotten:
                 self._lose_agent(call, child, message)
         left = [call for call in calls if call.episode is None and not call.forgotten]
-        self._queue.extendleft(reversed(left))
+        self._queue.extendleft(reversed([call for call in left if call.claims is None]))
+        for call in left:
+            if call.claims is not None:
+                self._claims.add(call)
         why = one_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]
@@ -558,21 +572,11 @@ class TaskPool:
 
     def _count_death(self, now_ns: int, message: str) -> None:
         self.deaths += 1
-        self._deaths_in_a_row += 1
-        self._last_death = message
         most = DEATHS_MAX if self._facts or not self._places.elsewhere else UNREACHED_MAX
-        if self._deaths_in_a_row >= most:
-            raise TaskError(
-                f"{most} task processes in a row died without answering anything; the last:"
-                f" {message}",
-                hint="what they wrote to stderr may tell why",
-            )
-        again = self._deaths_in_a_row - 2
-        pause_s = 0.0 if again < 0 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0**again)
-        self._start_at_ns = now_ns + int(pause_s * _NS)
+        self._deaths.count(now_ns, message, most)
 
     def _start_missing(self, now_ns: int) -> None:
-        while now_ns >= self._start_at_ns:
+        while now_ns >= self._deaths.start_at_ns:
             used = [one.link.url for one in self._children if not one.exhausted]
             url = self._places.choose(used, now_ns)
             if url is None or len(used) >= self._task.processes:
@@ -580,16 +584,13 @@ class TaskPool:
             link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
             self._children.append(Child.start(self._task, link, self._selector, now_ns))
 
-    def _end_episode(self, request: str) -> None:
+    def _end_episode(self, request: str, *, keep: bool = False) -> None:
         self._ends_ns.pop(request, None)
         held = self._episodes.pop(request, None)
-        if held is not None:
+        if held is not None and keep:
+            held[0].leave(held[1])
+        elif held is not None:
             held[0].end(held[1], self._clock.now_ns())
-
-    def _late(self, call: OpenCall) -> str:
-        if call.late == EPISODE_TIMEOUT:
-            return self._too_long()
-        return f"timed out after {call.limit_ns / _NS:g} s"
 
     def _fail(self, request: str, error: str, message: str) -> None:
         self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))

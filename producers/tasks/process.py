@@ -8,6 +8,7 @@ print goes to stderr), and dies with the process that started it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import os
@@ -89,6 +90,7 @@ def main() -> None:
     server, hello = opened
     _write(outbox, pack(hello))
     Line(frames, server).serve()
+    server.keep()
     server.close()
 
 
@@ -142,7 +144,7 @@ class Line:
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
     try:
         with reporting(lambda text: _still_opening(text, write)):
-            server = TaskServer(open_task(setup.task), setup.task, write)
+            server = TaskServer(open_task(setup.task), setup, write)
         return server, Hello(server.facts())
     except DoraError as error:
         return Refused(error.message, error.hint, isinstance(error, ConfigError))
@@ -169,19 +171,22 @@ def _private_pipes() -> tuple[int, int]:
 
 
 def _frames(inbox: int) -> Iterator[Down]:
+    """To the end of the pipe, or of a connection, which may be lost."""
     buffer = bytearray()
-    while data := os.read(inbox, READ_BYTES):
-        buffer += data
-        for body in unpack(buffer):
-            yield DOWN.decode(body)
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while data := os.read(inbox, READ_BYTES):
+            buffer += data
+            for body in unpack(buffer):
+                yield DOWN.decode(body)
 
 
 def _writer(outbox: int) -> Callable[[bytes], None]:
-    """Writes whole frames, from whichever thread."""
+    """Writes whole frames, from whichever thread; for nobody, where nobody reads any more: then
+    there is nothing more to be read, either."""
     whole = threading.Lock()
 
     def write(data: bytes) -> None:
-        with whole:
+        with whole, contextlib.suppress(ConnectionError, TimeoutError):
             _write(outbox, data)
 
     return write

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config import model
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, TaskError
 from dora_pipe.core.errors import one_line as cut
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
@@ -55,6 +55,7 @@ from dora_pipe.producers.tasks.calls import (
     Answered,
     Call,
     CallAnswer,
+    Claim,
     Deferred,
     EndEpisode,
     EnvStep,
@@ -62,15 +63,24 @@ from dora_pipe.producers.tasks.calls import (
     Exhausted,
     GroupCall,
     GroupRewarded,
+    NotKept,
     PromptCall,
     PromptReady,
     RewardCall,
     Rewarded,
     Said,
+    Setup,
     TaskFacts,
     TaskFailed,
     one_line,
     pack,
+)
+from dora_pipe.producers.tasks.kept import (
+    ClaimedEpisode,
+    EpisodeTaken,
+    Holder,
+    KeptEpisodes,
+    RaisedThere,
 )
 from dora_pipe.producers.tasks.messages import NoAnswer, normal
 from dora_pipe.producers.tasks.port import (
@@ -109,8 +119,9 @@ class TaskServer:
     once. The others go on in `Background` (see there), and are answered from its thread.
     """
 
-    def __init__(self, task: Task, config: model.Task, write: Callable[[bytes], None]) -> None:
+    def __init__(self, task: Task, setup: Setup, write: Callable[[bytes], None]) -> None:
         """`write`: puts packed frames into the pipe, from either thread."""
+        config = setup.task
         self._task, self._config, self._write = task, config, write
         self._rows: dict[Split, Sequence[Row]] = {
             "train": task.rows("train"),
@@ -128,6 +139,11 @@ class TaskServer:
         self._replayable = task.replayable or config.replayable
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
+        self._kept: KeptEpisodes | None = None
+        if setup.kept_in:
+            place = Place(threads=self._threads, beside=True)
+            folder = Path(setup.kept_in)
+            self._kept = KeptEpisodes(folder, setup.keep_s, self._background, place)
         self._exhausted = self._closed = False
         self._shown = 0
 
@@ -173,9 +189,33 @@ class TaskServer:
             self._closing.add(work)
             work.add_done_callback(self._closing.discard)
 
+    def keep(self) -> None:
+        """The connection has ended: close what nobody can go on with, and wait for those who go on
+        with the others, as long as they may come."""
+        if self._kept is None:
+            return
+        held = [at for at, one in self._episodes.items() if isinstance(one, Holder)]
+        for number, running in list(self._running.items()):
+            if running.episode not in held:
+                self.take(Abandon(number))
+        for episode, world in [one for one in self._episodes.items() if one[0] not in held]:
+            if isinstance(world, ClaimedEpisode):
+                self._background.run(world.leave())
+                del self._episodes[episode]
+            else:
+                self.end(episode)
+        self._kept.keep()
+
+    def _end_scored(self, episode: int) -> None:
+        """Of a kept one the reward may be asked again, until its pool has no more to do with it."""
+        if not isinstance(self._episodes.get(episode), Holder | ClaimedEpisode):
+            self.end(episode)
+
     def close(self) -> None:
         """Close every episode; what takes longer than `CLOSE_S` is left."""
         self._closed = True
+        if self._kept is not None:
+            self._kept.close()
         for number in list(self._running):
             self.take(Abandon(number))
         for episode in list(self._episodes):
@@ -206,13 +246,14 @@ class TaskServer:
             if not self._closed:
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
+            name = error.error if isinstance(error, RaisedThere) else name
             message = one_line(str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))
         running = self._running.pop(call.number, None)
         if running is not None:
             running.ended.set_result(None)
         if isinstance(call.call, RewardCall) and call.episode is not None:
-            self.end(call.episode)
+            self._end_scored(call.episode)
         self._write(answer)
         if in_loop():
             await asyncio.sleep(0)  # threads that it has just left are counted as hung
@@ -221,6 +262,8 @@ class TaskServer:
     def _failure(self, call: Call, error: str, message: str) -> TaskFailed | EpisodeLost:
         """What failed outside is no fault of an episode: it starts again, elsewhere."""
         request = call.call.request
+        if error == EpisodeTaken.__name__:
+            return EpisodeLost(request=request, message=one_line(message))
         if error == "Retry" and (
             isinstance(call.call, EnvStep | AgentCall)
             or (isinstance(call.call, PromptCall) and self._episodic)
@@ -259,7 +302,7 @@ class TaskServer:
         assert episode is not None
         return self._episodes[episode]
 
-    async def _tried(self, call: Call) -> Answered:
+    async def _tried(self, call: Call) -> Answered | NotKept:
         """The event of a call, made again as often as it raises `Retry`, if not for ever."""
         for tries in itertools.count():
             try:
@@ -278,8 +321,10 @@ class TaskServer:
             await asyncio.sleep(pause_s)
         raise AssertionError
 
-    async def _event(self, call: Call) -> Answered:
+    async def _event(self, call: Call) -> Answered | NotKept:
         match call.call:
+            case Claim() as asked:
+                return await self._claim(call.number, asked)
             case PromptCall() as asked:
                 return await self._prompt(call.number, asked)
             case EnvStep(request=request, turn=turn):
@@ -308,8 +353,25 @@ class TaskServer:
         ready = prompted(call.request, await call_user_code(asked, row), tools)
         if world is None:
             return ready
+        ready = msgspec.structs.replace(ready, episode=True, replayable=self._replayable)
+        if self._kept is not None and call.key and (self._config.threads > 1 or _awaits(world)):
+            ready = msgspec.structs.replace(ready, kept=True)
+            if not in_loop():
+                await ContinueInLoop()
+            world = await self._kept.add(call.key, call.attempt, ready, world)
         self._episodes[number] = world
-        return msgspec.structs.replace(ready, episode=True, replayable=self._replayable)
+        return ready
+
+    async def _claim(self, number: int, call: Claim) -> PromptReady | NotKept:
+        if not in_loop():
+            await ContinueInLoop()
+        found = None
+        if self._kept is not None:
+            found = await self._kept.claim(call.key, call.attempt)
+        if found is None:
+            return NotKept(request=call.request)
+        self._episodes[number] = found
+        return msgspec.structs.replace(found.ready, request=call.request, found=True)
 
     async def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
         found: Any = None
@@ -366,7 +428,7 @@ class TaskServer:
 
 def _awaits(world: Environment) -> bool:
     """Whether a step gives an awaitable at once, which needs no thread."""
-    if isinstance(world, ToolEnvironment):
+    if isinstance(world, ToolEnvironment | Holder | ClaimedEpisode):
         return True
     plain = type(world).respond is Environment.respond
     return plain and inspect.iscoroutinefunction(world.step)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks.calls import Answered, EpisodeLost, PromptReady, TaskFailed
 from dora_pipe.schemas.control import INFRASTRUCTURE
 from dora_pipe.schemas.metrics import FailingPlace
@@ -25,6 +26,10 @@ PAUSE_MAX_S: Final = 30.0
 BAD_MAX: Final = 8
 """Calls in a row that timed out or were given up (`Retry`), of a process or in a place, before the
 place counts as failed."""
+
+BACKOFF_FIRST_S: Final = 0.1
+BACKOFF_MAX_S: Final = 5.0
+"""Before the second, third, ... process in a row is started again; the first at once."""
 
 HERE: Final = ""
 """The place of a task without servers."""
@@ -93,6 +98,11 @@ class Places:
         """Whether they are servers."""
         return HERE not in self._breakers
 
+    @property
+    def unproven(self) -> list[str]:
+        """Those that have failed, and not answered since."""
+        return [url for url, one in self._breakers.items() if not one.proven]
+
     def failing(self, now_ns: int) -> list[FailingPlace]:
         """Those that have failed, and not answered since."""
         return [
@@ -133,6 +143,27 @@ class Places:
     def worked(self, url: str) -> None:
         """A call was answered there; it may be asked as others may."""
         self._breakers[url].worked()
+
+
+class Deaths:
+    """Processes that died in a row without one answer, and when the next one may be started."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.start_at_ns = 0
+
+    def count(self, now_ns: int, message: str, most: int) -> None:
+        """One more. Raises TaskError where they are `most`."""
+        self.in_a_row += 1
+        if self.in_a_row >= most:
+            raise TaskError(
+                f"{most} task processes in a row died without answering anything; the last:"
+                f" {message}",
+                hint="what they wrote to stderr may tell why",
+            )
+        again = self.in_a_row - 2
+        pause_s = 0.0 if again < 0 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0**again)
+        self.start_at_ns = now_ns + int(pause_s * _NS)
 
 
 def words_of(event: Answered | EpisodeLost) -> str:

@@ -1,5 +1,6 @@
 """A server of tasks: every connection that says the token gets a task process of its own, which
-reads and writes the connection itself, and ends with it."""
+reads and writes the connection itself, and ends with it, or when nobody goes on with the episodes
+that it keeps (`kept`)."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from dora_pipe.config import model
 from dora_pipe.core.frames import framed
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
+from dora_pipe.producers.tasks.kept import SILENT_S
 from dora_pipe.producers.tasks.links import MODULE, watch
 from dora_pipe.producers.tasks.process import SERVED
 
@@ -60,16 +62,26 @@ class TaskHost:
     """
 
     def __init__(
-        self, task: model.Task, address: tuple[str, int], *, token: bytes, processes_max: int
+        self,
+        task: model.Task,
+        address: tuple[str, int],
+        *,
+        token: bytes,
+        processes_max: int,
+        keep_s: float = 0.0,
     ) -> None:
-        """Raises OSError where it cannot listen there, ConfigError as `Interpreter`."""
+        """`keep_s`: how long episodes stay open whose connection has ended. Raises OSError where it
+        cannot listen there, ConfigError as `Interpreter`."""
         self._token, self._processes_max = token, processes_max
         self._interpreter = Interpreter(task.python)
         self._listening = socket.create_server(address, backlog=STRANGERS_MAX)
         self._listening.setblocking(False)
-        with tempfile.NamedTemporaryFile(prefix="dora-pipe-task-", delete=False) as file:
-            file.write(msgspec.json.encode(Setup(task, os.getpid())))
-        self._served = file.name
+        self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-task-")
+        self._kept = Path(self._folder.name, "kept")
+        self._kept.mkdir()
+        setup = Setup(task, os.getpid(), str(self._kept) if keep_s else "", keep_s)
+        self._served = Path(self._folder.name, "setup")
+        self._served.write_bytes(msgspec.json.encode(setup))
         self._guests: list[_Guest] = []
 
     @property
@@ -93,7 +105,7 @@ class TaskHost:
         for guest in list(self._guests):
             self._dismiss(guest)
         self._listening.close()
-        Path(self._served).unlink(missing_ok=True)
+        self._folder.cleanup()
         self._interpreter.close()
 
     def _wait(self) -> None:
@@ -113,7 +125,8 @@ class TaskHost:
             while True:
                 connection, _ = self._listening.accept()
                 strangers = sum(guest.process is None for guest in self._guests)
-                if strangers >= STRANGERS_MAX or len(self._guests) >= 2 * self._processes_max:
+                present = sum(guest.ended_s is None for guest in self._guests)
+                if strangers >= STRANGERS_MAX or present >= 2 * self._processes_max:
                     connection.close()
                     continue
                 connection.setblocking(False)
@@ -124,7 +137,8 @@ class TaskHost:
         now_s = time.monotonic()
         if guest.process is not None:
             gone = guest.process.poll() is not None
-            if gone or (guest.ended_s is not None and now_s > guest.ended_s + GOES_S):
+            late = guest.ended_s is not None and now_s > guest.ended_s + GOES_S
+            if gone or (late and not self._keeps(guest.process)):
                 self._dismiss(guest)
         elif guest.ended_s is not None or now_s > guest.since_s + TOKEN_S:
             self._dismiss(guest)
@@ -147,8 +161,19 @@ class TaskHost:
         elif len(guest.said) == len(wanted):
             self._welcome(guest)
 
+    def _keeps(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether it has said, a moment ago, that it keeps episodes."""
+        with contextlib.suppress(FileNotFoundError):
+            said_s = (self._kept / str(process.pid)).stat().st_mtime
+            return time.time() - said_s < SILENT_S
+        return False
+
     def _welcome(self, guest: _Guest) -> None:
-        if sum(one.process is not None for one in self._guests) >= self._processes_max:
+        processes = [one for one in self._guests if one.process is not None]
+        left = [one for one in processes if one.ended_s is not None]
+        if len(left) > self._processes_max:  # as many again may keep episodes
+            self._dismiss(min(left, key=lambda one: one.ended_s or 0.0))
+        if len(processes) - len(left) >= self._processes_max:
             LOG.warning(
                 "task server: %d processes are the most; a connection was closed",
                 self._processes_max,
@@ -162,7 +187,7 @@ class TaskHost:
             self._interpreter.command(MODULE, "task server"),
             stdin=guest.connection.fileno(),
             stdout=guest.connection.fileno(),
-            env={**self._interpreter.environment(), SERVED: self._served},
+            env={**self._interpreter.environment(), SERVED: str(self._served)},
             start_new_session=True,
         )
 
@@ -172,4 +197,5 @@ class TaskHost:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(guest.process.pid, signal.SIGKILL)
             guest.process.wait()
+            (self._kept / str(guest.process.pid)).unlink(missing_ok=True)
         guest.connection.close()

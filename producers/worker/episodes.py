@@ -18,7 +18,11 @@ Rules:
    same version, as one more of its attempts.
 2. What was answered to the last turn, and nothing was sampled behind, is asked again and not
    compared: no token depends on it.
-3. Lost episodes are counted (`EPISODE_RESTARTS_MAX`), whether they go on or start again.
+3. An episode that its server has kept (`tasks.kept`) is told its turns again as well, to which it
+   answers what it answered before. Where it is not found, it begins again from its prompt: a fresh
+   environment is told nothing, unless it says that it can be.
+4. An episode may be told again so often (`RETELLINGS_MAX`): what has died is not its environment's
+   fault, and only what starts again from its prompt counts as such (`EPISODE_RESTARTS_MAX`).
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import Phase, RequestState
-from dora_pipe.producers.worker.requests import Requests
+from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, STARTED_AGAIN, Requests
 from dora_pipe.producers.worker.resume import sequence_of
 from dora_pipe.producers.worker.sequence import Exchange
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
@@ -48,6 +52,9 @@ FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "le
 
 TOLD_AGAIN: Final = "episodes told again"
 """What is counted of an episode that another environment takes up."""
+
+RETELLINGS_MAX: Final = 16
+"""Times a request's episode is told again here; then the request fails."""
 
 BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
 """Phases in which the last turn may not be durable yet."""
@@ -88,14 +95,16 @@ class Episodes:
     # From its prompt, or from its progress
 
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> bool:
-        """A fresh environment of an episode whose process has died."""
+        """Another environment of an episode whose process has died, or the one that was kept."""
         if not request.sequence.sampled_tokens:
             return False
+        if not (event.found or event.replayable):
+            return self._not_found(request, event, now)
         self._replay(request, event.token_ids, now)
         return True
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> bool:
-        """A fresh environment of an episode that another worker has begun."""
+        """A fresh environment of an episode that another worker has begun, or the kept one."""
         requests = self._requests
         found = requests.progress_error(request, event) or sequence_of(event.chunks)
         if isinstance(found, str):
@@ -115,13 +124,26 @@ class Episodes:
             sequence.end_stay(now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version)
         if not sequence.sampled_tokens and request.phase is not Phase.RESUMING:
             return False
-        if requests.starts_again(request, event, now):
+        request.retellings += 1
+        if requests.starts_again(request, event, now, request.retellings <= RETELLINGS_MAX):
             requests.leave_engine(request)
             requests.drop_kv(request)
             request.replay.clear()
             if sequence.cut():
                 request.turn_finish = "stop"
             requests.ask_prompt(request)
+        return True
+
+    def _not_found(self, request: RequestState, event: PromptReady, now: Now) -> bool:
+        """Its server has not kept it: it begins again, as one that nobody could have kept."""
+        requests = self._requests
+        request.restarts += 1
+        allowed = request.restarts <= EPISODE_RESTARTS_MAX and not request.chunk_open
+        why = EpisodeLost(request=request.key, message="its server has not kept the episode")
+        if requests.starts_again(request, why, now, allowed):
+            requests.counts[STARTED_AGAIN] += 1
+            request.forget_progress()
+            return False
         return True
 
     # Its turns, told again

@@ -162,7 +162,10 @@ class RequestState:
     episode: bool = False
     """It has an environment: several turns."""
     replayable: bool = False
-    """That environment can be told again what the model has said; see `episodes`."""
+    """That environment, or another one, can be told again what the model has said; see
+    `episodes`."""
+    kept: bool = False
+    """It is found again by its key, until it is forgotten."""
     replay: deque[Exchange] = field(default_factory=deque)
     """What a fresh environment has not been told of it yet."""
     turn_finish: FinishReason | None = None
@@ -172,7 +175,9 @@ class RequestState:
     call: OpenCall | None = None
     """It is a call of a session, from when it is asked until its answer is durable."""
     restarts: int = 0
-    """How often its episode was lost."""
+    """How often its episode was lost and began again from its prompt."""
+    retellings: int = 0
+    """How often it was lost and told again."""
     resume: Resume | None = None
     """Its newest durable progress record."""
     chunk_end: int = 0
@@ -202,6 +207,11 @@ class RequestState:
     reward_error: str | None = None
     sha256: str = ""
     value_bytes: int = 0
+
+    @property
+    def begun_before(self) -> bool:
+        """Whether somebody may have begun its episode before: another worker, or this one."""
+        return self.place.attempt > 1 or self.restarts + self.retellings > 0
 
     def under(self, hosted: Hosted) -> None:
         """What samples its next tokens, if that may be another version than its own."""
@@ -244,6 +254,11 @@ class RequestState:
         """Forget all that was sampled."""
         self.sequence = _NO_TOKENS
         self.started_ns = self.first_token_ns = self.finished_ns = None
+
+    def forget_progress(self) -> None:
+        """Forget what was recorded of it, too; no record may be under way."""
+        self.start_over()
+        self.resume, self.chunk_end, self.turn_finish = None, 0, None
 
 
 def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:

@@ -49,9 +49,6 @@ needs none while no call of it does."""
 REPORTED_MAX: Final = 1000
 """Trajectories that one control record reports."""
 
-EPISODE_RESTARTS_MAX: Final = 3
-"""Times a request starts again here because its environment died; then it fails."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedCalls:
@@ -271,16 +268,17 @@ class RequestTable:
         message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
         self.give_up(request, now, "Retargeted", message, retryable=True)
 
-    def starts_again(self, request: RequestState, event: EpisodeLost, now: Now) -> bool:
-        """Whether a request whose task process died begins anew here; else it has been let go."""
+    def starts_again(
+        self, request: RequestState, event: EpisodeLost, now: Now, allowed: bool
+    ) -> bool:
+        """Whether a request whose task process died goes on here, with another one, which it may
+        do so often and no more (`allowed`); else it has been let go."""
         if not self.keeps(request):
             self.hand_back(request, now)
             return False
-        if request.restarts >= EPISODE_RESTARTS_MAX:
+        if not allowed:
             self.give_up(request, now, "EpisodeLost", event.message, retryable=True)
-            return False
-        request.restarts += 1
-        return True
+        return allowed
 
     def give_up(
         self, request: RequestState, now: Now, error: str, message: str, *, retryable: bool
@@ -306,17 +304,18 @@ class RequestTable:
         )
         self.say(place.trajectory, record)
 
-    def abandon(self, request: RequestState) -> None:
+    def abandon(self, request: RequestState, *, keep: bool = False) -> None:
         """Drop a request with all it holds."""
         self.drop_kv(request)
-        self.let_go(request)
+        self.let_go(request, keep=keep)
 
-    def let_go(self, request: RequestState) -> None:
-        """Have no more to do with a request; its KV cache may be somebody else's by now."""
+    def let_go(self, request: RequestState, *, keep: bool = False) -> None:
+        """Have no more to do with a request; its KV cache may be somebody else's by now. With
+        `keep` its episode is, too, if it can be found again."""
         self.leave_engine(request)
         self.end_session(request)
         if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING, Phase.AGENT):
-            self.ask(Forget(request=request.key, source=request.source))
+            self.ask(Forget(request=request.key, source=request.source, keep=keep))
         self.gone(request)
 
     def end_session(self, request: RequestState) -> None:

@@ -94,6 +94,9 @@ is lost when the worker stops."""
 VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
 """No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
 
+EPISODE_RESTARTS_MAX: Final = 3
+"""Times a request starts again here because its environment died; then it fails."""
+
 STARTED_AGAIN: Final = "episodes started again"
 """What is counted of an environment that was lost with all its turns."""
 
@@ -152,7 +155,15 @@ class Requests(ProgressRecords):
         """Ask for the prompt, which begins an episode where there is one."""
         self.enter(request, Phase.PROMPTING)
         key, spec = request.key, request.place.spec
-        self.ask(PromptCall(request=key, split=spec.purpose, index=spec.index, source=spec.source))
+        self.ask(
+            PromptCall(
+                request=key,
+                split=spec.purpose,
+                index=spec.index,
+                source=spec.source,
+                again=request.begun_before,
+            )
+        )
 
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
         tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
@@ -162,8 +173,10 @@ class Requests(ProgressRecords):
             return
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
-        request.replayable = event.episode and event.replayable
-        if request.resume is None or not request.recorded:
+        request.replayable = event.episode and (event.replayable or event.kept)
+        request.kept = event.kept
+        told = event.found or event.replayable or not event.episode
+        if request.resume is None or not request.recorded or not told:
             request.resume = None
             self._wait(request)
             return
@@ -329,7 +342,8 @@ class Requests(ProgressRecords):
     def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
         """Nothing of the episode was kept anywhere, so the request starts again from its prompt,
         under the same version and seed."""
-        if self.starts_again(request, event, now):
+        request.restarts += 1
+        if self.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
             self.counts[STARTED_AGAIN] += 1
             self.leave_engine(request)
             request.start_over()
@@ -427,6 +441,8 @@ class Requests(ProgressRecords):
         spec = request.place.spec
         entries = self.logged.setdefault((spec.version, spec.digest), [])
         entries.append(logged_of(request, offset=event.offset))
+        if request.kept:
+            self.ask(Forget(request=request.key, source=request.source))
         self.gone(request)
 
     # Progress records
@@ -508,7 +524,7 @@ class Requests(ProgressRecords):
         """Say where what it goes on from lies, and have no more to do with it."""
         self.say(request.place.trajectory, released_of(request, self.setup, now))
         self.counts["released"] += 1
-        self.let_go(request)
+        self.let_go(request, keep=True)
 
     # Leaving with the worker
 
@@ -530,7 +546,7 @@ class Requests(ProgressRecords):
     def _put_down(self, request: RequestState) -> None:
         if request.resume is not None:
             self.left[request.place.trajectory] = request.resume
-        self.abandon(request)
+        self.abandon(request, keep=True)
 
 
 Handler = Callable[[Requests, RequestState, Any, Now], None]

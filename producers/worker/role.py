@@ -235,8 +235,9 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
     """One role epoch from joining to its end: (epoch, outcome); (-1, "left") if it never joined."""
     with ExitStack() as stack:
         # The order: task processes import and read their data while the engine is made.
+        run = f"{here.topics.run}@{here.run.at_ns}"
         pools = [
-            (one, stack.enter_context(TaskPool(one.task, clock=here.clock)))
+            (one, stack.enter_context(TaskPool(one.task, clock=here.clock, run=run)))
             for one in pool_specs(here.config)
         ]
         assets = _checked_assets(here)

@@ -49,7 +49,7 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.request import Phase, RequestState, state_of
 from dora_pipe.producers.worker.request_records import turn_progress_of
-from dora_pipe.producers.worker.requests import Requests
+from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, Requests
 from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
@@ -162,7 +162,8 @@ class Sessions:
         """Its process died, or the endpoint's: then it is still there, and stopped. What was
         answered is in the log, and what is sampled goes on."""
         requests, session = self._requests, _session(request)
-        if requests.starts_again(request, event, now):
+        request.restarts += 1
+        if requests.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
             requests.counts["agents started again"] += 1
             for key in session.open.values():
                 _call(requests.by_key[key]).number = None

@@ -127,7 +127,7 @@ def test_processes_that_die_without_answering_end_the_pool_with_the_reason(
     pool: TaskPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "DEATHS_MAX", 3)
-    monkeypatch.setattr(pool_module, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr("dora_pipe.producers.tasks.servers.BACKOFF_FIRST_S", 0.01)
     for number in range(3):
         pool.submit(score(f"r{number}", "die"))
     with pytest.raises(TaskError, match=r"3 task processes in a row .* status 7"):

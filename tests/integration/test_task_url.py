@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,46 +21,8 @@ from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
 from tests.integration.test_environments_page import block
-from tests.support.faults import CALL
 from tests.support.task_pool import DEADLINE_S, ask, is_gone, prompt, score, write_module
-
-TOKEN = "a token of thirty-two characters"
-CONFIG = """
-[run]
-name = "played"
-steps = 1
-[model]
-path = "model"
-[task]
-kind = "odd_task:Odd"
-options = {episodes = true}
-"""
-
-
-class Server:
-    """`dora-pipe task serve` in a process."""
-
-    def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
-        (folder / "played.toml").write_text(CONFIG)
-        command = (sys.executable, "-c", CALL, "task", "serve", "played.toml")
-        self.process = subprocess.Popen(
-            [*command, "--listen", f"127.0.0.1:{port}", *words],
-            cwd=folder,
-            env={**os.environ, TOKEN_VARIABLE: TOKEN},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        found = re.search(r"serving `odd_task:Odd` at (tcp://127\.0\.0\.1:(\d+))", line)
-        assert found, line
-        self.url, self.port = found[1], int(found[2])
-
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit status."""
-        self.process.send_signal(how)
-        self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode
+from tests.support.task_server import TOKEN, Server
 
 
 @pytest.fixture

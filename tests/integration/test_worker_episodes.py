@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dora_pipe.bus.port import Append
 from dora_pipe.producers.tasks.calls import EnvStep
+from dora_pipe.producers.worker.episodes import RETELLINGS_MAX
 from dora_pipe.producers.worker.request import Phase, WorkerSetup
-from dora_pipe.producers.worker.request_table import EPISODE_RESTARTS_MAX
 from dora_pipe.schemas.control import (
     RequestFailed,
     RequestReleased,
@@ -54,12 +54,16 @@ class Stage:
         self.engines.append(recording_engine(self.world, setup))
         return self.engines[-1]
 
+    def tasks(self) -> Games:
+        """What the next worker plays."""
+        slip = len(self.workers) if self.slips else 0
+        return Games(seed=self.seed, turns=self.turns, slip=slip)
+
     def worker(self) -> Worker:
         """One more worker, with which the episode goes on."""
-        slip = len(self.workers) if self.slips else 0
         worker = self.world.start(
             worker=f"w{len(self.workers)}",
-            tasks=Games(seed=self.seed, turns=self.turns, slip=slip),
+            tasks=self.tasks(),
             max_tokens=150,
             checkpoint_tokens=4,
             turns_max={"train": 9},
@@ -245,8 +249,9 @@ def test_environment_that_is_not_what_it_says_is_named_and_its_episode_not_gone_
 def test_episode_that_is_lost_too_often_is_handed_back() -> None:
     stage = Stage(most=40)
     worker = stage.worker()
-    for _ in range(EPISODE_RESTARTS_MAX + 1):
-        stage.until(worker, Phase.RUNNING, 1)
+    worker.tasks.held.add(EnvStep)
+    for _ in range(RETELLINGS_MAX + 1):
+        stage.until(worker, Phase.ENVIRONMENT, ANY)
         stage.lose(worker)
         stage.world.ticks(worker, 2)
     (gone,) = stage.world.facts(RequestFailed)

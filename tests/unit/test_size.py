@@ -12,12 +12,12 @@ import pytest
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 99_450
-WITH_BENCHES_LINES_MAX = 115_550
-TESTS_LINES_MAX = 98_850
+INSTALLED_LINES_MAX = 100_300
+WITH_BENCHES_LINES_MAX = 116_400
+TESTS_LINES_MAX = 99_500
 SMALL_MODULES_MAX = 14
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_200
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_300
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

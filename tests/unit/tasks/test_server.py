@@ -18,10 +18,12 @@ from dora_pipe.producers.tasks.calls import (
     EndEpisode,
     EnvObserved,
     EnvStep,
+    NotKept,
     PromptCall,
     PromptReady,
     RewardCall,
     Rewarded,
+    Setup,
     TaskCall,
     TaskEvent,
     TaskFailed,
@@ -82,7 +84,8 @@ class Served(server.TaskServer):
 
     def __init__(self, task: Task, **config: Any) -> None:
         self.written = bytearray()
-        super().__init__(task, model.Task(kind="tests:", threads=1, **config), self._keep)
+        setup = Setup(model.Task(kind="tests:", threads=1, **config), 1)
+        super().__init__(task, setup, self._keep)
 
     def _keep(self, data: bytes) -> None:
         self.written += data
@@ -97,6 +100,7 @@ class Served(server.TaskServer):
         (frame,) = self.said()
         assert isinstance(frame, CallAnswer)
         assert frame.number == call.number
+        assert not isinstance(frame.event, NotKept)
         return frame.event
 
 

@@ -1,0 +1,51 @@
+"""A server of tasks in a process of its own, for tests."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
+from tests.support.faults import CALL
+from tests.support.task_pool import DEADLINE_S
+
+TOKEN = "a token of thirty-two characters"
+CONFIG = """
+[run]
+name = "played"
+steps = 1
+[model]
+path = "model"
+[task]
+kind = "odd_task:Odd"
+options = {episodes = true}
+"""
+
+
+class Server:
+    """`dora-pipe task serve` in a process."""
+
+    def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
+        self.words = words
+        (folder / "played.toml").write_text(CONFIG)
+        command = (sys.executable, "-c", CALL, "task", "serve", "played.toml")
+        self.process = subprocess.Popen(
+            [*command, "--listen", f"127.0.0.1:{port}", *words],
+            cwd=folder,
+            env={**os.environ, TOKEN_VARIABLE: TOKEN},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        found = re.search(r"serving `odd_task:Odd` at (tcp://127\.0\.0\.1:(\d+))", line)
+        assert found, line
+        self.url, self.port = found[1], int(found[2])
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit status."""
+        self.process.send_signal(how)
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode

@@ -92,6 +92,8 @@ class FailingPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Empty: its processes here."""
     failures: int
     """In a row."""
+    tries: int = 0
+    """Processes, or connections, that were begun there since the first of them."""
     since_ns: int
     """When the first of them was, wall clock."""
     left_alone: bool = False

@@ -247,6 +247,14 @@ WORKERS: Final = Dashboard(
             (rate("episodes_interrupted_total", by="then"), "{{then}}"),
         ),
         panel(
+            "Tasks that fail where they run",
+            "Failures in a row of servers and processes that have not answered since, and what "
+            "was tried; 1 where nothing is asked for now.",
+            ("dora_pipe_task_place_failures{RUN}", "{{task}} {{place}} failures, {{worker}}"),
+            ("dora_pipe_task_place_tries{RUN}", "{{task}} {{place}} tries, {{worker}}"),
+            ("dora_pipe_task_place_left_alone{RUN}", "{{task}} {{place}} left alone, {{worker}}"),
+        ),
+        panel(
             "Slots in use",
             "Requests with a slot over slots.",
             (

@@ -24,11 +24,15 @@ from dora_pipe.observe.run_stats import STATES, RunStats
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
+    FailingPlace,
     OrchestratorStatus,
     TrainerStatus,
     Wait,
     WorkerStatus,
 )
+
+HERE: Final = "here"
+"""The place of a task's processes on their worker's machine."""
 
 FEW: Final = frozenset({"worker", "role", "topic", "user"})
 """Kinds of blockers that are named: a run has few of them."""
@@ -68,6 +72,15 @@ def _episodes(stats: RunStats) -> Samples:
             ("again", one.counts.started_again),
             ("told", one.counts.told_again),
         )
+    }
+
+
+def _of_places(value: Callable[[FailingPlace], float]) -> Callable[[RunStats], Samples]:
+    """A figure of each place of a task that fails, as its worker said last."""
+    return lambda stats: {
+        (name, one.task, one.url or HERE): value(one)
+        for name, status in _heard(stats)
+        for one in status.failing
     }
 
 
@@ -311,6 +324,25 @@ WORKERS: Final = (
         "started `again` from their prompt, or it was `told` their turns and they went on.",
         "statuses",
         _episodes,
+    ),
+    gauge(
+        "task_place_failures{worker,task,place}",
+        "Failures in a row of a server of a task (`task.url`), or of its processes `here`, that "
+        "has not answered since; no sample for one that works.",
+        "statuses",
+        _of_places(lambda one: one.failures),
+    ),
+    gauge(
+        "task_place_tries{worker,task,place}",
+        "Processes, or connections, that were begun there since the first of these failures.",
+        "statuses",
+        _of_places(lambda one: one.tries),
+    ),
+    gauge(
+        "task_place_left_alone{worker,task,place}",
+        "1 while nothing is asked of it, 0 while it is tried with one process.",
+        "statuses",
+        _of_places(lambda one: float(one.left_alone)),
     ),
     counter(
         "workers_lost_total{how}",

@@ -578,8 +578,9 @@ class TaskPool:
     def _start_missing(self, now_ns: int) -> None:
         while now_ns >= self._deaths.start_at_ns:
             used = [one.link.url for one in self._children if not one.exhausted]
-            url = self._places.choose(used, now_ns)
-            if url is None or len(used) >= self._task.processes:
+            full = len(used) >= self._task.processes
+            url = None if full else self._places.choose(used, now_ns)
+            if url is None:
                 break
             link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
             self._children.append(Child.start(self._task, link, self._selector, now_ns))

@@ -52,6 +52,8 @@ class Breaker:
     def __init__(self) -> None:
         self.failures = 0
         """In a row."""
+        self.tries = 0
+        """Processes that were begun there since the first of them."""
         self.bad = 0
         """Calls in a row that failed there, since it counted as failed last."""
         self.since_ns = 0
@@ -72,7 +74,8 @@ class Breaker:
     def failed(self, now_ns: int, why: str = "", *, wall_ns: int = 0) -> float:
         """It did; gives the seconds for which it is left alone."""
         pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0**self.failures)
-        self.since_ns = self.since_ns if self.failures else wall_ns
+        if not self.failures:
+            self.since_ns, self.tries = wall_ns, 0
         self.failures, self.bad, self.why = self.failures + 1, 0, why
         self._open_until_ns = now_ns + int(pause_s * _NS)
         return pause_s
@@ -110,6 +113,7 @@ class Places:
                 task=self._task,
                 url=url,
                 failures=one.failures,
+                tries=one.tries,
                 since_ns=one.since_ns,
                 left_alone=not one.allows(now_ns),
                 why=one.why[:WHY_CHARACTERS_MAX],
@@ -119,7 +123,7 @@ class Places:
         ]
 
     def choose(self, used: Iterable[str], now_ns: int) -> str | None:
-        """Where the next process is to be: of those that may be asked the one with the fewest of
+        """Where the next process is begun: of those that may be asked the one with the fewest of
         `used`, a place per process; None: nowhere, for now."""
         at = Counter(used)
         may = [
@@ -127,7 +131,10 @@ class Places:
             for url, breaker in self._breakers.items()
             if breaker.allows(now_ns) and (breaker.proven or not at[url])
         ]
-        return min(may, key=lambda url: at[url], default=None)
+        found = min(may, key=lambda url: at[url], default=None)
+        if found is not None:
+            self._breakers[found].tries += 1
+        return found
 
     def failed(self, url: str, now_ns: int, why: str) -> None:
         """Leave one alone."""

@@ -151,6 +151,12 @@ STATUS_FAILING = msgspec.structs.replace(
 )
 """A worker one of whose servers is left alone, and whose own processes are tried again."""
 
+STATUS_TRIED = msgspec.structs.replace(
+    STATUS_FAILING,
+    failing=tuple(msgspec.structs.replace(one, tries=4) for one in STATUS_FAILING.failing),
+)
+"""It says how often they were tried."""
+
 STATUS_CALLS = msgspec.structs.replace(
     STATUS_SESSIONS,
     calls_oldest=(metrics.AskedCall(f"{GROUP}-001", 4, AT_NS - 1_500_000_000, "slots"),),

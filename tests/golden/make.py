@@ -107,6 +107,7 @@ def files() -> dict[str, bytes]:
         "metrics/worker-status-sessions.json": encode(later_values.STATUS_SESSIONS),
         "metrics/worker-status-failing.json": encode(later_values.STATUS_FAILING),
         "metrics/worker-status-calls.json": encode(later_values.STATUS_CALLS),
+        "metrics/worker-status-tried.json": encode(later_values.STATUS_TRIED),
         "metrics/worker-status-queue.json": encode(later_values.STATUS_QUEUE),
         "decisions/round-off-engine.json": encode(later_values.ROUND_OFF_ENGINE),
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),

@@ -12,6 +12,7 @@ import pytest
 from dora_pipe.observe.metrics.exposition import counter, exposition, gauge, histogram
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import Histogram, RunStats
+from dora_pipe.schemas.metrics import FailingPlace
 from tests.support.metrics_page import page
 from tests.support.orchestrator_records import RUN
 from tests.support.recorded_run import RecordedRun
@@ -100,6 +101,25 @@ def test_prometheus_own_tool_finds_nothing_wrong_with_metrics_of_a_whole_run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_places_where_a_task_fails_have_samples_until_they_work() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    url = "tcp://games-1:7000"
+    there = FailingPlace(
+        task="games", url=url, failures=3, tries=2, since_ns=1, left_alone=True, why="gone"
+    )
+    here = FailingPlace(task="shell", failures=1, since_ns=1, why="8 calls in a row failed")
+    stage.status("w0", epoch, failing=(there, here))
+    text = exposition(METRICS, stage.stats)
+    labels = f'{{run="{RUN}",worker="w0",task="games",place="{url}"}}'
+    for name, value in (("failures", 3), ("tries", 2), ("left_alone", 1)):
+        assert f"dora_pipe_task_place_{name}{labels} {value}\n" in text
+    here_labels = f'{{run="{RUN}",worker="w0",task="shell",place="here"}}'
+    assert f"dora_pipe_task_place_left_alone{here_labels} 0\n" in text
+    stage.status("w0", epoch)
+    assert "task_place_failures{" not in exposition(METRICS, stage.stats)
 
 
 def test_sessions_are_told_by_those_whose_agents_think_and_by_open_calls() -> None:

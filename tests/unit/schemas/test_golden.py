@@ -174,6 +174,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.STATUS_TOLD_AGAIN,
         later_values.STATUS_SESSIONS,
         later_values.STATUS_FAILING,
+        later_values.STATUS_TRIED,
         later_values.STATUS_CALLS,
         later_values.STATUS_QUEUE,
         later_values.ROUND_OFF_ENGINE,

@@ -82,6 +82,8 @@ def test_a_place_that_fails_is_named_with_its_first_failure_and_its_last_until_i
         task="games", url="a", failures=2, since_ns=17, left_alone=True, why="x" * 200
     )
     assert places.failing(_NS) == [said]
+    assert [places.choose([], at * _NS) for at in (1, 3)] == ["b", "a"]
+    assert [one.tries for one in places.failing(3 * _NS)] == [1]
     assert [one.left_alone for one in places.failing(3 * _NS)] == [False]
     places.worked("a")
     assert places.failing(_NS) == []

@@ -151,7 +151,7 @@ class RequestState:
     placed_ns: int
     phase: Phase = Phase.PROMPTING
     since_ns: int = 0
-    """When it entered its phase (monotonic)."""
+    """When it entered its phase, or the last call of its session ended (monotonic)."""
     pin: int
     """The version it needs, or ANY_VERSION."""
     hosted: Hosted

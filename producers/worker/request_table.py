@@ -357,6 +357,7 @@ class RequestTable:
             return
         self._calls -= 1
         session = self.by_key[request.call.session]
+        session.since_ns = self.now_ns
         if session.session is not None:
             del session.session.open[request.call.name]
         self._note_phase(session)

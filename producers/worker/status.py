@@ -30,7 +30,8 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.EXPORTING: "export",
     Phase.RELEASING: "handover",
 }
-"""Phases by urgency, with the name of the wait. A worker that samples waits for no other."""
+"""Phases by urgency, with the name of the wait. A worker that samples waits for no other. An agent
+that thinks, or begins beside many others, works: its limit is that of work."""
 
 TOKENS_QUIET_NS: Final = 5_000_000_000
 """An engine with requests that reports no token for so long is waited for. A slow one reports every
@@ -57,7 +58,8 @@ def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
     """What the worker waits for; with requests that get tokens, only what takes its time."""
     phases: dict[Phase, list[RequestState]] = {}
     for request in requests:
-        phases.setdefault(request.phase, []).append(request)
+        if request.session is None or not request.session.open:
+            phases.setdefault(request.phase, []).append(request)
     if at.loading is not None:
         words, key = f"the weights of version {at.loading}", str(at.loading)
         first = [_still("weights", words, key, at.loading_ns, Blocker("version", key))]
@@ -99,6 +101,7 @@ def _of_phase(
         name=NAMES[phase],
         words=f"{phase.value} ({len(requests)})",
         key=oldest[0].key,
+        limit="work" if phase is Phase.AGENT else "short",
         still=still,
         since_ns=oldest[0].since_ns if since_ns is None else since_ns,
         blockers=[Blocker("trajectory", request.place.trajectory) for request in oldest],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
+from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.producers.worker.status import NAMES, TOKENS_QUIET_NS, Situation, waits
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import PlacedRequest
@@ -97,6 +98,17 @@ def test_engine_that_gives_no_token_for_long_is_waited_for() -> None:
     (found,) = waits([request(Phase.RUNNING)], situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS - 1))
     assert (found.name, found.still) == ("tokens", True)
     assert found.since_ns == NOW_NS - TOKENS_QUIET_NS - 1
+
+
+def test_agent_that_thinks_works_and_one_whose_call_is_under_way_is_not_waited_for() -> None:
+    agent = request(Phase.AGENT, 1)
+    agent.session = Session()
+    (found,) = waits([agent], situation())
+    assert (found.words, found.limit) == ("agents (1)", "work")
+    agent.session.open[CallKey("prompt", 0)] = "its call"
+    answering = request(Phase.ANSWERING, 2)
+    (found,) = waits([agent, answering], situation())
+    assert (found.words, found.limit) == ("calls to be durable (1)", "short")
 
 
 def test_every_phase_has_a_name() -> None:

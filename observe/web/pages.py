@@ -324,11 +324,26 @@ def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:
         "total": len(found.token_ids),
         "from": start,
         "ids": None if source.redact else ids,
-        "text": None if decode is None else [decode([one]) for one in ids],
+        "text": None if decode is None else token_texts(decode, found.token_ids, start, end),
         "mask": list(found.loss_mask[start:end]),
         "logprob": [short(one) for one in found.logprobs[start:end]],
         "sampler": [short(one) for one in found.sampler_logprobs[start:end]],
     }
+
+
+def token_texts(decode: Decode, token_ids: Sequence[int], start: int, end: int) -> list[str]:
+    """What each token in [start, end) adds to the text before it: a tokenizer of words puts a blank
+    between two of them that neither has alone.
+
+    Example: of the words ``[5, 6, 7]``, from the first on, ``["a", " b", " c"]``.
+    """
+    texts = []
+    for at in range(start, end):
+        first = max(0, at - 1)
+        before, both = decode(token_ids[first:at]), decode(token_ids[first : at + 1])
+        added = both[len(before) :] if both.startswith(before) else ""
+        texts.append(added or decode(token_ids[at : at + 1]))
+    return texts
 
 
 def _number(text: str) -> int:

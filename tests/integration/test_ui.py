@@ -20,6 +20,7 @@ from dora_pipe.observe.web.pages import (
     RunSource,
     group_page,
     step_page,
+    token_texts,
     trajectory_page,
     version_page,
 )
@@ -88,6 +89,15 @@ def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
     group = group_page(view, source, parse_query(f"/group/{name}"))
     assert sibling in [row[0] for row in group["siblings"]["rows"]]
     assert group["lineage"] == page["lineage"]
+
+
+def test_words_of_a_tokenizer_stand_apart_as_it_would_write_them() -> None:
+    words = {1: "a", 2: "b", 3: ""}
+    texts = token_texts(lambda ids: " ".join(words[one] for one in ids), [1, 2, 2, 3], 1, 4)
+    assert texts == [" b", " b", " "]
+    halves = {(1,): "\ufffd", (2,): "\ufffd", (1, 2): "é"}
+    texts = token_texts(lambda ids: halves.get(tuple(ids), ""), [1, 2], 0, 2)
+    assert texts == ["\ufffd", "\ufffd"]
 
 
 def test_tokens_have_what_the_log_has_of_each(view: RunView, source: RunSource) -> None:

@@ -16,10 +16,15 @@ from dora_pipe.config import model
 from dora_pipe.producers.tasks.calls import (
     UP,
     Abandon,
+    AgentCall,
+    Claim,
     Deferred,
     EndEpisode,
+    GroupCall,
     PromptCall,
+    RewardCall,
     Setup,
+    TaskCall,
     Up,
     pack,
     unpack,
@@ -55,6 +60,13 @@ READS_MAX: Final = 64
 CLOSE_S: Final = 2.0
 """How long a process may take to close its episodes before it is killed: what it gives them itself
 (`server.CLOSE_S`), and that again to go."""
+
+CLAIM_S: Final = 30.0
+"""For a process to say whether its server has an episode."""
+
+EPISODE_TIMEOUT: Final = "EpisodeTimeout"
+LATE: Final = ("TimedOut", EPISODE_TIMEOUT)
+"""What calls end with that are beyond their limits."""
 
 _NS: Final = 1_000_000_000
 _NEVER_NS: Final = 1 << 63
@@ -280,3 +292,27 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self.link.outbox, selectors.EVENT_READ)
             selector.select(seconds)
+
+
+def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
+    """For a try at a call; `tools`: its episode has some."""
+    if isinstance(call, RewardCall | GroupCall):
+        return task.reward_timeout_s
+    if isinstance(call, AgentCall):
+        return task.agent_timeout_s
+    if isinstance(call, Claim):
+        return CLAIM_S
+    seconds = task.environment_timeout_s
+    return seconds + (task.tool_timeout_s or seconds) if tools else seconds
+
+
+def episode_too_long(task: model.Task) -> str:
+    """What is said of an episode that is beyond `task.episode_seconds`."""
+    return f"the episode took longer than {task.episode_seconds:g} s"
+
+
+def late(task: model.Task, call: OpenCall) -> str:
+    """What is said of a call that is beyond its limit."""
+    if call.late == EPISODE_TIMEOUT:
+        return episode_too_long(task)
+    return f"timed out after {call.limit_ns / _NS:g} s"

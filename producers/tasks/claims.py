@@ -4,7 +4,7 @@ where to ask next, and when an episode is nowhere and begins anew."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -14,9 +14,6 @@ from dora_pipe.producers.tasks.child import Child, OpenCall
 
 WAIT_S: Final = 10.0
 """How long an episode is looked for at servers that do not answer now."""
-
-LIMIT_S: Final = 30.0
-"""For a process to say whether its server has an episode."""
 
 _NS: Final = 1_000_000_000
 
@@ -43,6 +40,10 @@ class Claims:
     def add(self, call: OpenCall) -> None:
         """One that has yet to be asked somewhere."""
         self._waiting.append(call)
+
+    def extend(self, calls: Iterable[OpenCall]) -> None:
+        """Those of a process that has died."""
+        self._waiting.extend(calls)
 
     def send(
         self, children: Sequence[Child], failing: Collection[str], now_ns: int

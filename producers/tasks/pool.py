@@ -50,10 +50,19 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, HUNG_CALLS_MAX, Child, OpenCall
+from dora_pipe.producers.tasks.child import (
+    DEFERRED_DEATHS_MAX,
+    EPISODE_TIMEOUT,
+    HUNG_CALLS_MAX,
+    LATE,
+    Child,
+    OpenCall,
+    episode_too_long,
+    late,
+    limit_s,
+)
 from dora_pipe.producers.tasks.claims import Claims, claim_of, keyed
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.limits import EPISODE_TIMEOUT, LATE, episode_too_long, late, limit_s
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
 from dora_pipe.schemas.metrics import FailingPlace
@@ -189,8 +198,7 @@ class TaskPool:
         self._enqueue(call, avoid=None if lost is None else lost[1])
 
     def forget(self, request: str, *, keep: bool = False) -> None:
-        """Drop a request's call and episode without an event; also events not yet polled. With
-        `keep` the episode stays open, where it is kept."""
+        """Drop a request's call, its events and, unless that is to stay (`keep`), its episode."""
         call = self._open.pop(request, None)
         if call is not None:
             call.forgotten = True
@@ -293,8 +301,7 @@ class TaskPool:
                 call = child.pinned.popleft()
                 if not call.forgotten:
                     child.send(call, now_ns)
-        failing = self._places.unproven
-        for prompt in self._claims.send(self._children, failing, now_ns):
+        for prompt in self._claims.send(self._children, self._places.unproven, now_ns):
             del self._open[prompt.request]
             self._enqueue(prompt)
         while self._queue:
@@ -397,10 +404,8 @@ class TaskPool:
             return
         del self._open[call.request]
         held = self._episodes.get(call.request)
-        kept = held is not None and held[2].kept  # until its request is forgotten
-        if isinstance(event, TaskFailed | EpisodeLost) or (
-            isinstance(event, Rewarded) and not kept
-        ):
+        ends = TaskFailed | EpisodeLost | Rewarded  # what is kept ends when it is forgotten
+        if isinstance(event, ends) and not (held and held[2].kept and isinstance(event, Rewarded)):
             self._end_episode(call.request)
         if isinstance(event, EpisodeLost):
             self._lost[call.request] = event.message, child
@@ -552,9 +557,7 @@ class TaskPool:
                 self._lose_agent(call, child, message)
         left = [call for call in calls if call.episode is None and not call.forgotten]
         self._queue.extendleft(reversed([call for call in left if call.claims is None]))
-        for call in left:
-            if call.claims is not None:
-                self._claims.add(call)
+        self._claims.extend(call for call in left if call.claims is not None)
         why = one_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]

@@ -85,7 +85,7 @@ def files() -> dict[str, bytes]:
     letter, letter_headers = encode_dead_letter(
         arrow_values.DEAD_LETTER, record_bytes_max=RECORD_BYTES_MAX
     )
-    made = {
+    return {
         "fields.txt": "".join(f"{line}\n" for line in field_lines()).encode(),
         **{f"control/{kind_of(one)}.json": encode(one) for one in values.CONTROL},
         **{f"metrics/{kind_of(one)}.json": encode(one) for one in values.METRICS},
@@ -140,7 +140,6 @@ def files() -> dict[str, bytes]:
         "dead-letters/value.bin": letter,
         "dead-letters/headers.txt": pairs_to_bytes(letter_headers),
     }
-    return made
 
 
 def main() -> None:

@@ -75,10 +75,10 @@ START_LIMIT_S: Final = 120.0
 ready."""
 
 DEATHS_MAX: Final = 32
-"""Processes that die in a row without one answer before the pool gives up."""
+"""Processes of a place that die in a row without one answer before the pool gives up."""
 
 UNREACHED_MAX: Final = 8
-"""Connections to servers that end in a row before any of them has opened the task."""
+"""Connections to each server that end before one opens the task: about a minute, to start again."""
 
 CONNECT_S: Final = 10.0
 """For the first word of a server."""
@@ -576,7 +576,7 @@ class TaskPool:
     def _count_death(self, now_ns: int, message: str) -> None:
         self.deaths += 1
         most = DEATHS_MAX if self._facts or not self._places.elsewhere else UNREACHED_MAX
-        self._deaths.count(now_ns, message, most)
+        self._deaths.count(now_ns, message, most * self._places.count)
 
     def _start_missing(self, now_ns: int) -> None:
         while now_ns >= self._deaths.start_at_ns:

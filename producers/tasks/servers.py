@@ -102,6 +102,11 @@ class Places:
         return HERE not in self._breakers
 
     @property
+    def count(self) -> int:
+        """How many."""
+        return len(self._breakers)
+
+    @property
     def unproven(self) -> list[str]:
         """Those that have failed, and not answered since."""
         return [url for url, one in self._breakers.items() if not one.proven]

@@ -127,6 +127,18 @@ def test_server_that_nobody_reaches_ends_the_pool_in_one_line(
         pool.wait()
 
 
+def test_each_of_several_servers_may_be_away_as_long_as_a_single_one(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
+        closed = [f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (one, two)]
+    with TaskPool(task(*closed)) as pool:
+        with pytest.raises(TaskError, match="in a row died"):
+            pool.wait()
+        assert pool.deaths == 4
+
+
 def test_nobody_plays_without_the_token(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.upper())

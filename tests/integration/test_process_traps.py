@@ -37,9 +37,11 @@ from tests.support.process_traps import (
     UNHARMED,
     directory_of,
     run_traps,
+    stopped_epoch,
 )
 
-LIMIT_S = 400.0
+LIMIT_S = 900.0
+"""For three rounds on a busy machine; a round that hangs says so itself."""
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +83,18 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
 ) -> None:
     with _log(STOPPED, folder) as (bus, topics):
         control = _control(bus, topics)
-        epochs = [
-            offset
+        joined = [
+            (offset, fact)
             for offset, fact in control
             if isinstance(fact, WorkerJoined) and fact.worker == STOPPED.role
         ]
-        fence = _fence_of(bus, topics, STOPPED.role, epochs[0])
+        epoch = stopped_epoch(folder)
+        fence = _fence_of(bus, topics, STOPPED.role, epoch)
         late = [
             fact
             for offset, record in control
             if isinstance(record, TrajectoriesLogged)
-            and record.epoch == epochs[0]
+            and record.epoch == epoch
             and offset >= fence.control_next
             for fact in record.facts()
         ]
@@ -101,13 +104,9 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
     assert not {(one.epoch, one.partition, one.offset) for one in late} & trained
     assert report.holds, report.violations
     assert report.standings["fenced"] >= len(late)
-    assert len(epochs) >= 2, "it did not join again"
-    pids = {
-        fact.pid
-        for _, fact in control
-        if isinstance(fact, WorkerJoined) and fact.worker == STOPPED.role
-    }
-    assert len(pids) == 1, "it joined again in the same process"
+    again = [fact for offset, fact in joined if offset > epoch]
+    assert again, "it did not join again"
+    assert {fact.pid for _, fact in joined} == {again[0].pid}, "in the same process"
 
 
 def _trajectories(order: Order, folder: Path) -> dict[str, Trajectory]:

@@ -17,14 +17,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
+from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.faults.inject import Files
 from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.bench.faults.rounds import RoundResult, Session
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.launch.examples import EOS, SPECIAL
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import Supervisor
+from dora_pipe.schemas.control import WorkerJoined, decode_control
+from dora_pipe.schemas.rounds import Fence, decode_round
 from dora_pipe.schemas.topics import Topics
 from tests.support.tidy import ROOT
 
@@ -91,8 +93,13 @@ def directory_of(order: Order, folder: Path) -> RunDir:
     return RunDir(folder / f"round-{order.number}-{order.seed}")
 
 
+def stopped_epoch(folder: Path) -> int:
+    """The role epoch in which the worker was stopped; a busy machine may have fenced others."""
+    return int((directory_of(STOPPED, folder).path / "stopped-epoch").read_text())
+
+
 class _GoOnWhenFenced:
-    """Lets the stopped worker go on as soon as a round of the log fences it."""
+    """Lets the stopped worker go on as soon as a round of the log fences what was stopped."""
 
     def __init__(self) -> None:
         self.done = False
@@ -103,10 +110,18 @@ class _GoOnWhenFenced:
             return
         topics = Topics(files.directory.name)
         with closing(SqliteBus(files.directory / "log.sqlite")) as bus:
-            reader = bus.reader({TopicPartition(topics.decisions, 0): 0})
-            rounds = reader.poll(timeout_s=0.0, records_max=100_000)
-        fence = f'"worker":"{hit.role}"'.encode()
-        if any(b'"kind":"fence"' in one.value and fence in one.value for one in rounds):
+            control = records_of(bus, ends_of(bus, topics.control))
+            joined = [(one.offset, decode_control(one.value)) for one in control]
+            decisions = records_of(bus, ends_of(bus, topics.decisions))
+            rounds = [decode_round(one.value) for one in decisions]
+        epoch = max(
+            offset
+            for offset, fact in joined
+            if isinstance(fact, WorkerJoined) and fact.pid == hit.pid
+        )
+        made = [one for round_ in rounds for one in round_.decisions]
+        if any(isinstance(one, Fence) and one.epoch == epoch for one in made):
+            (files.directory / "stopped-epoch").write_text(str(epoch))
             os.kill(hit.pid, signal.SIGCONT)
             self.done = True
 

@@ -68,6 +68,7 @@ NOT_COMPARED: Final = ("trainer.gpus", "objective.options")
 here; a study that was begun without these keys goes on."""
 
 YOUNGER: Final[Mapping[str, Any]] = {
+    "trainer.optimizer": "adamw",
     "trainer.schedule": "constant",
     "trainer.warmup_steps": 0,
     "trainer.learning_rate_min": 0.0,

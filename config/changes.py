@@ -38,10 +38,10 @@ groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
-trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps
-trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
-trainer.head_chunk_tokens trainer.packing trainer.parts trainer.ranks trainer.zero_stage
-trainer.offload trainer.gradient_accumulation trainer.dtype policies.dtype
+trainer.optimizer trainer.weight_decay trainer.weight_decay_exclude trainer.schedule
+trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens
+bus.partitions trainer.head_chunk_tokens trainer.packing trainer.parts trainer.ranks
+trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype policies.dtype
 """
 FROZEN = frozenset(_FROZEN.split())
 """A resumed run must have the same; a name stands for its whole section."""

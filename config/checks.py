@@ -428,6 +428,14 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_optimizer(config: Config) -> Iterator[Problem]:
+    if config.trainer.optimizer == "muon" and config.lora.rank:
+        yield Problem(
+            text="trainer.optimizer: muon updates hidden layers, which lora.rank freezes",
+            hint="trainer.optimizer = 'adamw', or lora.rank = 0",
+        )
+
+
 def _check_trainer(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if not all(beta < 1 for beta in trainer.betas):
@@ -526,6 +534,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_reference,
     _check_teacher,
     _check_trainer,
+    _check_optimizer,
     _check_gpus,
     _check_lora,
     _check_bus,

@@ -10,6 +10,7 @@ from dora_pipe.config.schedule import Schedule
 from dora_pipe.config.section import (
     NonNegative,
     NonNegativeFloat,
+    OptimizerName,
     Positive,
     PositiveFloat,
     Section,
@@ -19,11 +20,13 @@ from dora_pipe.config.section import (
 
 
 class Trainer(Section, frozen=True, kw_only=True):
-    """The training engine and its optimizer (AdamW)."""
+    """The training engine and its optimizer."""
 
     kind: str = "torch"
     """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
     or `module:attribute` of your own (docs/extending.md)."""
+    optimizer: OptimizerName = "adamw"
+    """What updates: AdamW, or Muon for the matrices of the hidden layers and AdamW for the rest."""
     learning_rate: PositiveFloat = 1e-5
     """Its peak, where there is a schedule; it may be changed between steps."""
     schedule: Schedule = "constant"
@@ -37,7 +40,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Of AdamW; below 1."""
     weight_decay: NonNegativeFloat = 0.0
-    """Of AdamW."""
+    """Of AdamW and Muon, times the learning rate."""
     weight_decay_exclude: WeightDecayExclude = "vectors"
     """What weight decay leaves alone: tensors of one dimension (norms and biases), or none."""
     grad_norm_max: PositiveFloat = 1.0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.config.objectives import is_own
+from dora_pipe.config.section import OptimizerName
 from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners.deepspeed import HINT, NAME, prepare
 from dora_pipe.consumers.learners.port import Learner
@@ -52,6 +53,8 @@ class LearnerKind:
     """Whether it takes `TrainBatch.teacher`, which `objective.teacher_weight` asks for."""
     bfloat16: bool = False
     """Whether it goes on in bfloat16 where version 0 is published so (`policies.dtype`)."""
+    optimizers: tuple[OptimizerName, ...] = ("adamw",)
+    """What it takes of `trainer.optimizer`."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -90,6 +93,11 @@ def need_learner(config: Config) -> None:
         raise ConfigError(
             f"policies.dtype: trainer `{name}` publishes float32",
             hint="policies.dtype = 'auto', or trainer.kind = 'torch'",
+        )
+    if config.trainer.optimizer not in kind.optimizers:
+        raise ConfigError(
+            f"trainer.optimizer: trainer `{name}` has no {config.trainer.optimizer}",
+            hint=f"trainer.optimizer = {kind.optimizers[0]!r}, or trainer.kind = 'torch'",
         )
     need_objective(config)
     if config.teacher.path:
@@ -203,6 +211,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
     if device != "cpu":
         prepare(device)
     options = TorchOptions(
+        optimizer=section.optimizer,
         betas=section.betas,
         weight_decay=section.weight_decay,
         weight_decay_exclude=section.weight_decay_exclude,
@@ -263,6 +272,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         moving_reference=True,
         teacher=True,
         bfloat16=True,
+        optimizers=("adamw", "muon"),
     ),
     "deepspeed": LearnerKind(
         open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True, teacher=True

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.config.section import WeightDecayExclude
+from dora_pipe.config.section import OptimizerName, WeightDecayExclude
 from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
@@ -68,6 +68,7 @@ VERSION: Final = "1"
 class TorchOptions:
     """What stays the same while a run lasts; see `dora_pipe.config.training.Trainer`."""
 
+    optimizer: OptimizerName = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     weight_decay_exclude: WeightDecayExclude = "none"
@@ -256,6 +257,7 @@ class TorchLearner:
         return (
             (lora.numerics if lora else {})
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
+            | ({"optimizer": options.optimizer} if options.optimizer != "adamw" else {})
             | temperature_numerics(options.temperature)
             | options.memory.numerics(self._model.vocabulary, options.micro_batch_tokens)
             | {
@@ -278,6 +280,7 @@ class TorchLearner:
             weight_decay=self._options.weight_decay,
             exclude=self._options.weight_decay_exclude,
             bfloat16=self._bfloat16,
+            muon=self._model.hidden_matrices() if self._options.optimizer == "muon" else (),
         )
 
     def _score_proximal(self, passes: Sequence[Pass]) -> None:

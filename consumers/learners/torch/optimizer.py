@@ -1,7 +1,8 @@
-"""AdamW with a state that can be written to a safetensors file and taken back bit for bit.
+"""AdamW and Muon with a state that can be written to a safetensors file and taken back bit for bit.
 
 It decides nothing but the names in that file: `steps`, and per parameter `exp_avg/<name>` and
-`exp_avg_sq/<name>`; `remainder/<name>` (int16) where it is published in bfloat16 (`masters`).
+`exp_avg_sq/<name>`, or `momentum_buffer/<name>` where Muon updates it; `remainder/<name>` (int16)
+where it is published in bfloat16 (`masters`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries,
 
 STEPS: Final = "steps"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+MUON_MOMENTS: Final = ("momentum_buffer",)
+MUON_MOMENTUM: Final = 0.95
+"""As Keller Jordan has it (https://kellerjordan.github.io/posts/muon/), with Nesterov's."""
+
+MUON_SCALE: Final = "match_rms_adamw"
+"""Updates as long as AdamW's, so that its learning rates hold (arXiv 2502.16982, section 2.2)."""
+
 REMAINDER: Final = "remainder"
 
 
 def decay_groups(
     parameters: Sequence[Tensor], weight_decay: float, exclude: WeightDecayExclude
 ) -> list[dict[str, Any]]:
-    """AdamW's groups of parameters: those that decay, and vectors apart where they do not.
+    """An optimizer's groups of parameters: those that decay, and vectors apart where they do not.
 
     One group wherever one will do: that is how older optimizers were made, to their bits.
     """
@@ -50,12 +58,13 @@ class KeptState:
     weights: list[Tensor]
     remainders: list[Tensor]
     """Of the masters, where what is published is not float32."""
-    adamw: list[dict[str, Tensor]]
+    moments: list[dict[str, Tensor]]
     """By parameter; empty before the first update."""
 
 
 class Optimizer:
-    """AdamW over named parameters, with gradient clipping by the global norm."""
+    """AdamW over named parameters, Muon over some of them; gradients are clipped by their global
+    norm."""
 
     def __init__(
         self,
@@ -65,17 +74,29 @@ class Optimizer:
         weight_decay: float,
         exclude: WeightDecayExclude = "none",
         bfloat16: Collection[str] = (),
+        muon: Collection[str] = (),
     ) -> None:
-        """`bfloat16` names the parameters whose values are to be bfloat16 between updates."""
+        """`bfloat16` names the parameters whose values are to be bfloat16 between updates, `muon`
+        the matrices, not all of the parameters, that Muon updates."""
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        groups = decay_groups(self._parameters, weight_decay, exclude)
-        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas)
+        others = [one for name, one in parameters if name not in muon]
+        matrices = [one for name, one in parameters if name in muon]
+        groups = decay_groups(others, weight_decay, exclude)
+        adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas)
+        self._optimizers: list[torch.optim.Optimizer] = [adamw]
+        if matrices:
+            groups = decay_groups(matrices, weight_decay, exclude)
+            self._optimizers.append(
+                torch.optim.Muon(groups, lr=0.0, momentum=MUON_MOMENTUM, adjust_lr_fn=MUON_SCALE)
+            )
+        self._owners = [self._optimizers[name in muon] for name in self._names]
         self._masters = Masters({name: one for name, one in parameters if name in bfloat16})
 
     def clear(self) -> None:
         """Forget the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def divide(self, divisor: float) -> None:
         """Divide the gradients."""
@@ -89,32 +110,35 @@ class Optimizer:
         return float(norm)
 
     def update(self, learning_rate: float) -> None:
-        """One AdamW update from the gradients that are there."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
+        """One update from the gradients that are there."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
         with self._masters.present():
-            self._adamw.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
 
     def kept(self) -> KeptState:
         """A copy of weights and state."""
         return KeptState(
             weights=[one.detach().clone() for one in self._parameters],
             remainders=self._masters.kept(),
-            adamw=[
-                {name: value.clone() for name, value in self._adamw.state.get(one, {}).items()}
-                for one in self._parameters
+            moments=[
+                {name: value.clone() for name, value in owner.state.get(one, {}).items()}
+                for one, owner in zip(self._parameters, self._owners, strict=True)
             ],
         )
 
     def go_back(self, kept: KeptState) -> None:
         """Be as the copy is, which is used up."""
         self.clear()
-        self._adamw.state.clear()
+        self._forget()
         self._masters.go_back(kept.remainders)
-        for one, weights, state in zip(self._parameters, kept.weights, kept.adamw, strict=True):
+        for one, weights in zip(self._parameters, kept.weights, strict=True):
             one.data.copy_(weights)
+        for one, owner, state in zip(self._parameters, self._owners, kept.moments, strict=True):
             if state:
-                self._adamw.state[one] = state
+                owner.state[one] = state
 
     @contextmanager
     def at(self, kept: KeptState) -> Iterator[None]:
@@ -135,41 +159,55 @@ class Optimizer:
     def load(self, path: Path) -> None:
         """Take the state of a file. Raises PolicyError if it is not of these parameters."""
         entries = {entry.name: entry for entry in read_entries(path)}
-        wanted = {f"{moment}/{name}" for name in self._names for moment in MOMENTS}
+        named = list(zip(self._names, self._owners, strict=True))
+        wanted = {f"{moment}/{name}" for name, owner in named for moment in _moments(owner)}
         wanted |= {f"{REMAINDER}/{name}" for name in self._masters.remainders}
         if entries.keys() not in ({STEPS}, {STEPS} | wanted):
             raise PolicyError(f"{path} is not the optimizer state of this model")
         with mapped(path) as data:
             tensors = {name: read_tensor(data, entry) for name, entry in entries.items()}
         steps = tensors.pop(STEPS)
-        self._adamw.state.clear()
+        self._forget()
         if not tensors:
             return
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            state: dict[str, Tensor] = {"step": steps.to(torch.float32).clone()}
-            for moment in MOMENTS:
+        for (name, owner), parameter in zip(named, self._parameters, strict=True):
+            adamw = owner is self._optimizers[0]
+            state: dict[str, Tensor] = {"step": steps.to(torch.float32).clone()} if adamw else {}
+            for moment in _moments(owner):
                 value = tensors[f"{moment}/{name}"]
                 if value.shape != parameter.shape:
                     raise PolicyError(f"{path}: {moment} of {name!r} has shape {value.shape}")
                 state[moment] = value.to(parameter.device)
-            self._adamw.state[parameter] = state
+            owner.state[parameter] = state
         for name, held in self._masters.remainders.items():
             value = tensors[f"{REMAINDER}/{name}"]
             if (value.shape, value.dtype) != (held.shape, held.dtype):
                 raise PolicyError(f"{path}: the remainder of {name!r} is none")
             self._masters.take(name, value)
 
+    def _forget(self) -> None:
+        """Be as before the first update."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
     def _sources(self) -> list[TensorSource]:
-        steps = 0
+        steps, moments = 0, 0
         sources: list[TensorSource] = []
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            state = self._adamw.state.get(parameter)
+        named = zip(self._names, self._parameters, self._owners, strict=True)
+        for name, parameter, owner in named:
+            moments += len(_moments(owner))
+            state = owner.state.get(parameter)
             if not state:
                 continue
-            steps = int(state["step"])
-            sources += [tensor_source(f"{moment}/{name}", state[moment]) for moment in MOMENTS]
-        assert len(sources) in (0, len(MOMENTS) * len(self._names))
+            steps = int(state.get("step", steps))
+            sources += [tensor_source(f"{one}/{name}", state[one]) for one in _moments(owner)]
+        assert len(sources) in (0, moments)
         if sources:
             beyond = self._masters.remainders.items()
             sources += [tensor_source(f"{REMAINDER}/{name}", one) for name, one in beyond]
         return [tensor_source(STEPS, torch.tensor(steps, dtype=torch.int64)), *sources]
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What a parameter of it has in a checkpoint."""
+    return MUON_MOMENTS if isinstance(optimizer, torch.optim.Muon) else MOMENTS

@@ -1,0 +1,39 @@
+"""A run with another optimizer than AdamW: killed, resumed, replayed, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora_pipe.audit.auditor import audit
+from tests.integration.test_objective_runs import again, commits_of
+from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.models import make_qwen2
+
+STEPS = 3
+
+
+def test_run_with_muon_comes_out_bit_for_bit(tmp_path: Path) -> None:
+    config = make_config(
+        run__steps=STEPS,
+        run__name="muon",
+        sampling__max_tokens=8,
+        trainer__optimizer="muon",
+        trainer__weight_decay=0.1,
+        trainer__schedule="linear",
+        trainer__parts=2,
+        trainer__minibatches=2,
+        trainer__checkpoint_every=2,
+        policies__dtype="bfloat16",
+    )
+    model = make_qwen2(tmp_path / "model", hidden_size=32, intermediate_size=64)
+    parts = TorchParts(model, dtype="bfloat16")
+    with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
+        running.until(lambda: running.version >= 2)
+        running.restart("trainer")
+        running.run()
+        report = audit(running.bus, running.topics, running.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        numerics = [commit.numerics for commit in commits_of(running)]
+        assert {(one["optimizer"], one["policies"]) for one in numerics} == {("muon", "bfloat16")}
+        lines = again(running, last=STEPS)
+        assert [line.replayed.equal for line in lines] == [True] * STEPS

@@ -1,0 +1,208 @@
+"""Muon for the matrices of the hidden layers, AdamW for the rest: as written, learnt, kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from dora_pipe.config.checks import problems_of
+from dora_pipe.config.load import changed_keys
+from dora_pipe.config.model import Config
+from dora_pipe.config.section import OptimizerName
+from dora_pipe.consumers.learners import registry
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.optimizer import Optimizer
+from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.safetensors_file import read_entries
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_llama_gqa, make_qwen2
+
+
+class Policy:
+    """Version 0 of a small model with tied embeddings, with trainers for it."""
+
+    def __init__(self, root: Path, dtype: PolicyDtype) -> None:
+        self.store = PolicyStore(root / "policies")
+        model = make_llama_gqa(root / "model", hidden_size=48, intermediate_size=96)
+        self.manifest, assets = import_model(self.store, model, dtype)
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, optimizer: OptimizerName = "muon") -> TorchLearner:
+        options = TorchOptions(
+            optimizer=optimizer,
+            weight_decay=0.1,
+            weight_decay_exclude="vectors",
+            micro_batch_tokens=128,
+        )
+        made = TorchLearner(self.assets, reference=self.weights, options=options)
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"), request.param)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Keller Jordan's five steps of Newton and Schulz."""
+    x: Tensor = matrix.bfloat16()
+    x = x.T if len(matrix) > matrix.shape[1] else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        b: Tensor = -4.7750 * a + 2.0315 * a @ a
+        x = 3.4445 * x + b @ x
+    found: Tensor = x.T if len(matrix) > matrix.shape[1] else x
+    return found
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_updates_are_those_of_the_literature(shape: tuple[int, int], decay: float) -> None:
+    torch.manual_seed(1)
+    start, rate = torch.randn(shape), 1e-2
+    parameter = torch.nn.Parameter(start.clone())
+    bias = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Optimizer(
+        [("x", parameter), ("bias", bias)],
+        betas=(0.9, 0.95),
+        weight_decay=decay,
+        exclude="vectors",
+        muon=["x"],
+    )
+    momentum, expected = torch.zeros(shape), start.clone()
+    for _ in range(3):
+        gradient = torch.randn(shape)
+        parameter.grad, bias.grad = gradient.clone(), torch.ones(3)
+        optimizer.update(rate)
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = orthogonalized(0.95 * momentum + 0.05 * gradient)
+        expected = expected * (1 - rate * decay) - rate * 0.2 * 24**0.5 * update
+    # bfloat16 has eight bits, and rounds here in another order.
+    assert torch.allclose(parameter.detach(), expected, rtol=0, atol=3 * rate * 0.05)
+    moved = (parameter.detach() - start * (1 - rate * decay) ** 3).square().mean().sqrt()
+    assert 0.1 * rate < float(moved) < 0.8 * rate, "as far as AdamW would go, about"
+    assert torch.allclose(bias.detach(), torch.full((3,), -3 * rate), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("make", "head"), [(make_qwen2, True), (make_llama_gqa, False)])
+def test_embeddings_head_and_vectors_are_adamws(make: object, head: bool, tmp_path: Path) -> None:
+    assert callable(make)
+    model = TorchModel(make(tmp_path), device="cpu")
+    named, hidden = dict(model.parameters()), model.hidden_matrices()
+    others = {name for name in named if name not in hidden}
+    assert {name for name in others if named[name].ndim > 1} == {
+        "model.embed_tokens.weight",
+        *(["lm_head.weight"] if head else []),
+    }
+    assert all(".layers." in name and named[name].ndim == 2 for name in hidden)
+    assert len(hidden) == 2 * 7
+
+
+def test_loss_of_a_tiny_task_falls(tmp_path: Path) -> None:
+    model = TorchModel(make_qwen2(tmp_path, hidden_size=32, intermediate_size=64), device="cpu")
+    rows = [([5, 9, at, 9, at, 2], [0, 0, 0, 1, 1, 1], [0.0] * 6) for at in range(10, 18)]
+    passage = passage_of(rows, width=6, device="cpu")
+    optimizer = Optimizer(
+        list(model.parameters()),
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        muon=model.hidden_matrices(),
+    )
+    losses = []
+    for _ in range(30):
+        optimizer.clear()
+        loss = -model.logprobs(passage).mean()
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+        optimizer.gradient_norm(1.0)
+        optimizer.update(1e-2)
+    assert losses[0] > 4 and losses[-1] < 0.1
+
+
+def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
+    batches = [make_batch(seed=seed, step=seed, groups=2, siblings=3) for seed in range(3)]
+    whole, broken = policy.trainer(), policy.trainer()
+    for batch in batches:
+        whole.train(batch, SETTINGS)
+    broken.train(batches[0], SETTINGS)
+    for batch in batches[1:]:
+        manifest = broken.save_weights(tmp_path / "weights")
+        broken.save_optimizer(tmp_path / "state")
+        broken = policy.trainer()
+        broken.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "state")
+        broken.train(batch, SETTINGS)
+    broken.save_optimizer(tmp_path / "broken")
+    whole.save_optimizer(tmp_path / "whole")
+    assert broken.manifest() == whole.manifest()
+    assert (tmp_path / "broken").read_bytes() == (tmp_path / "whole").read_bytes()
+    names = {one.name.partition("/")[0] for one in read_entries(tmp_path / "whole")}
+    remainders = {"remainder"} if policy.manifest.dtype == "bfloat16" else set()
+    assert names == {"steps", "exp_avg", "exp_avg_sq", "momentum_buffer"} | remainders
+
+
+def test_updates_ahead_are_taken_back_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
+    batch = make_batch(seed=3, step=1, groups=4, siblings=3)
+    states = []
+    for ahead in (False, True):
+        trainer = policy.trainer()
+        trainer.train(make_batch(seed=2, step=0, groups=2, siblings=3), SETTINGS)
+        if ahead:
+            trainer.train_part(replace(batch, groups=batch.groups[:2]), SETTINGS)
+        trainer.train(batch, SETTINGS)
+        trainer.save_optimizer(tmp_path / "state")
+        states.append((trainer.manifest(), (tmp_path / "state").read_bytes()))
+    assert states[0] == states[1]
+
+
+def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
+    policy: Policy, tmp_path: Path
+) -> None:
+    plain, muon = policy.trainer("adamw"), policy.trainer()
+    assert muon.numerics() == plain.numerics() | {"optimizer": "muon"}
+    for one, other in ((plain, muon), (muon, plain)):
+        one.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+        one.save_optimizer(tmp_path / "state")
+        with pytest.raises(PolicyError, match="not the optimizer state of this model"):
+            other.load(policy.weights, digest=policy.manifest.digest, optimizer=tmp_path / "state")
+
+
+def config(**sections: dict[str, object]) -> Config:
+    plain: dict[str, object] = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+        "trainer": {"optimizer": "muon"},
+    }
+    return msgspec.convert(plain | sections, Config)
+
+
+def test_what_it_does_not_go_with_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(problems_of(config()))
+    (problem,) = problems_of(config(lora={"rank": 4}))
+    assert problem.text.startswith("trainer.optimizer: ") and problem.hint
+    own = SimpleNamespace(TRAINER=registry.LearnerKind(open=registry.BUILT_IN["torch"].open))
+    monkeypatch.setitem(sys.modules, "own", own)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: own)
+    for kind in ("deepspeed", "own:TRAINER"):
+        chosen = config(trainer={"kind": kind, "optimizer": "muon"})
+        with pytest.raises(ConfigError, match=f"trainer `{kind}` has no muon") as found:
+            registry.need_learner(chosen)
+        assert "trainer.kind = 'torch'" in str(found.value.hint)
+    registry.need_learner(config())
+    frozen, _, _ = changed_keys(config(), config(trainer={"optimizer": "adamw"}))
+    assert set(frozen) == {"trainer.optimizer"}

@@ -311,7 +311,7 @@ class RequestTable:
 
     def let_go(self, request: RequestState, *, keep: bool = False) -> None:
         """Have no more to do with a request; its KV cache may be somebody else's by now. With
-        `keep` its episode is, too, if it can be found again."""
+        `keep` its episode stays open at its server, if it can be found again there."""
         self.leave_engine(request)
         self.end_session(request)
         if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING, Phase.AGENT):

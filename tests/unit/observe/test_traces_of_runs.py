@@ -29,7 +29,7 @@ class _Traced(SeedRun):
 @pytest.mark.parametrize("seed", range(6))
 def test_paths_are_unbroken_in_a_simulated_run_with_faults(seed: int) -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
-    seed_run = _Traced(draw(seed))
+    seed_run = _Traced(draw(seed, form="long"))
     assert seed_run.run().holds
     assert seed_run.trained >= 10
 

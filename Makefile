@@ -190,6 +190,19 @@ test-adapters: setup ## Environments of other packages as tasks, and their examp
 	@PYTHONPATH=$(CURDIR)/$(ADAPTERS) $(BIN)/pytest -q -W default tests/unit/adapters tests/unit/tasks/test_tasks_page.py \
 	  tests/slow/test_examples_of_others.py $(ARGS)
 
+# The library of eight-bit moments, beside .venv.
+EIGHT_BITS := .venv-adamw8bit
+EIGHT_BITS_WANTED = $$(sha256sum < requirements/adamw8bit.txt | cut -c1-16)
+.PHONY: test-adamw8bit
+
+test-adamw8bit: setup ## trainer.optimizer = "adamw8bit" (130 MB beside .venv)
+	@if [ "$$(cat $(EIGHT_BITS)/.stamp 2>/dev/null)" != "$(EIGHT_BITS_WANTED)" ]; then \
+	  rm -rf $(EIGHT_BITS); \
+	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(EIGHT_BITS) -r requirements/adamw8bit.txt; \
+	  echo "$(EIGHT_BITS_WANTED)" > $(EIGHT_BITS)/.stamp; fi
+	@PYTHONPATH=$(CURDIR)/$(EIGHT_BITS) $(BIN)/pytest -q -n 0 tests/unit/consumers/test_optimizers.py \
+	  tests/integration/test_optimizer_runs.py $(ARGS)
+
 # Agents of frameworks: an environment of their own, which tasks run in (`task.python`).
 AGENTS := .venv-agents
 AGENTS_WANTED = $$(sha256sum < requirements/agents.txt | cut -c1-16)
@@ -256,6 +269,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	  -o requirements/vllm-deepspeed.txt
 	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt
 	$(LOCK) --no-deps requirements/adapters.in -c requirements/dev.txt -o requirements/adapters.txt
+	$(LOCK) --no-deps requirements/adamw8bit.in -c requirements/dev.txt -o requirements/adamw8bit.txt
 	$(LOCK) requirements/agents.in -o requirements/agents.txt
 	$(LOCK) requirements/verifiers.in -o requirements/verifiers.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt

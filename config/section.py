@@ -26,7 +26,7 @@ WholeEvery = Annotated[int, Meta(ge=1, le=WHOLE_EVERY_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern=PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "muon", "adamw8bit"]
 WeightDecayExclude = Literal["vectors", "none"]
 RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
 

@@ -26,7 +26,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
     or `module:attribute` of your own (docs/extending.md)."""
     optimizer: OptimizerName = "adamw"
-    """What updates: AdamW, or Muon for the matrices of the hidden layers and AdamW for the rest."""
+    """What updates: AdamW, Muon for the matrices of the hidden layers and AdamW for the rest, or
+    AdamW whose moments have eight bits (the extra `adamw8bit`)."""
     learning_rate: PositiveFloat = 1e-5
     """Its peak, where there is a schedule; it may be changed between steps."""
     schedule: Schedule = "constant"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
+
+from msgspec.structs import replace
 
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.config.objectives import is_own
@@ -31,6 +33,10 @@ from dora_pipe.store.store import PolicyStore
 if TYPE_CHECKING:
     from dora_pipe.consumers.learners.torch.learner import TorchLearner
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
+
+TORCH_PACKAGES: Final = ("torch", "transformers", "safetensors")
+TORCH_HINT: Final = "pip install 'dora-pipe[torch]'"
+EIGHT_BITS_HINT: Final = "pip install 'dora-pipe[adamw8bit]'"
 
 Open = Callable[[Path, Path, Config, LogLocation | None], Learner]
 
@@ -78,7 +84,7 @@ def need_learner(config: Config) -> None:
     """Raise ConfigError, before anything starts, for a trainer or objective that cannot be used."""
     name = config.trainer.kind
     kind = learner_kind(name, config.task.directory)
-    _need(f"trainer.kind = {name!r}", kind)
+    _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.objective.reference_every is not None and not kind.moving_reference:
         raise ConfigError(
             f"objective.reference_every: trainer `{name}` knows version 0 as the reference alone",
@@ -99,9 +105,11 @@ def need_learner(config: Config) -> None:
             f"trainer.optimizer: trainer `{name}` has no {config.trainer.optimizer}",
             hint=f"trainer.optimizer = {kind.optimizers[0]!r}, or trainer.kind = 'torch'",
         )
+    if config.trainer.optimizer == "adamw8bit" and name in BUILT_IN:
+        _need("trainer.optimizer = 'adamw8bit'", ("bitsandbytes",), EIGHT_BITS_HINT)
     need_objective(config)
     if config.teacher.path:
-        _need("teacher.path", BUILT_IN["torch"])
+        _need("teacher.path", TORCH_PACKAGES, TORCH_HINT)
     key_of(config)
 
 
@@ -117,10 +125,10 @@ def published_dtype(config: Config, says: str) -> PolicyDtype:
     return "bfloat16" if able and says == "bfloat16" else "float32"
 
 
-def _need(who: str, kind: LearnerKind) -> None:
-    for name in kind.packages:
+def _need(who: str, packages: Sequence[str], hint: str) -> None:
+    for name in packages:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"{who} needs {name}, which is not installed", hint=kind.hint or None)
+            raise ConfigError(f"{who} needs {name}, which is not installed", hint=hint or None)
 
 
 def make_learner(
@@ -163,8 +171,9 @@ def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearne
 
     Raises PolicyError for a model it cannot take, ConfigError where a package or GPU is missing.
     """
-    _need("scoring", BUILT_IN["torch"])
-    return _torch(assets, reference, config, None)
+    _need("scoring", TORCH_PACKAGES, TORCH_HINT)
+    plain = replace(config, trainer=replace(config.trainer, optimizer="adamw"))
+    return _torch(assets, reference, plain, None)  # It updates nothing.
 
 
 def device_of(section: Section) -> str:
@@ -267,12 +276,12 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
 BUILT_IN: Final[Mapping[str, LearnerKind]] = {
     "torch": LearnerKind(
         open=_torch,
-        packages=("torch", "transformers", "safetensors"),
-        hint="pip install 'dora-pipe[torch]'",
+        packages=TORCH_PACKAGES,
+        hint=TORCH_HINT,
         moving_reference=True,
         teacher=True,
         bfloat16=True,
-        optimizers=("adamw", "muon"),
+        optimizers=("adamw", "muon", "adamw8bit"),
     ),
     "deepspeed": LearnerKind(
         open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True, teacher=True

@@ -29,7 +29,8 @@ from dora_pipe.consumers.learners.torch.model import (
     score,
     untied,
 )
-from dora_pipe.consumers.learners.torch.optimizer import MOMENTS, decay_groups
+from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
+from dora_pipe.consumers.learners.torch.optimizer import decay_groups
 
 Moment = Literal["exp_avg", "exp_avg_sq"]
 

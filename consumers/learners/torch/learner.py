@@ -53,6 +53,10 @@ from dora_pipe.consumers.learners.torch.model import (
     score_rows,
     temperature_numerics,
 )
+from dora_pipe.consumers.learners.torch.named_optimizers import (
+    optimizer_numerics,
+    parameters_of,
+)
 from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
 from dora_pipe.core.errors import PolicyError
@@ -257,7 +261,7 @@ class TorchLearner:
         return (
             (lora.numerics if lora else {})
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
-            | ({"optimizer": options.optimizer} if options.optimizer != "adamw" else {})
+            | optimizer_numerics(options.optimizer)
             | temperature_numerics(options.temperature)
             | options.memory.numerics(self._model.vocabulary, options.micro_batch_tokens)
             | {
@@ -274,13 +278,15 @@ class TorchLearner:
         )
 
     def _fresh_optimizer(self) -> Optimizer:
+        name, named = self._options.optimizer, dict(self._model.parameters())
         return Optimizer(
-            list(self._model.parameters()),
+            list(named.items()),
             betas=self._options.betas,
             weight_decay=self._options.weight_decay,
             exclude=self._options.weight_decay_exclude,
             bfloat16=self._bfloat16,
-            muon=self._model.hidden_matrices() if self._options.optimizer == "muon" else (),
+            other=name,
+            others=parameters_of(name, self._model.network, named),
         )
 
     def _score_proximal(self, passes: Sequence[Pass]) -> None:

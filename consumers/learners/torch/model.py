@@ -130,14 +130,6 @@ class TorchModel:
         """Name and parameter, tied ones once."""
         yield from self.network.named_parameters()
 
-    def hidden_matrices(self) -> frozenset[str]:
-        """Names of the network's matrices that are neither embeddings nor the head."""
-        network = self.network
-        apart = [one for one in network.modules() if isinstance(one, torch.nn.Embedding)]
-        ends = {id(one.weight) for one in (*apart, network.get_output_embeddings()) if one}
-        named = network.named_parameters()
-        return frozenset(name for name, one in named if one.ndim == 2 and id(one) not in ends)
-
     @property
     def updated(self) -> bool:
         """Whether the optimizer has changed the parameters, where it matters."""

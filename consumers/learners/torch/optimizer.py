@@ -1,8 +1,8 @@
-"""AdamW and Muon with a state that can be written to a safetensors file and taken back bit for bit.
+"""AdamW, or another beside it, with a state that goes to a safetensors file and back bit for bit.
 
 It decides nothing but the names in that file: `steps`, and per parameter `exp_avg/<name>` and
-`exp_avg_sq/<name>`, or `momentum_buffer/<name>` where Muon updates it; `remainder/<name>` (int16)
-where it is published in bfloat16 (`masters`).
+`exp_avg_sq/<name>`, or what another optimizer keeps of it (`named_optimizers`); `remainder/<name>`
+(int16) where it is published in bfloat16 (`masters`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dora_pipe.config.section import WeightDecayExclude
+from dora_pipe.config.section import OptimizerName, WeightDecayExclude
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
+from dora_pipe.consumers.learners.torch.named_optimizers import (
+    make_optimizer,
+    moments_of,
+    state_of,
+)
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
 
 STEPS: Final = "steps"
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-MUON_MOMENTS: Final = ("momentum_buffer",)
-MUON_MOMENTUM: Final = 0.95
-"""As Keller Jordan has it (https://kellerjordan.github.io/posts/muon/), with Nesterov's."""
-
-MUON_SCALE: Final = "match_rms_adamw"
-"""Updates as long as AdamW's, so that its learning rates hold (arXiv 2502.16982, section 2.2)."""
-
 REMAINDER: Final = "remainder"
 
 
@@ -58,12 +55,12 @@ class KeptState:
     weights: list[Tensor]
     remainders: list[Tensor]
     """Of the masters, where what is published is not float32."""
-    moments: list[dict[str, Tensor]]
+    moments: list[dict[str, Any]]
     """By parameter; empty before the first update."""
 
 
 class Optimizer:
-    """AdamW over named parameters, Muon over some of them; gradients are clipped by their global
+    """AdamW over named parameters, another over some of them; gradients are clipped by their global
     norm."""
 
     def __init__(
@@ -74,28 +71,24 @@ class Optimizer:
         weight_decay: float,
         exclude: WeightDecayExclude = "none",
         bfloat16: Collection[str] = (),
-        muon: Collection[str] = (),
+        other: OptimizerName = "adamw",
+        others: Collection[str] = (),
     ) -> None:
-        """`bfloat16` names the parameters whose values are to be bfloat16 between updates, `muon`
-        the matrices, not all of the parameters, that Muon updates."""
+        """`bfloat16` names the parameters whose values are to be bfloat16 between updates, `others`
+        those, not all of them, that the optimizer `other` updates."""
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        others = [one for name, one in parameters if name not in muon]
-        matrices = [one for name, one in parameters if name in muon]
-        groups = decay_groups(others, weight_decay, exclude)
-        adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas)
-        self._optimizers: list[torch.optim.Optimizer] = [adamw]
-        if matrices:
-            groups = decay_groups(matrices, weight_decay, exclude)
-            self._optimizers.append(
-                torch.optim.Muon(groups, lr=0.0, momentum=MUON_MOMENTUM, adjust_lr_fn=MUON_SCALE)
-            )
-        self._owners = [self._optimizers[name in muon] for name in self._names]
+        self._kinds = [other if name in others else "adamw" for name in self._names]
+        self._made: dict[OptimizerName, Any] = {}
+        for kind in dict.fromkeys(("adamw", *self._kinds)):
+            own = [one for one, of in zip(self._parameters, self._kinds, strict=True) if of == kind]
+            groups = decay_groups(own, weight_decay, exclude)
+            self._made[kind] = make_optimizer(kind, groups, betas)
         self._masters = Masters({name: one for name, one in parameters if name in bfloat16})
 
     def clear(self) -> None:
         """Forget the gradients."""
-        for optimizer in self._optimizers:
+        for optimizer in self._made.values():
             optimizer.zero_grad(set_to_none=True)
 
     def divide(self, divisor: float) -> None:
@@ -111,11 +104,11 @@ class Optimizer:
 
     def update(self, learning_rate: float) -> None:
         """One update from the gradients that are there."""
-        for optimizer in self._optimizers:
+        for optimizer in self._made.values():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
         with self._masters.present():
-            for optimizer in self._optimizers:
+            for optimizer in self._made.values():
                 optimizer.step()
 
     def kept(self) -> KeptState:
@@ -124,8 +117,11 @@ class Optimizer:
             weights=[one.detach().clone() for one in self._parameters],
             remainders=self._masters.kept(),
             moments=[
-                {name: value.clone() for name, value in owner.state.get(one, {}).items()}
-                for one, owner in zip(self._parameters, self._owners, strict=True)
+                {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in self._made[kind].state.get(one, {}).items()
+                }
+                for one, kind in zip(self._parameters, self._kinds, strict=True)
             ],
         )
 
@@ -136,9 +132,9 @@ class Optimizer:
         self._masters.go_back(kept.remainders)
         for one, weights in zip(self._parameters, kept.weights, strict=True):
             one.data.copy_(weights)
-        for one, owner, state in zip(self._parameters, self._owners, kept.moments, strict=True):
+        for one, kind, state in zip(self._parameters, self._kinds, kept.moments, strict=True):
             if state:
-                owner.state[one] = state
+                self._made[kind].state[one] = state
 
     @contextmanager
     def at(self, kept: KeptState) -> Iterator[None]:
@@ -159,8 +155,10 @@ class Optimizer:
     def load(self, path: Path) -> None:
         """Take the state of a file. Raises PolicyError if it is not of these parameters."""
         entries = {entry.name: entry for entry in read_entries(path)}
-        named = list(zip(self._names, self._owners, strict=True))
-        wanted = {f"{moment}/{name}" for name, owner in named for moment in _moments(owner)}
+        named = list(zip(self._names, self._parameters, self._kinds, strict=True))
+        wanted = {
+            f"{moment}/{name}" for name, one, kind in named for moment in moments_of(kind, one)
+        }
         wanted |= {f"{REMAINDER}/{name}" for name in self._masters.remainders}
         if entries.keys() not in ({STEPS}, {STEPS} | wanted):
             raise PolicyError(f"{path} is not the optimizer state of this model")
@@ -170,15 +168,15 @@ class Optimizer:
         self._forget()
         if not tensors:
             return
-        for (name, owner), parameter in zip(named, self._parameters, strict=True):
-            adamw = owner is self._optimizers[0]
-            state: dict[str, Tensor] = {"step": steps.to(torch.float32).clone()} if adamw else {}
-            for moment in _moments(owner):
+        for name, parameter, kind in named:
+            moments: dict[str, Tensor] = {}
+            for moment, shape in moments_of(kind, parameter).items():
                 value = tensors[f"{moment}/{name}"]
-                if value.shape != parameter.shape:
+                if value.shape != shape:
                     raise PolicyError(f"{path}: {moment} of {name!r} has shape {value.shape}")
-                state[moment] = value.to(parameter.device)
-            owner.state[parameter] = state
+                moments[moment] = value.to(parameter.device)
+            made = self._made[kind]
+            made.state[parameter] = state_of(kind, made, moments, int(steps))
         for name, held in self._masters.remainders.items():
             value = tensors[f"{REMAINDER}/{name}"]
             if (value.shape, value.dtype) != (held.shape, held.dtype):
@@ -187,27 +185,23 @@ class Optimizer:
 
     def _forget(self) -> None:
         """Be as before the first update."""
-        for optimizer in self._optimizers:
+        for optimizer in self._made.values():
             optimizer.state.clear()
 
     def _sources(self) -> list[TensorSource]:
         steps, moments = 0, 0
         sources: list[TensorSource] = []
-        named = zip(self._names, self._parameters, self._owners, strict=True)
-        for name, parameter, owner in named:
-            moments += len(_moments(owner))
-            state = owner.state.get(parameter)
+        named = zip(self._names, self._parameters, self._kinds, strict=True)
+        for name, parameter, kind in named:
+            own = moments_of(kind, parameter)
+            moments += len(own)
+            state = self._made[kind].state.get(parameter)
             if not state:
                 continue
             steps = int(state.get("step", steps))
-            sources += [tensor_source(f"{one}/{name}", state[one]) for one in _moments(owner)]
+            sources += [tensor_source(f"{one}/{name}", state[one]) for one in own]
         assert len(sources) in (0, moments)
         if sources:
             beyond = self._masters.remainders.items()
             sources += [tensor_source(f"{REMAINDER}/{name}", one) for name, one in beyond]
         return [tensor_source(STEPS, torch.tensor(steps, dtype=torch.int64)), *sources]
-
-
-def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """What a parameter of it has in a checkpoint."""
-    return MUON_MOMENTS if isinstance(optimizer, torch.optim.Muon) else MOMENTS

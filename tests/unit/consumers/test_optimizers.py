@@ -1,4 +1,4 @@
-"""Muon for the matrices of the hidden layers, AdamW for the rest: as written, learnt, kept."""
+"""Muon, and AdamW with eight bits, beside AdamW: as written, learnt, kept."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dora_pipe.config.section import OptimizerName
 from dora_pipe.consumers.learners import registry
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.named_optimizers import parameters_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.schemas.policy import PolicyDtype
@@ -29,20 +30,23 @@ from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_llama_gqa, make_qwen2
 
+LIBRARY = "bitsandbytes"
+
 
 class Policy:
     """Version 0 of a small model with tied embeddings, with trainers for it."""
 
-    def __init__(self, root: Path, dtype: PolicyDtype) -> None:
+    def __init__(self, root: Path, dtype: PolicyDtype, optimizer: OptimizerName) -> None:
+        self.optimizer = optimizer
         self.store = PolicyStore(root / "policies")
         model = make_llama_gqa(root / "model", hidden_size=48, intermediate_size=96)
         self.manifest, assets = import_model(self.store, model, dtype)
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.manifest.digest)
 
-    def trainer(self, optimizer: OptimizerName = "muon") -> TorchLearner:
+    def trainer(self, optimizer: OptimizerName | None = None) -> TorchLearner:
         options = TorchOptions(
-            optimizer=optimizer,
+            optimizer=optimizer or self.optimizer,
             weight_decay=0.1,
             weight_decay_exclude="vectors",
             micro_batch_tokens=128,
@@ -52,9 +56,19 @@ class Policy:
         return made
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+KINDS: list[tuple[PolicyDtype, OptimizerName]] = [
+    ("float32", "muon"),
+    ("bfloat16", "muon"),
+    ("bfloat16", "adamw8bit"),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"), request.param)
+    dtype, optimizer = request.param
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="make test-adamw8bit")
+    return Policy(tmp_path_factory.mktemp("policy"), dtype, optimizer)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -82,7 +96,8 @@ def test_updates_are_those_of_the_literature(shape: tuple[int, int], decay: floa
         betas=(0.9, 0.95),
         weight_decay=decay,
         exclude="vectors",
-        muon=["x"],
+        other="muon",
+        others=["x"],
     )
     momentum, expected = torch.zeros(shape), start.clone()
     for _ in range(3):
@@ -99,11 +114,34 @@ def test_updates_are_those_of_the_literature(shape: tuple[int, int], decay: floa
     assert torch.allclose(bias.detach(), torch.full((3,), -3 * rate), rtol=1e-4)
 
 
+def test_eight_bits_go_nearly_as_adamw_goes(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="make test-adamw8bit")
+    torch.manual_seed(1)
+    start, after = torch.randn(64, 80), []
+    gradients = [torch.randn(64, 80) for _ in range(5)]
+    for other in NAMES:
+        named = [("x", torch.nn.Parameter(start.clone())), ("b", torch.nn.Parameter(torch.ones(2)))]
+        optimizer = Optimizer(named, betas=(0.9, 0.95), weight_decay=0.1, other=other, others=["x"])
+        for gradient in gradients:
+            named[0][1].grad, named[1][1].grad = gradient.clone(), torch.ones(2)
+            optimizer.update(1e-2)
+        after.append(named[0][1].detach() - start)
+        optimizer.save(tmp_path / other)
+    apart = (after[0] - after[1]).norm() / after[0].norm()
+    assert 0 < float(apart) < 0.05
+    sizes = [(tmp_path / other).stat().st_size for other in NAMES]
+    assert sizes[1] < sizes[0] / 3.5
+
+
+NAMES: list[OptimizerName] = ["adamw", "adamw8bit"]
+
+
 @pytest.mark.parametrize(("make", "head"), [(make_qwen2, True), (make_llama_gqa, False)])
 def test_embeddings_head_and_vectors_are_adamws(make: object, head: bool, tmp_path: Path) -> None:
     assert callable(make)
     model = TorchModel(make(tmp_path), device="cpu")
-    named, hidden = dict(model.parameters()), model.hidden_matrices()
+    named = dict(model.parameters())
+    hidden = parameters_of("muon", model.network, named)
     others = {name for name in named if name not in hidden}
     assert {name for name in others if named[name].ndim > 1} == {
         "model.embed_tokens.weight",
@@ -117,11 +155,13 @@ def test_loss_of_a_tiny_task_falls(tmp_path: Path) -> None:
     model = TorchModel(make_qwen2(tmp_path, hidden_size=32, intermediate_size=64), device="cpu")
     rows = [([5, 9, at, 9, at, 2], [0, 0, 0, 1, 1, 1], [0.0] * 6) for at in range(10, 18)]
     passage = passage_of(rows, width=6, device="cpu")
+    named = dict(model.parameters())
     optimizer = Optimizer(
-        list(model.parameters()),
+        list(named.items()),
         betas=(0.9, 0.95),
         weight_decay=0.0,
-        muon=model.hidden_matrices(),
+        other="muon",
+        others=parameters_of("muon", model.network, named),
     )
     losses = []
     for _ in range(30):
@@ -152,7 +192,11 @@ def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Pa
     assert (tmp_path / "broken").read_bytes() == (tmp_path / "whole").read_bytes()
     names = {one.name.partition("/")[0] for one in read_entries(tmp_path / "whole")}
     remainders = {"remainder"} if policy.manifest.dtype == "bfloat16" else set()
-    assert names == {"steps", "exp_avg", "exp_avg_sq", "momentum_buffer"} | remainders
+    own = {
+        "muon": {"momentum_buffer"},
+        "adamw8bit": {"state1", "absmax1", "state2", "absmax2"},
+    }[policy.optimizer]
+    assert names == {"steps", "exp_avg", "exp_avg_sq"} | own | remainders
 
 
 def test_updates_ahead_are_taken_back_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
@@ -172,9 +216,11 @@ def test_updates_ahead_are_taken_back_bit_for_bit(policy: Policy, tmp_path: Path
 def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
     policy: Policy, tmp_path: Path
 ) -> None:
-    plain, muon = policy.trainer("adamw"), policy.trainer()
-    assert muon.numerics() == plain.numerics() | {"optimizer": "muon"}
-    for one, other in ((plain, muon), (muon, plain)):
+    plain, named = policy.trainer("adamw"), policy.trainer()
+    told = named.numerics().pop("optimizer")
+    assert told.partition(" ")[0] == policy.optimizer
+    assert named.numerics() == plain.numerics() | {"optimizer": told}
+    for one, other in ((plain, named), (named, plain)):
         one.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
         one.save_optimizer(tmp_path / "state")
         with pytest.raises(PolicyError, match="not the optimizer state of this model"):
@@ -204,5 +250,9 @@ def test_what_it_does_not_go_with_is_refused_by_name(monkeypatch: pytest.MonkeyP
             registry.need_learner(chosen)
         assert "trainer.kind = 'torch'" in str(found.value.hint)
     registry.need_learner(config())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: own if name != LIBRARY else None)
+    with pytest.raises(ConfigError, match="'adamw8bit' needs bitsandbytes") as missing:
+        registry.need_learner(config(trainer={"optimizer": "adamw8bit"}))
+    assert "dora-pipe[adamw8bit]" in str(missing.value.hint)
     frozen, _, _ = changed_keys(config(), config(trainer={"optimizer": "adamw"}))
     assert set(frozen) == {"trainer.optimizer"}

@@ -1,0 +1,100 @@
+"""The optimizers that `trainer.optimizer` names: which parameters each takes, how it is made, and
+what it keeps of one in a checkpoint.
+
+Each has a part of the parameters; the others are AdamW's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dora_pipe.config.section import OptimizerName
+
+MUON_MOMENTUM: Final = 0.95
+"""As Keller Jordan has it (https://kellerjordan.github.io/posts/muon/), with Nesterov's."""
+
+MUON_SCALE: Final = "match_rms_adamw"
+"""Updates as long as AdamW's, so that its learning rates hold (arXiv 2502.16982, section 2.2)."""
+
+EIGHT_BITS_LIBRARY: Final = "bitsandbytes"
+EIGHT_BITS_NUMBERS_MIN: Final = 4096
+"""Of a parameter whose moments have eight bits, as the library has it."""
+EIGHT_BITS_BLOCK: Final = 256
+"""Numbers of a moment that have a scale in common, as the library has it."""
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""Of AdamW."""
+
+_MOMENTS: Final[dict[OptimizerName, tuple[str, ...]]] = {
+    "adamw": MOMENTS,
+    "muon": ("momentum_buffer",),
+    "adamw8bit": ("state1", "absmax1", "state2", "absmax2"),
+}
+
+
+def parameters_of(optimizer: OptimizerName, network: Any, named: dict[str, Tensor]) -> list[str]:
+    """The names of those, of a network's or its adapter's, that this optimizer updates."""
+    modules = network.modules()
+    tables = {id(one.weight) for one in modules if isinstance(one, torch.nn.Embedding)}
+    if optimizer == "adamw8bit":
+        large = [name for name, one in named.items() if one.numel() >= EIGHT_BITS_NUMBERS_MIN]
+        return [name for name in large if id(named[name]) not in tables]
+    if optimizer == "muon":
+        head = network.get_output_embeddings()
+        ends = tables | ({id(head.weight)} if head is not None else set())
+        matrices = [name for name, one in named.items() if one.ndim == 2]
+        return [name for name in matrices if id(named[name]) not in ends]
+    return []
+
+
+def make_optimizer(
+    optimizer: OptimizerName, groups: list[dict[str, Any]], betas: tuple[float, float]
+) -> Any:
+    """One over these groups of parameters, at a rate of 0."""
+    if optimizer == "muon":
+        return torch.optim.Muon(groups, lr=0.0, momentum=MUON_MOMENTUM, adjust_lr_fn=MUON_SCALE)
+    if optimizer == "adamw8bit":
+        library: Any = importlib.import_module(f"{EIGHT_BITS_LIBRARY}.optim")
+        return library.AdamW8bit(groups, lr=0.0, betas=betas, min_8bit_size=EIGHT_BITS_NUMBERS_MIN)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas)
+
+
+def moments_of(optimizer: OptimizerName, parameter: Tensor) -> dict[str, torch.Size]:
+    """What a checkpoint has of a parameter: names and shapes."""
+    blocks = -(-parameter.numel() // EIGHT_BITS_BLOCK)
+    return {
+        one: torch.Size([blocks]) if one.startswith("absmax") else parameter.shape
+        for one in _MOMENTS[optimizer]
+    }
+
+
+def state_of(
+    optimizer: OptimizerName, made: Any, moments: dict[str, Tensor], steps: int
+) -> dict[str, Any]:
+    """What the optimizer that was made keeps of a parameter after so many updates."""
+    if optimizer == "muon":
+        return dict(moments)
+    if optimizer == "adamw":
+        return {"step": torch.tensor(steps, dtype=torch.float32), **moments}
+    if "dynamic" not in made.name2qmap:
+        made.fill_qmap()
+    device = moments["state1"].device
+    tables = {
+        "qmap1": made.name2qmap["dynamic"].to(device),
+        "qmap2": made.name2qmap["udynamic"].to(device),
+    }
+    return {"step": steps, **tables, **moments}
+
+
+def optimizer_numerics(optimizer: OptimizerName) -> dict[str, str]:
+    """What it adds to the fingerprint of a step."""
+    if optimizer == "adamw":
+        return {}
+    if optimizer == "muon":
+        return {"optimizer": optimizer}
+    return {"optimizer": f"{optimizer} of {EIGHT_BITS_LIBRARY} {version(EIGHT_BITS_LIBRARY)}"}

@@ -130,6 +130,14 @@ def load_config(
         table = with_older(table)
     folder = path.resolve().parent
     _resolve_paths(table, folder)
+    return laid_over(table, overrides, folder)
+
+
+def laid_over(table: Table, overrides: Sequence[str], folder: Path) -> Config:
+    """The Config of a table with `key=value` laid over it; modules of users lie in `folder`.
+
+    Raises ConfigError.
+    """
     for text in overrides:
         override = _parse_override(text)
         refuse_stored_form(override)

@@ -91,10 +91,18 @@ def doctor(
         Path | None,
         typer.Option(help="Try the log of this TOML file or run directory, with its user."),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Instead: what a run of this model takes of GPUs."),
+    ] = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="NxGB", help="Whether it fits on these, e.g. 8x80.")
+    ] = "",
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine: versions, extras, disk, threads, and a log if one is named."""
+    """Check this machine: versions, extras, disk, threads, and a log if one is named; or say, with
+    --model or --gpus, whether a model fits on machines that need not be here."""
     from dora_pipe.cli.doctor import (
         config_file_of,
         config_findings,
@@ -104,6 +112,15 @@ def doctor(
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.run_dir import RunDir
 
+    if model or gpus:
+        from dora_pipe.cli.memory import print_estimate
+
+        if bus:
+            raise UsageError("--bus is of this machine, --model and --gpus are of any")
+        file = config_file_of(config) if config else None
+        if not print_estimate(model, gpus, file, override or (), as_json=as_json):
+            raise typer.Exit(1)
+        return
     findings = machine_findings()
     wanted = load_config(config_file_of(config), override or ()) if config else None
     url = bus or (wanted.bus.url if wanted else "")

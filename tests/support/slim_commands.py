@@ -41,6 +41,7 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("metrics", "recorded", "--once"), says="dora_pipe_policy_version"),
         Call(words=("config", "show", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
+        Call(words=("doctor", "--model", "policy", "--gpus", "1x80"), says="trainer: at most"),
     )
 
 

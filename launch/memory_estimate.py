@@ -1,0 +1,490 @@
+"""What a run takes of GPUs, before there is one; decides what is counted, and what would fit.
+
+Pure: sizes of a model and keys go in, bytes come out. Formulas and sources: docs/large-models.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from dora_pipe.config.model import Config, versions_resident
+from dora_pipe.consumers.learners.registry import published_dtype
+from dora_pipe.core.errors import UsageError
+from dora_pipe.launch.local_roles import gpus_of, worker_engine, worker_names
+from dora_pipe.launch.model_shape import Block, ModelShape
+from dora_pipe.producers.engines.registry import engine_kind
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, STEP_TOKENS_MAX
+
+USABLE: Final = 0.9
+"""Of a GPU: the rest is left to CUDA's contexts, to kernels and to gaps between tensors."""
+
+HEAD_ELEMENTS: Final = 2**24
+"""Logits of a chunk with `trainer.head_chunk_tokens = "auto"`."""
+
+COPIES_IN_CHUNKS: Final = 5
+"""Of a chunk's logits in float32 while gradients go back through a head in chunks."""
+
+COPIES_AT_ONCE: Final = 3
+"""Of a pass's logits, where its head is computed at once."""
+
+LIVE_ELEMENTS: Final = 10**9
+"""Of weights that ZeRO 3 keeps gathered (DeepSpeed's stage3_max_live_parameters)."""
+
+BUCKET_ELEMENTS: Final = 50_000_000
+"""Of what ZeRO reduces or gathers at once, on a GPU."""
+
+PATCHED_SHARE: Final = 0.03
+"""Of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
+
+PATCH_BYTES: Final = 2.4
+"""Of a patch, for each of them."""
+
+VERSIONS: Final = 100
+"""Of a policy, for whose files an estimate is made."""
+
+GIGABYTE: Final = 10**9
+WIDTHS: Final = {"float32": 4, "bfloat16": 2}
+
+_GPUS: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,4}(?:\.\d{1,3})?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """So many equal GPUs."""
+
+    count: int
+    size_bytes: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one that a plan may fill."""
+        return int(self.size_bytes * USABLE)
+
+
+def parse_gpus(text: str) -> Gpus:
+    """`8x80`: eight GPUs of 80 GB (10^9 bytes). Raises UsageError."""
+    found = _GPUS.fullmatch(text)
+    if found is None:
+        raise UsageError(
+            f"--gpus {text!r} is no number of GPUs and GB",
+            hint="--gpus 8x80 means eight GPUs of 80 GB each",
+        )
+    return Gpus(int(found[1]), int(float(found[2]) * GIGABYTE))
+
+
+class MemoryPart(NamedTuple):
+    """Bytes of one thing in one place."""
+
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who has which of the GPUs."""
+
+    workers: int
+    """With an engine that computes on a GPU."""
+    worker_gpus: int
+    per_gpu: int
+    """Workers, at most."""
+    trainer_gpus: int
+    """Those that are not workers'; one, if there is none."""
+    shared: bool
+    """Whether trainer and workers are on the same GPU."""
+
+
+def placement_of(config: Config, count: int) -> Placement:
+    """Of so many GPUs: those of `workers.gpus`, or one for each worker with one left for the
+    trainer. Raises UsageError where the keys name others."""
+    names = [
+        name
+        for name in worker_names(config)
+        if engine_kind(worker_engine(config, name), config.task.directory).gpus
+    ]
+    named = {one: gpus_of(config, one)[1] for one in names}
+    given = {number for numbers in named.values() for number in numbers}
+    _refuse_others("workers.gpus", given, count)
+    _refuse_others("trainer.gpus", set(config.trainer.gpus), count)
+    if given:
+        places, per_gpu = len(given), max(Counter(named.values()).values())
+    else:
+        places = min(len(names), max(1, count - 1))
+        per_gpu = math.ceil(len(names) / max(1, places))
+    left = count - places
+    overlap = bool(given & set(config.trainer.gpus))
+    return Placement(
+        workers=len(names),
+        worker_gpus=places,
+        per_gpu=per_gpu,
+        trainer_gpus=len(config.trainer.gpus) or max(1, left),
+        shared=bool(names) and (left < 1 or overlap),
+    )
+
+
+def _refuse_others(key: str, numbers: set[int], count: int) -> None:
+    odd = sorted(one for one in numbers if one >= count)
+    if odd:
+        raise UsageError(
+            f"{key}: there is no GPU {odd[0]} among {count}",
+            hint="they are counted from 0; --gpus says how many there are",
+        )
+
+
+# A worker.
+
+
+def kv_token_bytes(shape: ModelShape, config: Config) -> int:
+    """Of one token in the KV cache of an engine on a GPU."""
+    return shape.kv_values * WIDTHS[config.workers.vllm.dtype]
+
+
+def worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    """Of one worker with vLLM, on its GPU."""
+    workers = config.workers
+    width, slots = WIDTHS[workers.vllm.dtype], workers.slots
+    block = BLOCK_TOKENS["cuda"]
+    slot = math.ceil(workers.context_tokens / block) * block
+    held = int(workers.vllm.kv_gb * 2**30) or slots * slot * kv_token_bytes(shape, config)
+    parts = [MemoryPart("weights of one version", shape.parameters * width)]
+    if config.lora.rank:
+        resident = versions_resident(config)
+        parts.append(
+            MemoryPart(f"{resident} adapters resident", resident * _adapter(shape, config) * 4)
+        )
+    tokens = STEP_TOKENS_MAX + slots
+    step = tokens * _working(shape, width) + 2 * slots * shape.vocabulary * 4
+    return [
+        *parts,
+        MemoryPart(f"KV cache, {slots} slots of {workers.context_tokens} tokens", held),
+        MemoryPart(f"a step of {tokens} tokens and logits of {slots}", step),
+        MemoryPart("largest tensor, while a version loads", shape.largest * 4),
+    ]
+
+
+def slots_that_fit(shape: ModelShape, config: Config, room: int) -> int:
+    """Slots with whole contexts that one worker can have in so many bytes; 0: not one."""
+    workers = msgspec.structs.replace(config.workers.vllm, kv_gb=0.0)
+
+    def taken(slots: int) -> int:
+        one = msgspec.structs.replace(config.workers, vllm=workers, slots=slots)
+        return _sum(worker_parts(shape, msgspec.structs.replace(config, workers=one)))
+
+    first, each = taken(1), taken(2) - taken(1)
+    return max(0, (room - first) // each + 1)
+
+
+def host_worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    """Of one worker with the own engine, in the host's memory."""
+    workers = config.workers
+    cache = workers.slots * workers.context_tokens * shape.kv_values * 4
+    return [
+        MemoryPart("weights, float32", shape.parameters * 4),
+        MemoryPart("KV cache, twice for its pools", 2 * cache),
+        MemoryPart("kept prefixes, workers.kv_keep", int(workers.kv_keep * cache)),
+    ]
+
+
+# The trainer.
+
+
+def trained(shape: ModelShape, config: Config) -> int:
+    """Parameters that are trained: the adapter's, or all."""
+    return _adapter(shape, config) if config.lora.rank else shape.parameters
+
+
+def _adapter(shape: ModelShape, config: Config) -> int:
+    return config.lora.rank * sum(shape.linears[one] for one in config.lora.targets)
+
+
+def state_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    """What a trainer holds on one GPU between two passes."""
+    deepspeed = config.trainer.kind == "deepspeed"
+    parts = _zero_parts(shape, config) if deepspeed else _torch_parts(shape, config)
+    if config.objective.kl and not config.lora.rank:
+        parts.append(MemoryPart("version 0 for the KL, float32", 4 * shape.parameters))
+    if config.trainer.parts > 1 and config.trainer.minibatches > 1:
+        bytes_ = 14 if _remainders(shape, config) else 12
+        parts.append(
+            MemoryPart(
+                "copy for parts that are updates",
+                _ceil(bytes_ * trained(shape, config), _shards(config, 1)),
+            )
+        )
+    return [one for one in parts if one.bytes]
+
+
+def _remainders(shape: ModelShape, config: Config) -> bool:
+    """Whether masters are numbers in bfloat16 and remainders."""
+    return published_dtype(config, shape.dtype) == "bfloat16"
+
+
+def _torch_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    count = trained(shape, config)
+    muon = shape.hidden_matrices if config.trainer.optimizer == "muon" else 0
+    return [
+        MemoryPart("base, float32", 4 * shape.parameters if config.lora.rank else 0),
+        MemoryPart("weights, float32", 4 * count),
+        MemoryPart("remainders of masters", 2 * count if _remainders(shape, config) else 0),
+        MemoryPart("gradients", 4 * count),
+        MemoryPart("moments of the optimizer", 8 * count - 4 * muon),
+    ]
+
+
+def _shards(config: Config, stage: int) -> int:
+    """Among how many ranks something is spread that is so from this stage on."""
+    trainer = config.trainer
+    spread = trainer.kind == "deepspeed" and trainer.zero_stage >= stage
+    return trainer.ranks if spread else 1
+
+
+def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    """ZeRO's sums (arXiv 1910.02054, section 5) with float32 masters, which stage 0 has not."""
+    trainer, count = config.trainer, trained(shape, config)
+    width, stage = WIDTHS[trainer.dtype], trainer.zero_stage
+    here = trainer.offload == "none"
+    frozen = shape.parameters if config.lora.rank else 0
+    weights = 0 if trainer.offload == "all" else width * (count + frozen)
+    live = min(LIVE_ELEMENTS, count + frozen)
+    whole = stage < 2 and here
+    halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0  # bfloat16 beside float32
+    gradients = (4 + halves) * count if whole else _ceil(4 * count, trainer.ranks) if here else 0
+    return [
+        MemoryPart("weights", _ceil(weights, _shards(config, 3))),
+        MemoryPart("weights that are gathered", live * width if stage == 3 else 0),
+        MemoryPart(
+            "masters, float32", _ceil(4 * count, _shards(config, 1)) if stage and here else 0
+        ),
+        MemoryPart("gradients", gradients),
+        MemoryPart("moments of the optimizer", _ceil(8 * count, _shards(config, 1)) if here else 0),
+        MemoryPart("buckets", 2 * min(BUCKET_ELEMENTS, count) * 4 if trainer.ranks > 1 else 0),
+    ]
+
+
+def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
+    """What all ranks together hold in the host's memory; the network once each when they start."""
+    trainer, count = config.trainer, trained(shape, config)
+    start = 4 * shape.parameters * (trainer.ranks if trainer.kind == "deepspeed" else 1)
+    offloaded = 0 if trainer.offload == "none" else 16 * count
+    weights = WIDTHS[trainer.dtype] * shape.parameters if trainer.offload == "all" else 0
+    return max(start, offloaded + weights)
+
+
+def pass_tokens(config: Config) -> int:
+    """Padded tokens of the largest pass."""
+    return config.trainer.micro_batch_tokens
+
+
+def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    """What forward and backward of one pass take beside the state, on one GPU."""
+    trainer, tokens = config.trainer, pass_tokens(config)
+    width = WIDTHS[trainer.dtype] if trainer.kind == "deepspeed" else 4
+    saved = tokens * (_layers_saved(shape, config, width) + 3 * shape.hidden * width)
+    mask = tokens * min(config.workers.context_tokens, tokens // 2) * 5 if trainer.packing else 0
+    again = trainer.gradient_checkpointing
+    layer = tokens * (_working(shape, width) + (max(_layers(shape, width)) if again else 0))
+    parts = [
+        MemoryPart(f"activations of {tokens} tokens", saved),
+        MemoryPart("mask of packed lines, at most", mask),
+        MemoryPart("head and logits", head_bytes(shape, config)),
+        MemoryPart("a layer, on the way back", layer),
+    ]
+    return [one for one in parts if one.bytes]
+
+
+def pass_peak(shape: ModelShape, config: Config) -> int:
+    """Most that a pass takes at one moment: gradients go through the head, then through layers."""
+    *held, head, layer = pass_parts(shape, config)
+    return _sum(held) + max(head.bytes, layer.bytes)
+
+
+def head_bytes(shape: ModelShape, config: Config) -> int:
+    """Copies of logits while gradients go back through the head."""
+    tokens, vocabulary = pass_tokens(config), shape.vocabulary
+    asked = config.trainer.head_chunk_tokens
+    chunk = max(1, HEAD_ELEMENTS // vocabulary) if asked == "auto" else asked
+    if not chunk or chunk >= tokens:
+        return COPIES_AT_ONCE * tokens * vocabulary * 4
+    return COPIES_IN_CHUNKS * chunk * vocabulary * 4
+
+
+def update_bytes(shape: ModelShape, config: Config) -> int:
+    """A copy of what is updated, which AdamW takes on a GPU (torch's `foreach`)."""
+    if config.trainer.offload != "none":
+        return 0
+    return _ceil(4 * trained(shape, config), _shards(config, 1))
+
+
+def trainer_bytes(shape: ModelShape, config: Config) -> int:
+    """Most that a trainer takes of one GPU."""
+    peak = max(pass_peak(shape, config), update_bytes(shape, config))
+    return _sum(state_parts(shape, config)) + peak
+
+
+def _layers_saved(shape: ModelShape, config: Config, width: int) -> int:
+    """Bytes per token that all layers hold for the way back."""
+    if config.trainer.gradient_checkpointing:
+        return shape.layers * shape.hidden * width
+    return sum(_layers(shape, width))
+
+
+def _layers(shape: ModelShape, width: int) -> list[int]:
+    return [_layer_saved(shape, block, width) for block in shape.blocks]
+
+
+def _layer_saved(shape: ModelShape, block: Block, width: int) -> int:
+    """Bytes per token of the tensors that autograd saves in one layer of transformers' decoders:
+    of each of two norms its input in float32, the scaled and the weighed; queries, keys, values
+    and their result; in a gated block gate, its activation, up and their product."""
+    attention = shape.attention
+    norms = 2 * shape.hidden * (4 + 2 * width) + attention.normed * (4 + width)
+    kept = attention.queries + attention.keys + attention.values + attention.out
+    gated = 4 * block.width + block.per_token * (4 * block.expert_width + 2 * shape.hidden)
+    return norms + width * (kept + gated) + 4 * block.experts
+
+
+def _working(shape: ModelShape, width: int) -> int:
+    """Bytes per token of the gradients that a layer's block holds at once."""
+    widest = max(one.width + one.per_token * one.expert_width for one in shape.blocks)
+    return width * (4 * widest + 2 * shape.hidden)
+
+
+def _sum(parts: Sequence[MemoryPart]) -> int:
+    return sum(one.bytes for one in parts)
+
+
+def _ceil(bytes_: int, count: int) -> int:
+    return -(-bytes_ // count)
+
+
+# Versions.
+
+
+def version_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+    """Files of the policy in the store."""
+    dtype = published_dtype(config, shape.dtype)
+    count = trained(shape, config)
+    whole = WIDTHS[dtype] * count
+    # Where nearly all of it changes a patch is the whole again.
+    patch = int(PATCHED_SHARE * count * PATCH_BYTES) if dtype == "bfloat16" else whole
+    every, kept = config.policies.whole_every, config.trainer.checkpoint_every
+    wholes = len({step for step in range(VERSIONS) if step % every == 0 or step % kept == 0})
+    patches = VERSIONS * patch if every > 1 else 0
+    state = (10 if _remainders(shape, config) else 8) * count
+    return [
+        MemoryPart(f"a version, {dtype}", whole),
+        MemoryPart("a patch, where 3 % changed", patch if every > 1 else 0),
+        MemoryPart(
+            f"{VERSIONS} versions, policies.whole_every = {every}", wholes * whole + patches
+        ),
+        MemoryPart("a checkpoint of the optimizer", state),
+    ]
+
+
+# What would fit.
+
+
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """The configuration with other values of keys, such as ``{"trainer.zero_stage": 3}``."""
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        holders = [config]
+        for section in sections:
+            holders.append(getattr(holders[-1], section))
+        changed: Any = value
+        for holder, field in zip(reversed(holders), (name, *reversed(sections)), strict=True):
+            changed = msgspec.structs.replace(holder, **{field: changed})
+        config = changed
+    return config
+
+
+Fits = Literal["yes", "no", ""]
+
+
+def fits(bytes_: int, room: int | None) -> Fits:
+    """Nothing, where there is no GPU to be in."""
+    return "" if room is None else "yes" if bytes_ <= room else "no"
+
+
+def worker_keys(shape: ModelShape, config: Config, room: int) -> dict[str, Any] | None:
+    """Keys with which one worker fits into so many bytes; None: none does."""
+    if _sum(worker_parts(shape, config)) <= room:
+        return {}
+    keys: dict[str, Any] = {}
+    if config.workers.vllm.dtype != "bfloat16":
+        keys = {"workers.vllm.dtype": "bfloat16"}
+    if keys and _sum(worker_parts(shape, with_keys(config, keys))) <= room:
+        return keys
+    slots = min(config.workers.slots, slots_that_fit(shape, with_keys(config, keys), room))
+    if config.workers.vllm.kv_gb:
+        keys = {**keys, "workers.vllm.kv_gb": 0.0}
+    return {**keys, "workers.slots": slots} if slots else None
+
+
+def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
+    """Keys with which a trainer on so many GPUs fits into so many bytes of each, the ways that
+    change least first, and of keys that only cost time as few as do; None: none does."""
+    many = config.trainer.kind == "deepspeed" and config.trainer.ranks > count
+    for way in ({"trainer.ranks": count} if many else {}, *_ways(config, count)):
+        for cheap in _cheap(config):
+            keys = {**way, **cheap}
+            if trainer_bytes(shape, with_keys(config, keys)) <= room:
+                return keys
+    return None
+
+
+def _cheap(config: Config) -> Iterator[dict[str, Any]]:
+    """Keys that only cost time, alone and together."""
+    trainer, longest = config.trainer, config.workers.context_tokens
+    one_by_one: list[dict[str, Any]] = []
+    if trainer.head_chunk_tokens != "auto":
+        one_by_one.append({"trainer.head_chunk_tokens": "auto"})
+    if not trainer.gradient_checkpointing:
+        one_by_one.append({"trainer.gradient_checkpointing": True})
+    if trainer.micro_batch_tokens > longest:
+        one_by_one.append({"trainer.micro_batch_tokens": longest})
+    for size in range(len(one_by_one) + 1):
+        for some in combinations(one_by_one, size):
+            yield {key: value for one in some for key, value in one.items()}
+
+
+def _ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
+    """DeepSpeed over so many GPUs, further and further apart."""
+    for keys in zero_ways(config, count):
+        held = {key: _value(config, key) for key in keys}
+        yield {key: value for key, value in keys.items() if held[key] != value}
+
+
+def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
+    """Keys of DeepSpeed's stages over so many GPUs, and of what lies elsewhere."""
+    dtype = config.trainer.dtype
+    further: list[dict[str, Any]] = [
+        {"zero_stage": 3, "dtype": "bfloat16"},
+        {"zero_stage": 3, "offload": "optimizer"},
+        {"zero_stage": 3, "offload": "all"},
+        {"zero_stage": 3, "dtype": "bfloat16", "offload": "all"},
+    ]
+    stages = [{"zero_stage": stage} for stage in range(dtype == "bfloat16", 4)]
+    plain = {"kind": "deepspeed", "ranks": count, "dtype": dtype, "offload": "none"}
+    # It has AdamW alone, and publishes float32.
+    plain |= {"optimizer": "adamw"}
+    publishes = {"policies.dtype": "auto"} if config.policies.dtype == "bfloat16" else {}
+    return [
+        {f"trainer.{key}": value for key, value in {**plain, **one}.items()} | publishes
+        for one in (*stages, *further)
+    ]
+
+
+def _value(config: Config, key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found

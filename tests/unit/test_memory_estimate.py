@@ -1,0 +1,401 @@
+"""What `doctor --model` says a run takes is what networks have, autograd saves and a step takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory
+from dora_pipe.bench.step_memory import _config as bench_config
+from dora_pipe.cli.memory import estimate
+from dora_pipe.config.load import from_plain
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.torch import memory
+from dora_pipe.core.errors import PolicyError, UsageError
+from dora_pipe.launch import memory_estimate
+from dora_pipe.launch.memory_estimate import (
+    Gpus,
+    kv_token_bytes,
+    parse_gpus,
+    pass_peak,
+    placement_of,
+    slots_that_fit,
+    state_parts,
+    trainer_bytes,
+    trainer_keys,
+    version_parts,
+    with_keys,
+    worker_keys,
+    worker_parts,
+)
+from dora_pipe.launch.model_shape import ModelShape, model_shape
+from dora_pipe.producers.engines.vllm.core import token_kv_values
+from dora_pipe.store.model_dir import weights_elements
+from tests.support.models import make_llama_gqa, make_qwen2
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=80,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+)
+EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=48)
+LATENT: dict[str, Any] = dict(
+    kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_group=1, topk_group=1
+)
+NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
+NETWORKS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama with biases": LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "qwen2": Qwen2Config(**NO_HEAD_DIM),
+    "qwen3": Qwen3Config(**SIZES, attention_bias=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3 mixture": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_experts=8, mlp_only_layers=[1], decoder_sparse_step=2
+    ),
+    "qwen2 mixture": Qwen2MoeConfig(
+        **NO_HEAD_DIM, **EXPERTS, num_experts=8, shared_expert_intermediate_size=40
+    ),
+    "deepseek": DeepseekV3Config(
+        **{**NO_HEAD_DIM, "num_key_value_heads": 4},
+        **EXPERTS,
+        **LATENT,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        q_lora_rank=20,
+    ),
+    "glm": Glm4MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=2,
+        n_group=1,
+        topk_group=1,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+}
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """What a config.json has."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def shape_of(config: Any, **more: Any) -> ModelShape:
+    return model_shape(plain(config) | more)
+
+
+def run(**keys: Any) -> Config:
+    """A configuration with vLLM and other values of keys, as `section__key`."""
+    table: dict[str, Any] = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+        "workers": {"engine": "vllm"},
+        "trainer": {"device": "cuda"},
+    }
+    for dotted, value in keys.items():
+        section, name = dotted.split("__")
+        table.setdefault(section, {})[name] = value
+    return from_plain(table)
+
+
+COSTS_TIME = {
+    f"trainer.{key}"
+    for key in ("head_chunk_tokens", "gradient_checkpointing", "micro_batch_tokens")
+}
+
+BILLIONS = shape_of(
+    Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_parameters_of_a_config_are_those_of_the_network_that_it_describes(name: str) -> None:
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        network = make(NETWORKS[name])
+    counted = sum(one.numel() for one in network.parameters())
+    assert shape_of(NETWORKS[name]).parameters == counted
+
+
+def test_large_models_have_as_many_parameters_as_they_are_called_by() -> None:
+    assert round(BILLIONS.parameters / 1e9, 1) == 4.0
+    sizes: dict[str, Any] = dict(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    mixture = shape_of(Qwen3MoeConfig(**sizes))
+    # Qwen3-30B-A3B, arXiv 2505.09388: 30.5 billion, 3.3 of them active.
+    assert round(mixture.parameters / 1e9, 1) == 30.5
+    assert mixture.active / 1e9 == pytest.approx(3.35, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 mixture", "mixtral", "qwen3 mixture"])
+@pytest.mark.parametrize("width", [4, 2])
+def test_what_layers_save_is_what_autograd_saves(name: str, width: int) -> None:
+    tokens, config = 128, NETWORKS[name]
+    make: Any = AutoModelForCausalLM.from_config
+    dtype = torch.float32 if width == 4 else torch.bfloat16
+    network = make(config, dtype=dtype, attn_implementation="sdpa").eval()
+    own = {one.untyped_storage().data_ptr() for one in network.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            saved[place] = tensor
+        return tensor
+
+    ids = torch.arange(tokens).reshape(1, -1) % config.vocab_size
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        hidden = network.base_model(input_ids=ids, use_cache=False)[0]
+    assert hidden.requires_grad
+    found = sum(one.untyped_storage().nbytes() for one in saved.values()) / tokens
+    guess = memory_estimate._layers_saved(shape_of(config), run(), width) + 64 * 3 * width
+    assert guess == pytest.approx(found, rel=0.08)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 mixture"])
+def test_a_token_in_a_kv_cache_is_what_vllm_is_told(name: str) -> None:
+    shape = shape_of(NETWORKS[name])
+    assert shape.kv_values == token_kv_values(plain(NETWORKS[name]))
+    assert kv_token_bytes(shape, run()) == 4 * shape.kv_values
+
+
+def test_a_latent_of_keys_and_values_is_all_that_is_cached() -> None:
+    assert shape_of(NETWORKS["deepseek"]).kv_values == 4 * (16 + 8)
+
+
+def state(**keys: Any) -> float:
+    """Bytes a parameter of what a trainer of 4 billion holds."""
+    held = state_parts(BILLIONS, run(**keys))
+    return sum(one.bytes for one in held) / BILLIONS.parameters
+
+
+def test_torch_trainer_holds_18_bytes_a_parameter_and_16_in_float32() -> None:
+    assert state() == 18
+    assert state(policies__dtype="float32") == 16
+    assert state(policies__dtype="float32", objective__kl=0.1) == 20
+    assert 14 < state(trainer__optimizer="muon") < 15  # one moment of a matrix, two of the rest
+
+
+@given(ranks=st.integers(1, 512))
+def test_further_stages_of_zero_and_more_ranks_never_hold_more(ranks: int) -> None:
+    def bytes_of(stage: int, count: int) -> int:
+        keys = {"kind": "deepspeed", "ranks": count, "zero_stage": stage}
+        changed = with_keys(run(), {f"trainer.{key}": value for key, value in keys.items()})
+        parts = state_parts(BILLIONS, changed)
+        return sum(one.bytes for one in parts if "gathered" not in one.what + "buckets")
+
+    stages = [bytes_of(stage, ranks) for stage in (1, 2, 3)]
+    assert stages == sorted(stages, reverse=True)
+    assert all(
+        bytes_of(stage, ranks + 1) <= bytes_of(stage, ranks) or ranks == 1 for stage in (1, 2)
+    )
+
+
+def test_zero_3_spreads_masters_weights_gradients_and_moments() -> None:
+    keys: dict[str, Any] = dict(trainer__kind="deepspeed", trainer__ranks=8, trainer__zero_stage=3)
+    parts = {one.what: one.bytes for one in state_parts(BILLIONS, run(**keys))}
+    spread = [
+        parts[one]
+        for one in ("weights", "masters, float32", "gradients", "moments of the optimizer")
+    ]
+    assert sum(spread) == pytest.approx(20 * BILLIONS.parameters / 8, rel=1e-6)
+
+
+def test_an_adapter_is_all_that_has_gradients_and_moments() -> None:
+    config = run(lora__rank=16)
+    parts = {one.what: one.bytes for one in state_parts(BILLIONS, config)}
+    assert parts["base, float32"] == 4 * BILLIONS.parameters
+    assert (
+        parts["gradients"]
+        == 4 * 16 * sum(BILLIONS.linears.values())
+        < 0.01 * parts["base, float32"]
+    )
+
+
+def test_patches_take_a_part_of_the_store_where_versions_are_bfloat16() -> None:
+    def stored(**keys: Any) -> int:
+        parts = version_parts(BILLIONS, run(**keys))
+        return next(one.bytes for one in parts if "versions" in one.what)
+
+    whole = stored()
+    assert whole == 100 * 2 * BILLIONS.parameters
+    assert stored(policies__whole_every=10) < 0.15 * whole
+    assert stored(policies__dtype="float32", policies__whole_every=10) > 2 * whole
+
+
+def test_chunks_of_the_head_are_as_large_as_those_of_the_trainer() -> None:
+    assert memory_estimate.HEAD_ELEMENTS == memory.HEAD_ELEMENTS
+
+
+@given(
+    gigabytes=st.integers(1, 160),
+    count=st.integers(1, 64),
+    context=st.sampled_from([512, 8192]),
+    chunk=st.sampled_from(["auto", 0]),
+)
+@settings(max_examples=15, deadline=None)
+def test_keys_that_are_named_make_it_fit_and_none_costs_time_for_nothing(
+    gigabytes: int, count: int, context: int, chunk: Any
+) -> None:
+    config = run(workers__context_tokens=context, trainer__head_chunk_tokens=chunk)
+    room = gigabytes * 10**9
+
+    def taken(keys: dict[str, Any]) -> int:
+        return trainer_bytes(BILLIONS, with_keys(config, keys))
+
+    keys = trainer_keys(BILLIONS, config, room, count)
+    if keys is None:
+        assert taken({}) > room
+        return
+    assert taken(keys) <= room
+    for one in keys.keys() & COSTS_TIME:
+        assert taken({key: value for key, value in keys.items() if key != one}) > room
+
+
+@given(gigabytes=st.integers(1, 200), context=st.integers(512, 16_000))
+@settings(max_examples=40, deadline=None)
+def test_a_worker_has_as_many_slots_as_fit(gigabytes: int, context: int) -> None:
+    config, room = run(workers__context_tokens=context), gigabytes * 10**9
+
+    def taken(keys: dict[str, Any]) -> int:
+        return sum(one.bytes for one in worker_parts(BILLIONS, with_keys(config, keys)))
+
+    slots = slots_that_fit(BILLIONS, config, room)
+    assert slots == 0 or taken({"workers.slots": slots}) <= room
+    assert taken({"workers.slots": slots + 1}) > room
+    keys = worker_keys(BILLIONS, config, room)
+    assert keys is None or taken(keys) <= room
+
+
+def test_gpus_are_those_of_the_keys_or_one_for_each_worker_and_the_rest_the_trainers() -> None:
+    eight = placement_of(run(workers__count=3), 8)
+    assert (eight.worker_gpus, eight.per_gpu, eight.trainer_gpus, eight.shared) == (3, 1, 5, False)
+    one = placement_of(run(workers__count=3), 1)
+    assert (one.worker_gpus, one.per_gpu, one.trainer_gpus, one.shared) == (1, 3, 1, True)
+    named = placement_of(run(workers__count=5, workers__gpus=[1, 2]), 4)
+    assert (named.worker_gpus, named.per_gpu, named.trainer_gpus) == (2, 3, 2)
+    with pytest.raises(UsageError, match=r"workers\.gpus: there is no GPU 4 among 4"):
+        placement_of(run(workers__gpus=[4]), 4)
+
+
+def test_more_ranks_than_gpus_do_not_fit() -> None:
+    config = run(trainer__kind="deepspeed", trainer__ranks=8)
+    found = estimate(shape_of(NETWORKS["llama"]), config, Gpus(8, 80 * 10**9))
+    assert not found.good
+    assert found.keys == {"workers.gpus": [6, 7], "trainer.ranks": 6}
+
+
+def test_everything_fits_without_a_key_where_there_is_room() -> None:
+    found = estimate(shape_of(NETWORKS["llama"]), run(), Gpus(1, 80 * 10**9))
+    assert found.good and not found.keys and not found.misfits
+
+
+@pytest.mark.parametrize("text", ["", "8", "8x", "x80", "0x80", "8x0", "8x80GB", "-1x80", "8 x 80"])
+def test_gpus_that_are_no_number_and_size_are_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match="is no number of GPUs and GB"):
+        parse_gpus(text)
+
+
+def test_gpus_are_a_number_and_billions_of_bytes() -> None:
+    assert parse_gpus("8x80") == Gpus(8, 80 * 10**9)
+    assert parse_gpus("1x22.5").usable == int(22.5 * 10**9 * 0.9)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_config_without_a_size_is_one_line(key: str) -> None:
+    with pytest.raises(PolicyError, match=f"config.json: {key} is missing"):
+        model_shape({**plain(NETWORKS["llama"]), key: None})
+
+
+def test_weights_that_are_there_are_counted_by_their_headers(tmp_path: Path) -> None:
+    for name, make in (("qwen2", make_qwen2), ("llama", make_llama_gqa)):
+        folder = make(tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        assert weights_elements(folder) == model_shape(config).parameters
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
+        assert weights_elements(folder) is None
+
+
+def test_doctor_estimates_from_a_config_alone_and_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(plain(NETWORKS["qwen3 mixture"])))
+    code = (
+        "import sys; from pathlib import Path; from dora_pipe.cli.memory import print_estimate;"
+        f"good = print_estimate(Path({str(tmp_path)!r}), '2x80', None, [], as_json=False);"
+        "sys.exit(not good or bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "note: a mixture of experts" in done.stdout
+    assert "trainer: at most at one time" in done.stdout
+    assert "set: workers.gpus = [1]" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_takes_what_was_estimated(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
+    tokens = 2048
+    case = MemoryCase(what="step", tokens=tokens, gradient_checkpointing=checkpointing)
+    (figure,) = bench_step_memory([case])
+    shape = shape_of(bench_config(case))
+    config = run(
+        workers__context_tokens=tokens,
+        trainer__micro_batch_tokens=tokens,
+        trainer__gradient_checkpointing=checkpointing,
+    )
+    # The bench counts from where gradients were there; they are dropped before the pass, and at
+    # its peak there is the head's alone.
+    dropped = 4 * (shape.parameters - shape.vocabulary * shape.hidden)
+    assert figure.peak_mb * 1e6 == pytest.approx(pass_peak(shape, config) - dropped, rel=0.15)

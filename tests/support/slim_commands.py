@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.damage import change_token
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +32,8 @@ class Call:
 def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
     """Put the run and a damaged copy of it into `place`/runs; what to call there."""
     (place / "runs").mkdir(parents=True)
+    (place / "llama").mkdir()
+    (place / "llama" / "config.json").write_text(json.dumps(LLAMA))
     recorded.copy(place / "runs" / "recorded")
     damaged = recorded.copy(place / "runs" / "damaged")
     with Tamper(damaged) as log:
@@ -41,7 +53,7 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("metrics", "recorded", "--once"), says="dora_pipe_policy_version"),
         Call(words=("config", "show", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
-        Call(words=("doctor", "--model", "policy", "--gpus", "1x80"), says="trainer: at most"),
+        Call(words=("doctor", "--model", "llama", "--gpus", "1x80"), says="trainer: at most"),
     )
 
 

@@ -339,10 +339,11 @@ def token_texts(decode: Decode, token_ids: Sequence[int], start: int, end: int) 
     """
     texts = []
     for at in range(start, end):
-        first = max(0, at - 1)
-        before, both = decode(token_ids[first:at]), decode(token_ids[first : at + 1])
+        alone = decode(token_ids[at : at + 1])
+        before = decode(token_ids[at - 1 : at]) if at else ""
+        both = decode(token_ids[at - 1 : at + 1]) if at else alone
         added = both[len(before) :] if both.startswith(before) else ""
-        texts.append(added or decode(token_ids[at : at + 1]))
+        texts.append(added or alone)
     return texts
 
 

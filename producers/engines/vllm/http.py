@@ -18,6 +18,7 @@ import h11
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, ResourceError
+from dora_pipe.producers.engines.vllm.wire import quoted
 
 CONNECT_S: Final = 10.0
 """For a connection, and for the server to take a request."""
@@ -28,9 +29,6 @@ CALL_S: Final = 120.0
 RECEIVE_BYTES: Final = 1 << 16
 EVENT_BYTES_MAX: Final = 1 << 25
 """Of one server-sent event or answer. A token takes some 150 bytes."""
-
-QUOTED_CHARACTERS_MAX: Final = 300
-"""Of an answer that an error quotes."""
 
 EVENT_END: Final = b"\n\n"
 EVENT_DATA: Final = b"data: "
@@ -208,8 +206,3 @@ def call(
         return msgspec.json.decode(answer) if answer else None
     except msgspec.DecodeError as error:
         raise ResourceError(f"vLLM's server at {address} answered {path}: {error}") from None
-
-
-def quoted(answer: bytes) -> str:
-    """What an answer says, as far as an error quotes it."""
-    return answer[:QUOTED_CHARACTERS_MAX].decode(errors="replace").strip()

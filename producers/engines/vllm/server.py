@@ -45,9 +45,10 @@ from dora_pipe.producers.engines.vllm.client import (
     check_room,
 )
 from dora_pipe.producers.engines.vllm.core import VllmSettings
-from dora_pipe.producers.engines.vllm.http import Address, HttpStream, quoted
+from dora_pipe.producers.engines.vllm.http import Address, HttpStream
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.wire import quoted
 
 STEP_WAIT_MS: Final = 1_000
 """A step waits so long for rows without a token; then it goes on with the others, and does not wait

@@ -13,7 +13,9 @@ import msgspec
 
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.engines.port import SamplingParams
-from dora_pipe.producers.engines.vllm.http import quoted
+
+QUOTED_CHARACTERS_MAX: Final = 300
+"""Of an answer that an error quotes."""
 
 GENERATE: Final = "/inference/v1/generate"
 ABORT: Final = "/abort_requests"
@@ -241,3 +243,8 @@ def _sampler_logprob(one: Drawn, logprob: float, params: SamplingParams) -> floa
         "vLLM's server did not send the log-prob that a token was drawn with",
         hint="is another engine using this server?",
     )
+
+
+def quoted(answer: bytes) -> str:
+    """What an answer says, as far as an error quotes it."""
+    return answer[:QUOTED_CHARACTERS_MAX].decode(errors="replace").strip()

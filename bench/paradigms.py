@@ -144,7 +144,7 @@ def measure_run(
         steps=len(steps),
         seconds=seconds,
         samples_per_s=sum(one["trajectories"] for one in steps) / seconds,
-        target_s=crossing(risen(course), target),
+        target_s=crossing(isotonic(course), target),
         course=course,
         reward=course[-1][1] if course else 0.0,
         sampling=sampling_s / (seconds * max(1, len(spans))),
@@ -157,12 +157,12 @@ def measure_run(
     )
 
 
-def risen(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def isotonic(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The isotonic regression of a course: the rewards that never fall and are nearest to it in
     the least squares, by pooling adjacent violators (Barlow et al. 1972).
 
-    Example: ``risen([(0.0, 0.4), (10.0, 0.8), (20.0, 0.6)]) == [(0.0, 0.4), (10.0, 0.7), (20.0,
-    0.7)]``
+    Example: ``isotonic([(0.0, 0.4), (1.0, 0.8), (2.0, 0.6)])`` is, to rounding, ``[(0.0, 0.4),
+    (1.0, 0.7), (2.0, 0.7)]``
     """
     pools: list[list[float]] = []
     for _, reward in course:

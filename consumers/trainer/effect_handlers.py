@@ -179,7 +179,7 @@ class EffectHandlers:
                     yield adopted
         digest = learner.manifest().digest
         if not self._store.has_weights(digest):
-            yield from self._weights()
+            yield from self._version()
         yield Restored(step=effect.step, digest=digest, numerics=learner.numerics())
 
     def _diverged(
@@ -312,7 +312,7 @@ class EffectHandlers:
         assert self._trained is not None
         key, result = self._trained
         assert key == (effect.step, effect.attempt)
-        version = yield from self._version(effect)
+        version = yield from self._version(before=effect.before, whole=effect.whole)
         contributions = yield from self._blob(
             "contributions", lambda path: write_contributions(path, result.contributions)
         )
@@ -331,15 +331,13 @@ class EffectHandlers:
             changed_share=version.change.share if version.change else 0.0,
         )
 
-    def _version(self, effect: PublishPolicy) -> Generator[None, None, PublishedVersion]:
-        """Publish the learner's weights as a version, as soon as there is room. Raises NoRoom."""
-        store, save = self._store, self.learner.save_weights
-        publish = partial(store.publish_version, save, before=effect.before, whole=effect.whole)
-        return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
-
-    def _weights(self) -> Generator[None, None, Manifest]:
-        """Publish the learner's weights, as soon as there is room. Raises NoRoom."""
-        publish = partial(self._store.publish_weights, self.learner.save_weights)
+    def _version(
+        self, *, before: str = "", whole: bool = True
+    ) -> Generator[None, None, PublishedVersion]:
+        """Publish the learner's weights, as soon as there is room; see `PublishPolicy`. Raises
+        NoRoom."""
+        save = self.learner.save_weights
+        publish = partial(self._store.publish_version, save, before=before, whole=whole)
         return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 
     def _blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Generator[None, None, Blob]:

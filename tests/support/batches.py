@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
+from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 
 SETTINGS: Settings = {
@@ -142,3 +144,21 @@ def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:
             if mask:
                 one.logprobs[place] = logprob  # type: ignore[index]
     return batch
+
+
+def states_with_a_part_ahead(
+    trainer_of: Callable[[], Any], path: Path
+) -> list[tuple[Manifest, bytes]]:
+    """Weights and optimizer state (written to `path`) after two steps: without a part of the second
+    one ahead of it, and with one, by a trainer of parts each."""
+    batch = make_batch(seed=3, step=1, groups=4, siblings=3)
+    states = []
+    for ahead in (False, True):
+        trainer = trainer_of()
+        trainer.train(make_batch(seed=2, step=0, groups=2, siblings=3), SETTINGS)
+        if ahead:
+            trainer.train_part(replace(batch, groups=batch.groups[:2]), SETTINGS)
+        trainer.train(batch, SETTINGS)
+        trainer.save_optimizer(path)
+        states.append((trainer.manifest(), path.read_bytes()))
+    return states

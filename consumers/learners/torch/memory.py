@@ -197,6 +197,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 of_weight.addmm_(by_logits.float().T, hidden[part].float())
             if of_bias is not None:
                 of_bias += by_logits.float().sum(0)
+            del by_logits
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),

@@ -14,7 +14,7 @@ from dora_pipe.bench.entrants import (
     settings_of,
     tried,
 )
-from dora_pipe.bench.paradigms import Cell, ParadigmRun, compare, crossing, interval_95, risen
+from dora_pipe.bench.paradigms import Cell, ParadigmRun, compare, crossing, interval_95, isotonic
 
 RATES = (3e-4, 1e-4)
 
@@ -85,10 +85,10 @@ def test_a_course_crosses_its_target_between_two_evaluations() -> None:
 
 def test_an_evaluation_that_is_lucky_is_pooled_with_the_worse_ones_behind_it() -> None:
     course = [(0.0, 0.4), (1.0, 0.9), (2.0, 0.5), (3.0, 0.7), (4.0, 0.8)]
-    rewards = [reward for _, reward in risen(course)]
+    rewards = [reward for _, reward in isotonic(course)]
     assert rewards == pytest.approx([0.4, 0.7, 0.7, 0.7, 0.8])
     assert crossing(course, 0.75) < 1.0  # type: ignore[operator]
-    assert crossing(risen(course), 0.75) == pytest.approx(3.5)
+    assert crossing(isotonic(course), 0.75) == pytest.approx(3.5)
 
 
 @pytest.mark.parametrize("name", ENTRANTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from dora_pipe.store.model_dir import import_model, write_as
 from dora_pipe.store.safetensors_file import mapped, read_entries, read_manifest
 from dora_pipe.store.store import PolicyStore
 from tests.support.adapters import LAYERS
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
 from tests.support.models import make_llama_gqa
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda x: abs(x) < 3e38)
@@ -141,17 +140,8 @@ def test_small_steps_move_few_weights_and_the_checkpoint_says_what_lies_between(
 
 
 def test_updates_ahead_are_taken_back_with_their_masters(policy: Policy, tmp_path: Path) -> None:
-    batch = make_batch(seed=3, step=1, groups=4, siblings=3)
-    states = []
-    for ahead in (False, True):
-        trainer = policy.trainer()
-        trainer.train(make_batch(seed=2, step=0, groups=2, siblings=3), SETTINGS)
-        if ahead:
-            trainer.train_part(replace(batch, groups=batch.groups[:2]), SETTINGS)
-        trainer.train(batch, SETTINGS)
-        trainer.save_optimizer(tmp_path / "state")
-        states.append((trainer.manifest(), (tmp_path / "state").read_bytes()))
-    assert states[0] == states[1]
+    plain, ahead = states_with_a_part_ahead(policy.trainer, tmp_path / "state")
+    assert plain == ahead
 
 
 def test_fingerprint_says_what_is_published_where_that_is_not_float32(

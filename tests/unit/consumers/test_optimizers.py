@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.safetensors_file import read_entries
 from dora_pipe.store.store import PolicyStore
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
 from tests.support.models import make_llama_gqa, make_qwen2
 
 LIBRARY = "bitsandbytes"
@@ -200,17 +199,8 @@ def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Pa
 
 
 def test_updates_ahead_are_taken_back_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
-    batch = make_batch(seed=3, step=1, groups=4, siblings=3)
-    states = []
-    for ahead in (False, True):
-        trainer = policy.trainer()
-        trainer.train(make_batch(seed=2, step=0, groups=2, siblings=3), SETTINGS)
-        if ahead:
-            trainer.train_part(replace(batch, groups=batch.groups[:2]), SETTINGS)
-        trainer.train(batch, SETTINGS)
-        trainer.save_optimizer(tmp_path / "state")
-        states.append((trainer.manifest(), (tmp_path / "state").read_bytes()))
-    assert states[0] == states[1]
+    plain, ahead = states_with_a_part_ahead(policy.trainer, tmp_path / "state")
+    assert plain == ahead
 
 
 def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(

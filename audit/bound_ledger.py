@@ -158,6 +158,8 @@ class BoundLedger:
         if batches is None:
             return "it does not say C"
         most = max(_AUTOMATIC_MIN, staleness.max_staleness + 1.0)
+        if batches == before:
+            return ""  # A lower bound holds beside it (`why_not_admit`) until C is decided again.
         if not _AUTOMATIC_MIN <= batches <= most:
             return f"C is {batches:g}, and not between {_AUTOMATIC_MIN:g} and {most:g}"
         if abs(batches - min(before, most)) > _CHANGE_MAX:

@@ -29,7 +29,7 @@ USABLE: Final = 0.9
 HEAD_ELEMENTS: Final = 2**24
 """Logits of a chunk with `trainer.head_chunk_tokens = "auto"`."""
 
-COPIES_IN_CHUNKS: Final = 5
+COPIES_IN_CHUNKS: Final = 4
 """Of a chunk's logits in float32 while gradients go back through a head in chunks."""
 
 COPIES_AT_ONCE: Final = 3

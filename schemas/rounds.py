@@ -278,7 +278,8 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     """How many of the groups, from the first on, each part has that was taken before, in order; the
     others are the last part. The gradient is added up part by part. Empty: the batch is one."""
     in_flight: float | None = None
-    """C from now on, in batches, where `staleness.in_flight_batches` is `auto`."""
+    """C from now on, in batches, where `staleness.in_flight_batches` is `auto`, as far as
+    `staleness.max_staleness` has room for it."""
 
 
 class End(Decision, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import DataSet, RunStarted
-from dora_pipe.schemas.metrics import Cost
+from dora_pipe.schemas.metrics import Cost, FailingPlace
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
@@ -304,6 +304,8 @@ class WorkerParts:
     by the effects that all others have: `FetchProgress`, `PromptCall`, then `EnvStep` once more for
     every recorded turn, which must be answered as before (`worker.episodes`)."""
     stop_ids: tuple[int, ...] = (END_TOKEN,)
+    failing: Callable[[], tuple[FailingPlace, ...]] = tuple
+    """Places of tasks that fail, as they are now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,6 +222,7 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
         cost=site.meter.cost,
         kv_used=lambda: made.engine.kv_used_tokens,
         prompt_tokens=lambda: made.engine.prompt_tokens,
+        failing=made.failing,
     )
     return Started(machine=machine, writer=writer, exclusive=False, ports=made.ports, epoch=epoch)
 

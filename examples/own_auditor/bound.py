@@ -141,9 +141,10 @@ class Bound:
         if (batches is not None) != (staleness["in_flight_batches"] == "auto"):
             yield "says how many batches are in flight where that is set, or does not where it must"
         elif batches is not None:
-            most = max(2, staleness["max_staleness"] + 1)
-            if not 2 <= batches <= most or abs(batches - self._in_flight) > 0.25:
-                yield f"has {batches} batches in flight behind {self._in_flight}"
+            before, most = self._in_flight, max(2, staleness["max_staleness"] + 1)
+            decided = 2 <= batches <= most and abs(batches - min(before, most)) <= 0.25
+            if batches != before and not decided:
+                yield f"has {batches} batches in flight behind {before}"
             self._in_flight = batches
 
     def take(self, decision: Json, committed: int) -> Iterator[str]:

@@ -75,6 +75,10 @@ def test_seed_that_has_found_something_holds(seed: int) -> None:
     assert played.holds, played.line
 
 
+def test_an_automatic_c_above_a_bound_that_was_lowered_is_no_finding() -> None:
+    assert run_seed(1014).holds
+
+
 def test_run_that_cannot_go_on_says_who_waits_for_what() -> None:
     drawn = dataclasses.replace(draw(1), first=0, faults={"kill-trainer": 1.0})
     played = SeedRun(drawn).run()

@@ -57,6 +57,7 @@ from dora_pipe.producers.worker.ports import (
 )
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import DataSet
+from dora_pipe.schemas.metrics import FailingPlace
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.parts import (
@@ -278,6 +279,8 @@ class Cluster:
     tasks: Callable[[], InlineTasks] = lambda: InlineTasks(reward=reward_by_text)
     train_ticks: int = 12
     """Turns of the loop that a training step takes."""
+    failing: tuple[FailingPlace, ...] = ()
+    """Places of tasks that every worker says fail."""
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -448,6 +451,7 @@ class Cluster:
             engine=engine,
             single_turn=not tasks.episodes or tasks.replayable,
             stop_ids=self.parts.stop_ids(self.assets),
+            failing=lambda: self.failing,
         )
 
     def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:

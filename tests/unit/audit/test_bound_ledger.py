@@ -82,6 +82,8 @@ def test_an_automatic_c_is_said_by_every_batch_and_changes_a_little_at_a_time() 
     assert "does not say" in _says(None)
     assert "C is set" in _says(2.0, in_flight_batches=2.0)
     assert not _says(2.0, before=4.0, max_staleness=1), "a bound that went down holds at once"
+    assert not _says(4.0, before=4.0, max_staleness=1), "and C is not decided at every batch"
+    assert "not between 2 and 2" in _says(3.75, before=4.0, max_staleness=1)
 
 
 def test_admission_is_held_against_the_c_that_the_newest_batch_said() -> None:

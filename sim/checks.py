@@ -70,7 +70,7 @@ CHECKS: Final[dict[str, str]] = {
     "move": "S18: a request moves only to a living host of its version, and at most once at a time",
     "epochs": "R4: role epochs count up; nothing is decided or committed under an older one",
     "retired": "S19: an incarnation that has left says nothing more",
-    "kept": "S20: a version that an open group carries, or a worker has, lies in the store",
+    "kept": "S20: a version that an open group carries, or a worker has, can be had of the store",
     "calls": "S26: an agent is told what the log has, the same again, and its record has just that",
     "contexts": "S27: no token stands in a record twice for being shared by calls",
     "waiting": "S28: a session whose agent waits for no answer holds no place of another request",

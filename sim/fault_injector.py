@@ -356,6 +356,16 @@ def _endpoint_dies(injector: FaultInjector, role: Role) -> bool:
     return bool(ports)
 
 
+def _copies_lost(injector: FaultInjector) -> bool:
+    names = [TRAINER, *sorted(injector.world.plans)]
+    return injector.world.machines.lose(injector.chance.choice(names), injector.chance)
+
+
+def _patch_damaged(injector: FaultInjector) -> bool:
+    name = injector.chance.choice(sorted(injector.world.plans))
+    return injector.world.machines.damage(name, injector.chance)
+
+
 def _command_pause(injector: FaultInjector) -> None:
     injector.command("pause")
     injector.world.after(injector._while(), lambda: injector.command("resume"))
@@ -422,6 +432,8 @@ _STRIKES: Final[dict[str, Strike]] = {
     "depart": _at("worker", _depart),
     "task-process-dies": _at("worker", _task_process_dies),
     "endpoint-dies": _at("worker", _endpoint_dies),
+    "copies-lost": _copies_lost,
+    "patch-damaged": _patch_damaged,
     "command-pause": _command_pause,
     "command-bound": _command_bound,
     "command-moves": _command_moves,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from dora_pipe.core.errors import PolicyError
+from dora_pipe.consumers.learners.simulated import initial_weights
+from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import Kv, WeightsLoaded
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import (
@@ -21,7 +23,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker.kv_handover import KvLabel, MemoryHandover
-from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.sim.agents import AgentObserver, Agents
 from dora_pipe.sim.fault_injector import FaultInjector
 from dora_pipe.sim.parts import (
@@ -37,12 +39,17 @@ from dora_pipe.sim.parts import (
     reward_of,
 )
 from dora_pipe.sim.scenario import HANGING
+from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 HANG_NS: Final = 1500 * MS
 """A reward's time limit."""
 
 TURNS_MEAN: Final = 2
+
+ELEMENTS: Final = 64
+"""Of a policy whose versions are patches, those of which a step changes one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,13 @@ class FaultyParts(PlainParts):
         if scenario.replayable:
             return True
         return not scenario.episodes or all(one.has_agent for one in scenario.config.tasks)
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        """One of which a step changes little, where versions are patches."""
+        manifest, assets = super().policy(store, directory)
+        if self.injector.scenario.config.policies.whole_every > 1:
+            manifest = store.publish_weights(partial(initial_weights, sparse=ELEMENTS))
+        return manifest, assets
 
     def agents(self, site: Site) -> Agents | None:
         """Agents that may be lost, hang, raise, or ask for something else."""
@@ -200,4 +214,6 @@ class _FaultyEngine(SimulatedEngine):
         """See the port."""
         if self._injector.befalls("policy-unreadable"):
             raise PolicyError(f"no weights at {weights.name}")
+        if read_manifest(weights).digest != digest:
+            raise InvariantBroken(f"C1: other weights are loaded than those of version {version}")
         return super().load(weights, version=version, digest=digest)

@@ -34,6 +34,8 @@ _TIMED: Final = _of(lambda config: config.groups.seconds_max is not None)
 _TOGETHER: Final = _of(lambda config: any(use.group for one in config.tasks for use in one.rewards))
 _DELETES: Final = _of(lambda config: config.store.keep_every > 0)
 
+_PATCHES: Final = _of(lambda config: config.policies.whole_every > 1)
+
 _MEETS: Final[dict[str, Meets]] = {
     **{
         name: _of(lambda config: any(one.has_agent for one in config.tasks))
@@ -56,6 +58,9 @@ _MEETS: Final[dict[str, Meets]] = {
         lambda config: any(one.sampler or one.drop_solved for one in config.tasks)
     ),
     "weights-stay": _of(lambda config: any(one.sampler for one in config.tasks)),
+    "base-dropped": _both(_PATCHES, _DELETES),
+    "any-base": _PATCHES,
+    "damaged-stays": _under("patch-damaged"),
     "pins-forgotten": _DELETES,
     "hosted-not-pinned": _DELETES,
     "leaving-counts": _under("terminate", "drain"),

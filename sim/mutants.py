@@ -21,7 +21,7 @@ import msgspec
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
 from dora_pipe.config.model import in_flight_batches
-from dora_pipe.consumers.trainer.commits import CommitHistory, retained
+from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.machine import TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
@@ -29,7 +29,7 @@ from dora_pipe.orchestrator import apply_control as rules_control
 from dora_pipe.orchestrator import apply_decision as rules_decision
 from dora_pipe.orchestrator import curriculum, fold, hosting, machine, staleness
 from dora_pipe.orchestrator import state_ops as transitions
-from dora_pipe.orchestrator.apply_decision import pinned, train_spec
+from dora_pipe.orchestrator.apply_decision import train_spec
 from dora_pipe.orchestrator.curriculum import NextRow
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
@@ -39,9 +39,9 @@ from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
-from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
 from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_SESSIONS
+from dora_pipe.sim.mutants_of_versions import OF_VERSIONS
 
 _MISSING: Final = object()
 
@@ -476,17 +476,6 @@ def _unknown_is_done(patches: Patches) -> None:
     patches.put(MemoryWriter, "append", append)
 
 
-def _pins_forgotten(patches: Patches) -> None:
-    def without_pins(commits: Sequence[Blob | None], pins: Any, keep_every: int) -> set[int]:
-        return retained(commits, (len(commits),), keep_every)
-
-    patches.everywhere(retained, without_pins)
-
-
-def _hosted_not_pinned(patches: Patches) -> None:
-    patches.everywhere(pinned, lambda state: tuple(sorted(state.pins)))
-
-
 def _chain_without_control(patches: Patches) -> None:
     patches.put(machine, "fold_bytes", lambda offset, value: b"")
 
@@ -522,6 +511,7 @@ def _untouched(patches: Patches) -> None:
 _ALL: Final = (
     *OF_SESSIONS,
     *OF_EPISODES,
+    *OF_VERSIONS,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),
     ("gate-at-t", "the bound is asked at t instead of s while a step trains", _gate_at_t),
     ("first-finished", "batches take what finished first", _first_finished),
@@ -569,8 +559,6 @@ _ALL: Final = (
     ("commit-again", "a restarted trainer has forgotten its last commit", _commit_again),
     ("restart-forgets", "a restarted orchestrator folds no progress", _restart_forgets),
     ("unknown-is-done", "a worker takes an unknown outcome for done", _unknown_is_done),
-    ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
-    ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
     ("chain-without-control", "the chain leaves control out", _chain_without_control),
     ("counted-at-once", "rewards of rows are newer than the version", _counted_at_once),
     ("weights-stay", "rows are drawn by weights of an older version", _weights_stay),

@@ -66,6 +66,8 @@ FAULTS: Final[dict[str, str]] = {
     "agent-lost": "an agent's process dies, or it says `Retry`",
     "agent-raises": "an agent raises",
     "agent-wanders": "an agent asks for something else than when it ran before",
+    "copies-lost": "a machine has lost versions that it had copied or made",
+    "patch-damaged": "a patch on a machine was damaged, and what it had made is gone",
 }
 """Every fault, and what it is."""
 
@@ -78,7 +80,10 @@ OF_EPISODES: Final = ("task-process-dies", "retry")
 OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
 """Only where there are agents."""
 
-APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS)
+OF_PATCHES: Final = ("copies-lost", "patch-damaged")
+"""Only where versions may be patches."""
+
+APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_PATCHES)
 
 STRIKING: Final = (
     "kill-worker",
@@ -169,6 +174,9 @@ would all be over before they end, and the run with them."""
 PARTS_SHARE: Final = 1 / 3
 """Of seeds whose batches are taken in parts, where they have several groups."""
 
+PATCHES_SHARE: Final = 0.25
+"""Of seeds in `swarm` whose versions are patches, but for some."""
+
 FOLLOWS_SHARE: Final = 0.25
 """Of seeds in which C is automatic."""
 
@@ -214,7 +222,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
     if form == "swarm":
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
-        scenario = _updates(scenario)
+        scenario = _patches(_updates(scenario))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
 
@@ -301,6 +309,23 @@ def _updates(scenario: Scenario) -> Scenario:
         config=msgspec.structs.replace(config, trainer=trainer),
         delays=replace(scenario.delays, publish_ns=chance.choice(PUBLISHES_MS) * MS),
     )
+
+
+def _patches(scenario: Scenario) -> Scenario:
+    """The same with versions that are patches of those before them, in one of four seeds, and what
+    befalls these; drawn apart."""
+    chance, config = Random(f"dora-pipe sim patches {scenario.seed}"), scenario.config
+    if chance.random() >= PATCHES_SHARE:
+        return scenario
+    every, checkpoints = chance.choice((2, 4, 8)), chance.choice((2, 3, 5))
+    faults = {name: chance.choice((1.0, 3.0)) for name in OF_PATCHES if chance.random() < 0.5}
+    change = msgspec.structs.replace
+    config = change(
+        config,
+        policies=change(config.policies, whole_every=every),
+        trainer=change(config.trainer, checkpoint_every=checkpoints),
+    )
+    return replace(scenario, config=config, faults={**scenario.faults, **faults})
 
 
 def _with_steps(scenario: Scenario, steps: int) -> Scenario:

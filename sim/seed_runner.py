@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
@@ -22,6 +23,7 @@ from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
 from dora_pipe.sim.faulty_parts import FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
+from dora_pipe.sim.machines import HAD
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
 from dora_pipe.sim.scenario import FAULTS, Scenario, draw
 from dora_pipe.sim.world import SECOND_NS, World
@@ -36,6 +38,9 @@ FAULTY_SHARE: Final = 0.7
 """Of the steps; then the faults stop."""
 
 FAULTS_MIN: Final = 3
+
+PRUNED_EVERY: Final = 2
+"""Of the checkpoints, those that stay when versions are pruned."""
 
 HALTS_MAX: Final = 5
 """So often a user lets a run go on that was halted because its groups failed."""
@@ -142,7 +147,7 @@ class SeedRun:
             observer=self.monitor,
             start=False,
         )
-        self.monitor.exists = world.store.has_weights
+        self.monitor.exists = world.machines.can_be_had
         self.injector.begin(world)
         self.monitor.on_move = self.injector.moved
         self.injector.version = lambda: self.monitor.ledger.steps_committed
@@ -190,8 +195,22 @@ class SeedRun:
             )
 
     def _audit(self, world: World) -> None:
-        """The whole log, once more, by others."""
+        """The whole log, once more, by others; where versions are patches, also of what `prune`
+        leaves."""
         self.monitor.at_end()
+        self._audit_log(world)
+        if self.scenario.config.policies.whole_every > 1:
+            self._prune(world)
+            self._audit_log(world)
+
+    def _prune(self, world: World) -> None:
+        """Nobody needs what it deletes."""
+        bus, topics, store, clock = world.bus, world.topics, world.store, world.clock
+        plan = plan_prune(bus, topics, store, keep_every=PRUNED_EVERY, stopped=False, clock=clock)
+        files = prune(bus, topics, store, plan, user="sim", clock=clock)
+        self.monitor.kinds["pruned files"] += files
+
+    def _audit_log(self, world: World) -> None:
         report = audit(world.bus, world.topics, world.store.root)
         for violation in report.violations:
             if not self._is_garbage(violation.line):
@@ -206,6 +225,8 @@ class SeedRun:
     def _result(self, check: str, what: str) -> SeedResult:
         world, ledger = self.world, self.monitor.ledger
         states = ledger.states() + self.monitor.calls.counted
+        if world is not None:
+            states += world.machines.counted
         for _, role in [] if world is None else world.ends:
             who = role.name if role.exclusive else "worker"
             states[f"{who}: {role.end.partition(':')[0]}"] += 1
@@ -246,7 +267,6 @@ NOT_HERE: Final = frozenset(
     {
         "control weights-adopted",  # another machine's numerics: here all are one
         "control batch-refused",  # bytes of the log do not change here
-        "control versions-dropped",  # said by `prune` when a run is over
         "observed kv-pressure",  # the simulated engine keeps no cache
         "observed placeable",
         "decided early-stop",  # no evaluation is watched: such a run would be over too soon
@@ -263,6 +283,7 @@ _STATES: Final = (
     *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed", "released")),
     *(f"group {fate}" for fate in get_args(Fate)),
     *(f"call {how}" for how in ("answered", "answered again", "refused")),
+    *HAD,
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
     *(f"staleness {number}" for number in range(4)),
     *(f"worker: {how}" for how in ("left", "fenced", "replaced", "failed", "killed")),

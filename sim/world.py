@@ -32,6 +32,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
 from dora_pipe.core.runtime import Runtime
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.sim.machines import Machines
 from dora_pipe.sim.parts import MS, Parts, PlainParts, Site, StillMeter, WorkerPlan
 from dora_pipe.sim.role import (
     NEVER_NS,
@@ -102,13 +103,16 @@ class World:
         self._folder = tempfile.TemporaryDirectory(
             prefix="dora-sim-", dir=ROOM if ROOM.is_dir() else None
         )
-        self.store = PolicyStore(Path(self._folder.name) / "policies")
+        folder = Path(self._folder.name)
+        self.store = PolicyStore(folder / "policies")
+        self.machines = Machines(
+            self.store, folder / "machines", self.clock, apart=config.policies.whole_every > 1
+        )
         self.log = MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)
         """A bus without faults, for whoever looks from outside."""
         create_topics(self.bus, self.topics, config)
         self.log.watch = self._appended
-        folder = Path(self._folder.name)
         self.run_started = run_started(config, self.parts, self.store, folder, self.clock)
         if start:
             self.start_all(len(self.plans))
@@ -303,7 +307,7 @@ class World:
             clock=role.clock,
             meter=role.meter,
             chance=role.chance,
-            store=self.store,
+            store=self.machines.of(role.name) if role.name in self.plans else self.store,
             bus=role.bus,
             # The same befalls another bus of it.
             open_bus=lambda: MemoryBus(self.log, faults=role.bus.faults, now_ms=self._now_ms),

@@ -30,6 +30,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -175,14 +176,20 @@ class PolicyStore:
         return manifest
 
     def patch(self, digest: str) -> Path:
-        """The local path of the patch that makes this version, fetched and looked at if need be.
+        """The local path of the patch that makes this version, fetched and looked at if need be;
+        a copy that was damaged is fetched again.
 
         Raises PolicyError for one that is nowhere or makes another version, ResourceError.
         """
         name = patch_name(digest)
+        path = self.root / name
         if self._remote:
-            self._fetch(name, lambda at: _makes(at, digest))
-        return self.root / name
+            is_whole = partial(_makes, digest=digest)
+            if not (self._fetch(name, is_whole) or is_whole(path)):
+                LOG.warning("%s was damaged on this machine; it is fetched again", path)
+                path.unlink(missing_ok=True)
+                self._fetch(name, is_whole)
+        return path
 
     def whole(self, digest: str) -> Path:
         """As `weights`, of a version that lies whole in the store."""

@@ -2,7 +2,8 @@
 
 Weights after a step = sha256(weights before, batch, settings), written as a tiny but real
 safetensors file, so that everything around a trainer (digests, checkpoints, replay, divergence)
-runs as in production, in microseconds.
+runs as in production, in microseconds. Weights may have another tensor, of which a step changes
+one element: a version is then no patch of any but the one before it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ from dora_pipe.store.safetensors_file import (
 
 WEIGHTS_BYTES: Final = 32
 INITIAL: Final = bytes(WEIGHTS_BYTES)
+SPARSE: Final = "sparse"
+"""The tensor of which a step changes one element; bfloat16."""
+
+_FINITE: Final = 0x3FFF
+"""Bits of a bfloat16 that make no infinity and no NaN."""
 
 _Names = tuple[int, tuple[str, ...]]
 """Step and groups of a part."""
@@ -50,6 +56,8 @@ class SimulatedLearner:
         self._flavour = flavour
         self._poison = frozenset(poison)
         self._weights = INITIAL
+        self._sparse: Sequence[int] = ()
+        """Bits of the elements; as many as the weights have that were loaded."""
         self._steps = 0
         self._gathered: list[tuple[_Names, bytes]] = []
         """The first parts of the next step, and the digest of each."""
@@ -59,6 +67,7 @@ class SimulatedLearner:
         if read_manifest(weights).digest != digest:
             raise PolicyError(f"{weights} holds other weights")
         self._weights = _read(weights, "weights")
+        self._sparse = _sparse(weights)
         self._steps = 0
         self._gathered = []
         if optimizer is not None:
@@ -82,6 +91,7 @@ class SimulatedLearner:
             for one in self._sound(trajectories):
                 _take_in(past, one, batch)
         self._weights = past.digest()
+        self._sparse = _changed(self._sparse, self._weights)
         self._steps += 1
         tokens = float(sum(one.sampled for one in trajectories))
         return StepResult(
@@ -112,11 +122,11 @@ class SimulatedLearner:
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights."""
-        return manifest_in_memory([_source("weights", self._weights)])
+        return manifest_in_memory(_sources(self._weights, self._sparse))
 
     def save_weights(self, path: Path) -> Manifest:
         """Write the present weights and describe them."""
-        return write_tensors(path, [_source("weights", self._weights)])
+        return write_tensors(path, _sources(self._weights, self._sparse))
 
     def save_optimizer(self, path: Path) -> None:
         """Write the number of steps: all the state there is."""
@@ -146,9 +156,35 @@ def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
     return {key: value for key, value in settings.items() if key != MICRO_BATCH_TOKENS}
 
 
-def initial_weights(path: Path) -> Manifest:
-    """Write version 0 of a simulated policy."""
-    return write_tensors(path, [_source("weights", INITIAL)])
+def initial_weights(path: Path, *, sparse: int = 0) -> Manifest:
+    """Write version 0 of a simulated policy, with so many elements of which few change."""
+    return write_tensors(path, _sources(INITIAL, [0] * sparse))
+
+
+def _changed(sparse: Sequence[int], weights: bytes) -> Sequence[int]:
+    """The element that these weights choose has the value that they say."""
+    if not sparse:
+        return sparse
+    at, value = (int.from_bytes(weights[start : start + 4], "little") for start in (0, 4))
+    at %= len(sparse)
+    return [*sparse[:at], value & _FINITE, *sparse[at + 1 :]]
+
+
+def _sources(weights: bytes, sparse: Sequence[int]) -> list[TensorSource]:
+    found = [_source("weights", weights)]
+    if sparse:
+        data = b"".join(bits.to_bytes(2, "little") for bits in sparse)
+        found.append(
+            TensorSource(name=SPARSE, dtype="BF16", shape=(len(sparse),), data=lambda: data)
+        )
+    return found
+
+
+def _sparse(path: Path) -> Sequence[int]:
+    if all(entry.name != SPARSE for entry in read_entries(path)):
+        return ()
+    data = _read(path, SPARSE)
+    return [int.from_bytes(data[at : at + 2], "little") for at in range(0, len(data), 2)]
 
 
 def _source(name: str, data: bytes) -> TensorSource:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import SHORT_STEPS, draw
+from dora_pipe.sim.scenario import OF_PATCHES, SHORT_STEPS, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
 
 CHUNK = 10
@@ -46,10 +46,25 @@ def test_most_seeds_are_short_and_the_others_as_all_were_before() -> None:
     drawn = [(draw(seed), draw(seed, form="long")) for seed in range(200)]
     short = [(one, long) for one, long in drawn if one.config.run.steps <= SHORT_STEPS[1]]
     assert 160 <= len(short) <= 195
-    assert all(one.faults == long.faults for one, long in drawn)
+    apart = [(one.faults.items() ^ long.faults.items(), one) for one, long in drawn]
+    assert all({name for name, _ in odd} <= {*OF_PATCHES} for odd, _ in apart)
     assert all(one.workers == long.workers for one, long in short)
-    same = [one == long for one, long in drawn if one.config.trainer.parts == 1]
+    same = [
+        one == long
+        for one, long in drawn
+        if one.config.trainer.parts == one.config.policies.whole_every == 1
+    ]
     assert 0 < sum(same) <= 200 - len(short)
+
+
+def test_versions_are_patches_in_one_of_four_seeds_and_half_of_these_lose_or_damage_some() -> None:
+    drawn = [draw(seed) for seed in range(400)]
+    patched = [one for one in drawn if one.config.policies.whole_every > 1]
+    assert 0.2 < len(patched) / len(drawn) < 0.3
+    assert all(one.config.trainer.checkpoint_every > 1 for one in patched)
+    for fault in OF_PATCHES:
+        assert 0.3 < sum(fault in one.faults for one in patched) / len(patched) < 0.7
+    assert not any({*OF_PATCHES} & one.faults.keys() for one in drawn if one not in patched)
 
 
 def test_steps_that_are_asked_for_are_the_least_of_every_seed() -> None:

@@ -147,6 +147,22 @@ def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
     assert worker.verify(digests[5]) == published[5].manifest
 
 
+def test_a_copy_of_a_patch_that_was_damaged_is_fetched_again(
+    tmp_path: Path, elsewhere: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, whole_every=8)
+    worker = machine(tmp_path, "m1", elsewhere)
+    first, last = (published[at].manifest.digest for at in (1, 2))
+    worker.weights(first)
+    worker.drop_copy(first)
+    flip(tmp_path / "m1" / patch_name(first))
+    elsewhere.read.clear()
+    with caplog.at_level(logging.WARNING):
+        assert worker.verify(last) == published[2].manifest
+    assert sorted(elsewhere.read) == sorted([patch_name(first), patch_name(last)])
+    assert "damaged on this machine" in caplog.text
+
+
 def test_a_local_patch_that_is_damaged_is_named_and_the_others_still_serve(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
     published = publish_walk(store, 6, whole_every=4)

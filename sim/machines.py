@@ -1,0 +1,120 @@
+"""The machines of a world: what each has of the policy's versions. Decides what befalls its files.
+
+Where versions may be patches, every worker has a machine of its own with copies of what the store
+has, as production has them of a store elsewhere; they outlive its incarnations. The trainer's
+machine has the store. Where all versions are whole, everybody is on that machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import InvariantBroken, PolicyError
+from dora_pipe.store.copies import MADE
+from dora_pipe.store.files import LocalFiles
+from dora_pipe.store.patch import opened_patch
+from dora_pipe.store.store import CHAIN_MAX, PolicyStore
+
+LOST_SHARE: Final = 0.7
+"""Of the copies of a machine that loses some."""
+
+HAD: Final = ("weights whole", "weights patch", "weights patches")
+"""How a machine comes by a version: fetched whole, made by one patch, or by several."""
+
+
+class Machines:
+    """Stores by name of a role, and what they have done. Example: ``machines.of("w0")``"""
+
+    def __init__(self, store: PolicyStore, folder: Path, clock: Clock, *, apart: bool) -> None:
+        """`apart`: versions may be patches. Machines lie in `folder`."""
+        self.counted: Counter[str] = Counter()
+        """`HAD`: how often."""
+        self._store, self._folder, self._clock = store, folder, clock
+        self._apart = apart
+        self._of: dict[str, PolicyStore] = {}
+        self._before: dict[str, str] = {}
+
+    def of(self, worker: str) -> PolicyStore:
+        """Where a worker finds versions."""
+        if not self._apart:
+            return self._store
+        if worker not in self._of:
+            self._of[worker] = _Copies(self, self._store, self._folder / worker, self._clock)
+        return self._of[worker]
+
+    def can_be_had(self, digest: str) -> bool:
+        """Whether a version lies in the store with all that it is made of."""
+        for _ in range(CHAIN_MAX):
+            if self._store.has_whole(digest):
+                return True
+            if not self._store.has_patch(digest):
+                return False
+            digest = self._made_of(digest)
+        return False
+
+    def lose(self, worker: str, chance: Random) -> bool:
+        """Copies are deleted, those of a worker's machine, or what patches made on the trainer's;
+        whether there were any."""
+        folders = ("patches", "weights") if worker in self._of else (MADE,)
+        gone = [path for path in self._files(worker, folders) if chance.random() < LOST_SHARE]
+        for path in gone:
+            path.unlink()
+        return bool(gone)
+
+    def damage(self, worker: str, chance: Random) -> bool:
+        """A bit of a patch on a worker's machine is another one, and what was made of patches there
+        is gone; whether it had a patch."""
+        patches = self._files(worker, ("patches",)) if worker in self._of else []
+        if not patches:
+            return False
+        path = chance.choice(patches)
+        data = bytearray(path.read_bytes())
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+        for made in self._files(worker, ("weights",)):
+            made.unlink()
+        return True
+
+    def _files(self, worker: str, folders: tuple[str, ...]) -> list[Path]:
+        root = self._of.get(worker, self._store).root
+        return sorted(path for folder in folders for path in (root / folder).glob("*"))
+
+    def _made_of(self, digest: str) -> str:
+        """The version before: weights are a hash of their past, so it is always the same."""
+        if digest not in self._before:
+            with opened_patch(self._store.patch(digest)) as patch:
+                self._before[digest] = patch.before
+        return self._before[digest]
+
+
+class _Copies(PolicyStore):
+    """A machine's copies; it says how it comes by a version."""
+
+    def __init__(self, machines: Machines, store: PolicyStore, root: Path, clock: Clock) -> None:
+        super().__init__(root, LocalFiles(store.root), clock=clock, patched=True)
+        self._machines = machines
+
+    def weights(self, digest: str) -> Path:
+        """See `PolicyStore`. Raises InvariantBroken where the store has it."""
+        try:
+            return super().weights(digest)
+        except PolicyError:
+            if self._machines.can_be_had(digest):
+                what = f"{self.root.name} cannot have weights {digest[:12]}, which the store has"
+                raise InvariantBroken(f"kept: {what}") from None
+            raise
+
+    def whole(self, digest: str) -> Path:
+        """See `PolicyStore`."""
+        self._machines.counted[HAD[0]] += 1
+        return super().whole(digest)
+
+    def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
+        base, paths = super()._chain(digest, here)
+        self._machines.counted[HAD[min(len(paths), 2)]] += 1
+        return base, paths

@@ -1,0 +1,73 @@
+"""Mutant bugs of what the policy store keeps and makes of versions; see `mutants`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dora_pipe.consumers.trainer.commits import retained, underlying
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.orchestrator.apply_decision import pinned
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.store import store as stores
+from dora_pipe.store.patch import Patch, write_patched
+from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.store import PolicyStore, patch_name
+
+if TYPE_CHECKING:
+    from dora_pipe.sim.mutants import Patches
+
+
+def _pins_forgotten(patches: Patches) -> None:
+    def without_pins(commits: Sequence[Blob | None], pins: Any, keep_every: int) -> set[int]:
+        return retained(commits, (len(commits),), keep_every)
+
+    patches.everywhere(retained, without_pins)
+
+
+def _hosted_not_pinned(patches: Patches) -> None:
+    patches.everywhere(pinned, lambda state: tuple(sorted(state.pins)))
+
+
+def _base_dropped(patches: Patches) -> None:
+    patches.everywhere(underlying, lambda history, versions: set(versions))
+
+
+def _any_base(patches: Patches) -> None:
+    """A machine that has copies begins at one of them, and nobody looks at what comes out."""
+    right = PolicyStore._chain
+
+    def chain(
+        self: PolicyStore, digest: str, here: Callable[[str], Path | None]
+    ) -> tuple[Path, list[Path]]:
+        copies = sorted((self.root / "weights").glob("*.safetensors")) if self._remote else []
+        return (copies[-1], [self.patch(digest)]) if copies else right(self, digest, here)
+
+    def written(path: Path, base: Path, found: Sequence[Patch]) -> Manifest:
+        try:
+            return write_patched(path, base, found)
+        except PolicyError:
+            return read_manifest(path)
+
+    patches.put(PolicyStore, "_chain", chain)
+    patches.put(stores, "write_patched", written)
+
+
+def _damaged_stays(patches: Patches) -> None:
+    def patch(self: PolicyStore, digest: str) -> Path:
+        path = self.root / patch_name(digest)
+        return path if path.is_file() else right(self, digest)
+
+    right = PolicyStore.patch
+    patches.put(PolicyStore, "patch", patch)
+
+
+OF_VERSIONS: Final = (
+    ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
+    ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
+    ("base-dropped", "what a version that stays is made of is deleted", _base_dropped),
+    ("any-base", "a patch is applied to whatever version a machine has", _any_base),
+    ("damaged-stays", "a copy of a patch that was damaged is not fetched again", _damaged_stays),
+)
+"""(name, what is wrong, how it is put there) of each."""

@@ -260,7 +260,7 @@ def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
     Prompts and what environments said stand as recorded: they were encoded once already. So does
     what a context shares with an earlier one.
     """
-    own, contexts = list(trajectory.token_ids), trajectory.meta.contexts
+    own, contexts = np.asarray(trajectory.token_ids).tolist(), trajectory.meta.contexts
     found: list[Row] = []
     for number, (first, last) in enumerate(bounds(contexts, trajectory.length)):
         ids = tokens_before(trajectory, first) if number else []

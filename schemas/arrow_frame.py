@@ -50,7 +50,12 @@ REPEATED_CHARS_MAX = 128
 
 COMPRESSION_LEVEL = 1
 _READ_BYTES = 1024 * 1024
-_ARRAY_CODES = {pa.list_(pa.int32()): "i", pa.list_(pa.uint8()): "B"}
+_LISTS = {
+    pa.list_(one): np.dtype(one.to_pandas_dtype()) for one in (pa.int32(), pa.uint8(), pa.float32())
+}
+_BUFFERS = (np.ndarray, array.array, bytearray)
+"""What holds numbers side by side: they go into a column as they lie there."""
+
 _PREFIX_BYTES = 8
 _END_OF_STREAM = struct.pack("<iI", -1, 0)
 
@@ -96,7 +101,10 @@ class Layout:
         if value is None and not nullable:
             raise SchemaError("null", path=f"$.{name}")
         try:
-            return pa.array([whole(value) if whole else value], kind, from_pandas=True)
+            plain = whole(value) if whole else value
+            if isinstance(plain, _BUFFERS) and (dtype := _LISTS.get(kind)):
+                return _list_of(plain, kind, dtype)
+            return pa.array([plain], kind, from_pandas=True)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise SchemaError(_first_line(error), path=f"$.{name}") from None
 
@@ -217,15 +225,34 @@ def _whole(field: pa.Field) -> Callable[[Any], Any] | None:
     """What makes sure of a column's whole numbers: Arrow would cut 1.5 to 1 without a word."""
     if pa.types.is_integer(field.type):
         return operator.index
-    code = _ARRAY_CODES.get(field.type)
-    if code is None:
+    dtype = _LISTS.get(field.type)
+    if dtype is None or dtype.kind == "f":
         return None
 
     def whole(value: Any) -> Any:
-        plain = value.tolist() if isinstance(value, np.ndarray) else value
-        return np.asarray(array.array(code, plain))
+        if isinstance(value, _BUFFERS):
+            found = np.asarray(value)
+            if found.dtype == dtype:
+                return found
+            value = found.tolist()
+        return np.asarray(array.array(dtype.char, value))
 
     return whole
+
+
+def _list_of(numbers: Any, kind: pa.DataType, dtype: np.dtype[Any]) -> pa.Array:
+    """A list column of one row; NaN becomes null. A tenth of the time of making it of objects."""
+    values = np.ascontiguousarray(numbers, dtype)
+    if values.ndim != 1:
+        raise ValueError(f"{values.ndim} dimensions in place of one")
+    there, nulls = None, 0
+    if values.dtype.kind == "f" and (nulls := int(np.count_nonzero(missing := np.isnan(values)))):
+        there = pa.py_buffer(np.packbits(~missing, bitorder="little"))
+        values = np.where(missing, values.dtype.type(0), values)  # As Arrow has it under a null.
+    entries = [there, pa.py_buffer(values)]
+    column = pa.Array.from_buffers(kind.value_type, len(values), entries, null_count=nulls)
+    ends = pa.py_buffer(np.array([0, len(values)], np.int32))
+    return pa.Array.from_buffers(kind, 1, [None, ends], null_count=0, children=[column])
 
 
 def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:

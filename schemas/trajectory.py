@@ -127,11 +127,12 @@ class Trajectory:
     """One sibling's record.
 
     Arrays have one entry per token of the sequence, prompt first; a writer may give lists, tuples
-    or numpy arrays (NaN is None there), a reader gets lists. `logprobs` are of the policy that is
-    trained: log-softmax of logits / `sampling.temperature`, or of the logits themselves where that
-    is 0 (greedy) or the run's `sampling.logprobs` is "raw", as it is where its configuration has no
-    such key. `sampler_logprobs` are of the distribution that was sampled from (top-k, top-p and
-    min-p applied, too; 0 if greedy). Both are None exactly where `loss_mask` is 0.
+    or arrays of numbers (NaN is None there), a reader gets lists, or numpy's (`view_trajectory`).
+    `logprobs` are of the policy that is trained: log-softmax of logits / `sampling.temperature`, or
+    of the logits themselves where that is 0 (greedy) or the run's `sampling.logprobs` is "raw", as
+    it is where its configuration has no such key. `sampler_logprobs` are of the distribution that
+    was sampled from (top-k, top-p and min-p applied, too; 0 if greedy). Both are None exactly where
+    `loss_mask` is 0.
     """
 
     trajectory: str
@@ -161,8 +162,8 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens the policy sampled."""
-        mask = self.loss_mask  # A sum over numpy's bytes would be one byte, too.
-        return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else int(sum(mask))
+        mask = self.loss_mask
+        return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else mask.count(1)
 
     @property
     def versions(self) -> list[int]:

@@ -9,6 +9,7 @@ they are at the sampler's temperature); reading restores it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -103,6 +104,8 @@ class RecordLayout(Layout, Generic[T]):
     def write(self, record: T) -> dict[str, pa.Array]:
         """The columns of a record. Raises SchemaError."""
         values = {name: one.write(getattr(record, name)) for name, one in self.columns.items()}
+        if _same_bits(values["logprobs"], values["sampler_logprobs"]):
+            values["sampler_logprobs"] = None
         return {name: self.column(name, values[field]) for field, name in self._names}
 
     def read(self, values: Mapping[str, Any]) -> T:
@@ -117,11 +120,22 @@ class RecordLayout(Layout, Generic[T]):
 
     def finish(self, columns: dict[str, pa.Array], arrays: Arrays) -> bytes:
         """The value bytes of checked columns."""
-        # Bits are compared, not numbers: -0.0 must come back as -0.0.
-        bits = (arrays.logprobs.view(np.uint32), arrays.sampler_logprobs.view(np.uint32))
-        if np.array_equal(*bits):
+        if arrays.sampler_logprobs is not arrays.logprobs and _same_bits(
+            arrays.logprobs, arrays.sampler_logprobs
+        ):
             columns["sampler_logprobs"] = self.column("sampler_logprobs", None)
         return self.seal(list(columns.values()))
+
+
+def _same_bits(some: Any, others: Any) -> bool:
+    """Whether float32 arrays are equal to the bit: -0.0 must come back as -0.0. What is no array
+    yet is not looked at."""
+    if not (isinstance(some, np.ndarray | array) and isinstance(others, np.ndarray | array)):
+        return False
+    one, other = np.asarray(some), np.asarray(others)
+    if not one.dtype == other.dtype == np.float32:
+        return False
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def _plain(annotation: Any) -> Column:

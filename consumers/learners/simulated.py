@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, advantage_rule
@@ -141,10 +142,16 @@ def _names(part: TrainBatch) -> _Names:
     return part.step, tuple(group.group for group in part.groups)
 
 
+def _plain(numbers: Sequence[Any]) -> list[Any]:
+    """As JSON has them: None for NaN."""
+    values = numbers.tolist() if isinstance(numbers, np.ndarray) else list(numbers)
+    return [None if one != one else one for one in values]
+
+
 def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
     """A trajectory becomes part of what the weights are a digest of."""
-    past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
-    past.update(canonical(list(one.logprobs)))
+    past.update(canonical([one.trajectory, one.version, one.reward, _plain(one.token_ids)]))
+    past.update(canonical(_plain(one.logprobs)))
     if one.meta.contexts:
         past.update(canonical([msgspec.structs.astuple(of) for of in one.meta.contexts]))
     if batch.teacher is not None:

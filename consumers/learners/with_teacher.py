@@ -14,6 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
 
+import numpy as np
+
 from dora_pipe.consumers.contributions import TEACHER
 from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch, TrainsParts
 from dora_pipe.consumers.teachers.port import Teacher
@@ -140,5 +142,5 @@ def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
 
 
 def _gaps(one: Trajectory, said: Sequence[float]) -> list[float]:
-    own = (one.logprobs[at] for at in counted_places(one).tolist())
-    return [(behaviour or 0.0) - there for behaviour, there in zip(own, said, strict=True)]
+    own = np.asarray(one.logprobs, np.float32)[counted_places(one)].tolist()
+    return [behaviour - there for behaviour, there in zip(own, said, strict=True)]

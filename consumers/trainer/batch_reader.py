@@ -32,7 +32,7 @@ from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Headers, Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def committed_batch(
             raise InvariantBroken(f"{who} has other bytes than those that were trained")
         try:
             with reader.meter.spend("codec"):
-                trajectories[taken.trajectory] = decode_trajectory(at.record.value)
+                trajectories[taken.trajectory] = view_trajectory(at.record.value)
         except SchemaError as error:
             why = lost_claim(at.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error

@@ -151,7 +151,7 @@ class Episodes:
     def _replay(self, request: RequestState, prompt: Sequence[int], now: Now) -> None:
         """Tell a fresh environment, whose prompt this is, what the model has said."""
         sequence = request.sequence
-        recorded = sequence.token_ids[: sequence.prompt_tokens]
+        recorded = sequence.token_ids[: sequence.prompt_tokens].tolist()
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return

@@ -7,10 +7,12 @@ segment of its own, so that a request that went on elsewhere shows where.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from dora_pipe.schemas.trajectory import (
     EpisodeProgress,
@@ -19,6 +21,9 @@ from dora_pipe.schemas.trajectory import (
     SegmentKind,
     turns_of,
 )
+
+NOT_SAMPLED: Final = array("f", [float("nan")])
+"""The log-prob of a token that was given."""
 
 
 class Exchange(NamedTuple):
@@ -36,6 +41,8 @@ class TokenSequence:
 
     Example: ``s = TokenSequence([5, 6], at_ns=1)``, then per stay in a slot ``s.start_stay(2)``,
     ``s.sampled([7], [-0.5], [-0.5])``, ``s.end_stay(3, worker="w0", epoch=4, version=1)``.
+
+    Its arrays go into a record as they lie here: no token becomes an object again.
     """
 
     __slots__ = (
@@ -53,10 +60,11 @@ class TokenSequence:
     )
 
     def __init__(self, prompt: Sequence[int], *, at_ns: int) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float | None] = []
-        self.sampler_logprobs: list[float | None] = []
-        self.loss_mask: list[int] = []
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+        """NaN for what was given."""
+        self.sampler_logprobs = array("f")
+        self.loss_mask = bytearray()
         self.segments: list[Segment] = []
         self.prefills: list[int] = []
         """Lengths of the sequence at which a KV cache was filled by prefill."""
@@ -108,10 +116,10 @@ class TokenSequence:
 
     def _append(self, part: EpisodeProgress) -> None:
         start, first = len(self.token_ids), part.segments[0]
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs
-        self.sampler_logprobs += part.sampler_logprobs
-        self.loss_mask += part.loss_mask
+        self.token_ids.extend(part.token_ids)
+        self.logprobs.frombytes(np.asarray(part.logprobs, np.float32).tobytes())  # None is NaN.
+        self.sampler_logprobs.frombytes(np.asarray(part.sampler_logprobs, np.float32).tobytes())
+        self.loss_mask.extend(part.loss_mask)
         self.sampled_tokens += sum(part.loss_mask)
         for one in part.segments:
             begin = start + one.start
@@ -179,7 +187,7 @@ class TokenSequence:
         found: list[Exchange] = []
         said: list[int] = []
         for one in self.segments[1:]:
-            ids = self.token_ids[one.start : one.end]
+            ids = self.token_ids[one.start : one.end].tolist()
             if one.kind == "model":
                 said += ids
             else:
@@ -198,8 +206,8 @@ class TokenSequence:
             answered |= last.kind != "model"
             self.segments.pop()
         end, self._turn = self.segments[-1].end, self.segments[-1].turn
-        for values in (self.token_ids, self.logprobs, self.sampler_logprobs, self.loss_mask):
-            del values[end:]
+        del self.token_ids[end:], self.logprobs[end:], self.sampler_logprobs[end:]
+        del self.loss_mask[end:]
         self.prefills = [one for one in self.prefills if one < end]
         return answered
 
@@ -221,7 +229,7 @@ class TokenSequence:
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.sampler_logprobs.extend(sampler_logprobs)
-        self.loss_mask.extend([1] * len(token_ids))
+        self.loss_mask.extend(b"\x01" * len(token_ids))
         self.sampled_tokens += len(token_ids)
 
     def end_stay(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:
@@ -305,10 +313,8 @@ class TokenSequence:
         Only for sequences of a single turn, whose tokens after the prompt are all sampled.
         """
         at = slice(self.prompt_tokens + start, self.prompt_tokens + end)
-        logprobs = [one for one in self.logprobs[at] if one is not None]
-        sampler = [one for one in self.sampler_logprobs[at] if one is not None]
-        assert len(logprobs) == end - start
-        return self.token_ids[at], logprobs, sampler
+        logprobs, sampler_logprobs = self.logprobs[at], self.sampler_logprobs[at]
+        return self.token_ids[at].tolist(), logprobs.tolist(), sampler_logprobs.tolist()
 
     def _given(
         self,
@@ -321,11 +327,11 @@ class TokenSequence:
         ok: bool = True,
     ) -> None:
         start = len(self.token_ids)
-        nothing: list[float | None] = [None] * len(token_ids)
+        nothing = NOT_SAMPLED * len(token_ids)
         self.token_ids.extend(token_ids)
         self.logprobs.extend(nothing)
         self.sampler_logprobs.extend(nothing)
-        self.loss_mask.extend([0] * len(token_ids))
+        self.loss_mask.extend(bytes(len(token_ids)))
         self._segment(kind, start, start_ns, end_ns, tool=tool, ok=ok)
 
     def _segment(

@@ -61,7 +61,7 @@ from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
 from dora_pipe.schemas.contexts import row_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.adapters import base_of
 from dora_pipe.store.store import PolicyStore
@@ -107,7 +107,7 @@ class ShareReader:
         if sha256_hex(record.value) != place.sha256:
             raise InvariantBroken(f"{where} has other bytes than the batch was taken with")
         try:
-            return decode_trajectory(record.value)
+            return view_trajectory(record.value)
         except SchemaError as error:
             raise InvariantBroken(f"{where} cannot be read: {error.message}") from error
 

@@ -241,7 +241,7 @@ def passage_of(
         counted = counted_positions(mask)
         places.append(start + counted - 1)
         targets.append(tokens[counted])
-        behaviour.append(np.array([logprobs[at] for at in counted.tolist()], dtype=np.float32))
+        behaviour.append(np.asarray(logprobs, dtype=np.float32)[counted])
         lengths.append(len(counted))
     shared = any(len(line) > 1 for line in lines)
     return Passage(

@@ -88,14 +88,14 @@ def test_second_answer_to_a_prompt_shares_all_of_it() -> None:
     tree = tree_of(([1, 2], [7]), ([1, 2], [8]))
     record = tree.record()
     assert record.contexts == (Context(3, 0, 2),)
-    assert record.sequence.token_ids == [1, 2, 7, 8]
+    assert record.sequence.token_ids.tolist() == [1, 2, 7, 8]
     assert [(one.start, one.end) for one in record.calls] == [(2, 3), (3, 4)]
 
 
 def test_record_has_contexts_one_behind_another_and_calls_as_they_were_answered() -> None:
     tree = tree_of(([1, 2], [7]), ([5], [8]), ([1, 2, 7, 3], [9]))
     sequence, contexts, calls = tree.record()
-    assert sequence.token_ids == [1, 2, 7, 3, 9, 5, 8]
+    assert sequence.token_ids.tolist() == [1, 2, 7, 3, 9, 5, 8]
     assert contexts == (Context(5),)
     assert [(one.start, one.end, one.seed) for one in calls] == [(2, 3, 0), (6, 7, 1), (4, 5, 2)]
     assert [(one.kind, one.turn) for one in sequence.segments] == [
@@ -172,16 +172,16 @@ def _calls(random: Random) -> list[tuple[list[int], list[int]]]:
 
 def _check_record(tree: ContextTree, calls: list[tuple[list[int], list[int]]]) -> None:
     sequence, contexts, made = tree.record()
-    length = len(sequence)
+    length, token_ids = len(sequence), sequence.token_ids.tolist()
     assert sum(sequence.loss_mask) == sum(len(sampled) for _, sampled in calls)
     assert len({(one.start, one.seed) for one in made}) == len(calls)
     places = list(enumerate(bounds(contexts, length)))
     for (prompt, sampled), call in zip(calls, made, strict=True):
         around = [at for at, (start, end) in places if start <= call.start <= end]
-        stands = [_before(sequence.token_ids, contexts, at, length, call.start) for at in around]
+        stands = [_before(token_ids, contexts, at, length, call.start) for at in around]
         assert prompt in stands
-        assert sequence.token_ids[call.start : call.end] == sampled
-        assert sequence.loss_mask[call.start : call.end] == [1] * len(sampled)
+        assert token_ids[call.start : call.end] == sampled
+        assert list(sequence.loss_mask[call.start : call.end]) == [1] * len(sampled)
 
 
 def _before(

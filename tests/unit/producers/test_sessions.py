@@ -234,7 +234,7 @@ def test_call_that_its_agent_has_not_waited_for_is_no_part_of_the_trajectory() -
     closed, cancel, reward = driver.give(AgentEnded(request=KEY))
     assert isinstance(closed, CloseSession) and isinstance(reward, RewardCall)
     assert cancel == EngineCancel(request=f"{KEY}#1")
-    assert driver.requests.by_key[KEY].sequence.token_ids == [1, 2, 7]
+    assert driver.requests.by_key[KEY].sequence.token_ids.tolist() == [1, 2, 7]
 
 
 def test_engine_s_error_refuses_the_call_and_ends_the_trajectory_with_what_was_answered() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ import zstandard
 from hypothesis import given, settings
 
 from dora_pipe.bench.codec import sample_trajectory
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter, encode_dead_letter
 from dora_pipe.schemas.headers import header_pairs, matches, parse_headers
@@ -122,6 +124,26 @@ def test_dead_letter_comes_back_equal(letter: DeadLetter) -> None:
     value, headers = encode_dead_letter(letter, record_bytes_max=100_000)
     assert decode_dead_letter(value, headers) == letter
     assert all(name.isascii() and data.isascii() for name, data in headers)
+
+
+@given(strategies.trajectories())
+def test_arrays_as_a_worker_has_them_have_the_bytes_of_lists(record: Trajectory) -> None:
+    floats = (np.asarray(one, np.float32) for one in (record.logprobs, record.sampler_logprobs))
+    logprobs, sampler_logprobs = (array("f", one.tobytes()) for one in floats)
+    arrays = replace(
+        record,
+        token_ids=array("i", record.token_ids),
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        loss_mask=bytearray(record.loss_mask),
+    )
+    assert encode_trajectory(arrays) == encode_trajectory(record)
+
+
+def test_an_array_of_two_dimensions_is_refused() -> None:
+    ids = np.array([TRAJECTORY.token_ids], np.int32)
+    with pytest.raises(SchemaError, match="2 dimensions"):
+        encode_trajectory(replace(TRAJECTORY, token_ids=cast(Any, ids)))
 
 
 def test_numpy_arrays_are_written_like_lists_with_nan_for_none() -> None:

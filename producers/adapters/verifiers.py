@@ -214,23 +214,24 @@ def reward_of(episode: Any, seat: str) -> Reward:
 
 
 def _verifiers(kind: str) -> Any:
-    """The package's interface. Raises ConfigError where it is not there, or is another one."""
+    """The package's interface. Raises ConfigError where it is not there, or is another one, of
+    which nothing is imported."""
     hint = (
         "task.python names the interpreter of a virtual environment with"
         f' "verifiers=={VERSION}*" and msgspec'
     )
     try:
-        vf = importlib.import_module("verifiers.v1")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "verifiers":
-            raise
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             f"task.kind: `{kind}`: verifiers is not installed in {sys.executable}", hint=hint
         ) from None
-    version = importlib.metadata.version("verifiers")
     if not version.startswith(VERSION):
-        raise ConfigError(f"task.kind: `{kind}`: verifiers is {version}", hint=hint)
-    return vf
+        raise ConfigError(
+            f"task.kind: `{kind}`: verifiers is {version} in {sys.executable}, not {VERSION}*",
+            hint=hint,
+        )
+    return importlib.import_module("verifiers.v1")
 
 
 def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:

@@ -6,10 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
+import time
 import tomllib
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +28,15 @@ from dora_pipe.producers.adapters.verifiers_rollouts import (
     missing_of,
     session_client,
 )
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded, TaskEvent
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Retry
+from dora_pipe.producers.tasks.port import Retry, Reward
+from dora_pipe.producers.worker.effects import AnswerCall, CallAsked
 from tests.support.adapters_of_others import installed, task_of
+from tests.support.chat_models import write_chat_model
 from tests.support.cluster import make_config
+from tests.support.endpoints import Stage, says, stage
 from tests.support.tidy import ROOT
 
 PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
@@ -59,6 +68,22 @@ def test_verifiers_that_is_missing_is_named_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="verifiers is not installed in") as refused:
         task_of("verifiers:sums")
     assert "task.python" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("version", ["0.1.14", "0.40.0", "1.0"])
+def test_another_version_of_verifiers_is_named_with_what_to_do_and_not_imported(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / f"verifiers-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
+    (tmp_path / "verifiers.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        task_of("verifiers:sums")
+    said = f"`verifiers:sums`: verifiers is {version} in {sys.executable}, not 0.4.*"
+    assert refused.value.message == f"task.kind: {said}"
+    assert '"verifiers==0.4.*" and msgspec' in str(refused.value.hint)
 
 
 def test_an_agent_beside_the_environment_s_own_is_refused() -> None:
@@ -243,3 +268,111 @@ def test_the_configuration_of_the_page_opens() -> None:
     assert (facts.train_rows, facts.eval_rows) == (1024 - 64, 64)
     assert facts.packages.keys() == {"verifiers", "tool-sums", "calculator-server"}
     assert not facts.single_turn
+
+
+ROLLOUTS = 3
+PATIENCE_S = 300.0
+"""For rollouts: each is a Python process or two that import much."""
+
+SUM = re.compile(r"n\d+ \d+(?: n\d+ \d+)+")
+"""What a row of the example asks."""
+
+
+class Policy:
+    """Says what `say` makes of a call and its prompt. It answers nobody before so many calls of
+    sessions are open at once as `together`."""
+
+    def __init__(self, assets: Path, say: Callable[[CallAsked, str], str], together: int) -> None:
+        self._assets, self._say, self._together = assets, say, together
+        self._text = Tokenizer(assets).full_text
+        self._open: list[CallAsked] = []
+        self.stage: Stage | None = None
+
+    def __call__(self, asked: CallAsked) -> AnswerCall | None:
+        if asked.request == "user/0":
+            return self._answer(asked)
+        self._open.append(asked)
+        if len(self._open) == self._together:
+            assert self.stage is not None
+            for one in self._open:
+                self.stage.port.start(self._answer(one))
+        return None
+
+    def _answer(self, asked: CallAsked) -> AnswerCall:
+        said = self._say(asked, self._text(asked.token_ids))
+        return says(self._assets, f"{said}<|im_end|>")(asked)
+
+
+def rewards(policy: Policy, stage: Stage, env: dict[str, Any]) -> list[Reward]:
+    """Of so many sessions of one environment, in one process at the same time."""
+    policy.stage = stage
+    options = {"env": env, "count": ROLLOUTS, "eval_count": 1}
+    found: list[TaskEvent] = []
+    with opened(options=options, agent_timeout_s=PATIENCE_S) as pool:
+        pool.wait()
+        for at in range(ROLLOUTS):
+            url, key = stage.open(f"g-{at}/0")
+            call = AgentCall(
+                request=f"g-{at}/0", split="train", index=at, base_url=url, api_key=key
+            )
+            pool.submit(call)
+        end = time.monotonic() + PATIENCE_S
+        while len(found) < ROLLOUTS and time.monotonic() < end:
+            found += pool.poll(0.1)
+    ended = {one.request: one.rewarded for one in found if isinstance(one, AgentEnded)}
+    given = [ended.get(f"g-{at}/0") for at in range(ROLLOUTS)]
+    assert all(given), found
+    return [Reward(value=one.reward, parts=dict(one.parts)) for one in given if one]
+
+
+@there
+@pytest.mark.slow
+def test_rollouts_at_once_of_one_environment_each_call_their_own_session(tmp_path: Path) -> None:
+    """Two attempts of each, all open at once: of the first row both are right, of the last none."""
+    assets = write_chat_model(tmp_path, "qwen2_5")
+    asked: dict[str, list[str]] = {}
+
+    def say(call: CallAsked, prompt: str) -> str:
+        (words,) = SUM.findall(prompt)
+        tries = asked.setdefault(call.request, [])
+        tries.append(words)
+        right = int(call.request[2]) + len(tries) <= 2
+        return f"answer {sum(map(int, words.split()[1::2])) % 100 if right else 'none'}"
+
+    policy = Policy(assets, say, together=2 * ROLLOUTS)
+    env = {"id": "best-of-n", "n": 2, "max_concurrent_agents": 2, "agent": LOCAL}
+    with stage(assets, policy) as one:
+        given = rewards(policy, one, env)
+    assert [reward.value for reward in given] == [1.0, 0.5, 0.0]
+    assert [reward.parts["pass_at_n"] for reward in given] == [1.0, 1.0, 0.0]
+    assert {request: len(tries) for request, tries in asked.items()} == {
+        f"g-{at}/0": 2 for at in range(ROLLOUTS)
+    }
+    assert all(len(set(tries)) == 1 for tries in asked.values())
+    assert len({words for tries in asked.values() for words in tries}) == ROLLOUTS
+
+
+@there
+@pytest.mark.slow
+def test_seats_at_once_call_whom_each_shall_and_the_policy_s_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user with a client of its own talks to the policy, in several conversations at once."""
+    assets = write_chat_model(tmp_path, "qwen2_5")
+
+    def say(call: CallAsked, prompt: str) -> str:
+        if call.request != "user/0":
+            return f"answer {call.request[2]}"
+        return "###DONE###" if re.search(r"answer \d", prompt) else "go on"
+
+    policy = Policy(assets, say, together=ROLLOUTS)
+    with stage(assets, policy) as one:
+        url, key = one.open("user/0")
+        monkeypatch.setenv("USER_KEY", key)
+        client = {"type": "eval", "base_url": url, "api_key_var": "USER_KEY"}
+        seats = {"assistant": LOCAL, "user": {**LOCAL, "client": client}}
+        given = rewards(policy, one, {"id": "user-sim", **seats})
+        calls = Counter(asked.request for asked in one.calls)
+    assert calls == {"user/0": 2 * ROLLOUTS, **{f"g-{at}/0": 1 for at in range(ROLLOUTS)}}
+    assert [reward.value for reward in given] == [0.0] * ROLLOUTS
+    assert all(reward.parts.keys() == {"exact", "user_turns"} for reward in given)

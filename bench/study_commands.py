@@ -185,7 +185,10 @@ def faults(
     ] = 1,
     role: Annotated[
         str | None,
-        typer.Option(help="Kill only this one: worker, trainer, orchestrator or broker."),
+        typer.Option(
+            help="Kill only this one: worker, trainer, orchestrator or broker; with --episodes"
+            " worker, agent, server, trainer or step."
+        ),
     ] = None,
     stay_dead: Annotated[
         bool,
@@ -199,7 +202,7 @@ def faults(
         typer.Option(
             "--episodes",
             help="Runs of an agent, an environment on servers and tools, five kills in each: of"
-            " workers, agents' processes, servers and the trainer.",
+            " workers, agents' processes, servers, trainer; in every fifth of workers in a step.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides who is killed when.")] = 0,

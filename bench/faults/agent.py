@@ -11,11 +11,12 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import openai
 
-from dora_pipe.bench.faults.episodes import TOLD, WAIT_S, question
+from dora_pipe.bench.faults.episodes import TOLD, WAIT_S, question, write_line
 from dora_pipe.producers.tasks.calculator import calculator
 from dora_pipe.producers.tasks.messages import tool_schema
 
@@ -55,7 +56,7 @@ class _Asks:
         choice: Any = answer.choices[0]
         prompt: Any = answer
         told = [self._session, self._start, prompt.prompt_token_ids, choice.token_ids]
-        _write_line(json.dumps(told))
+        write_line(Path(os.environ[TOLD]), json.dumps(told))
         return choice.message
 
 
@@ -83,12 +84,3 @@ def _results(said: Any) -> list[Any]:
         }
         for call in said.tool_calls
     ]
-
-
-def _write_line(line: str) -> None:
-    """Whole, beside those of other processes."""
-    file = os.open(os.environ[TOLD], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(file, f"{line}\n".encode())
-    finally:
-        os.close(file)

@@ -5,10 +5,16 @@ servers, and tools; made so that a random policy takes several turns and earns s
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import secrets
+import time
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.producers.tasks.calculator import CalculatorTask, calculator
+from dora_pipe.producers.tasks.calculator import MODULUS, CalculatorTask, calculator
 from dora_pipe.producers.tasks.port import Environment, Observation, Row, Tool, ToolCall, Turn
 
 HERE: Final = "dora_pipe.bench.faults.episodes"
@@ -22,12 +28,21 @@ STOP: Final = ("3", "5")
 TOLD: Final = "DORA_PIPE_FAULTS_TOLD"
 """Names the file that agents append to, a line for each answer."""
 
+WALKED: Final = "DORA_PIPE_FAULTS_WALKED"
+"""Names the file that environments append to, a line for each step that is begun."""
+
 CONTEXT_TOKENS: Final = 256
 
 WAIT_S: Final = 0.02
-"""For the environment, and for an agent between two calls."""
+"""For an agent between two calls."""
+
+STEP_S: Final = 0.25
+"""For the environment: most workers that are killed have a step under way."""
 
 TURNS: Final = 4
+
+WALK: Final = "walk"
+"""What the environment's answers are called in records."""
 
 
 class Spoken(CalculatorTask):
@@ -40,21 +55,26 @@ class Spoken(CalculatorTask):
 
 
 class Walk(Environment):
-    """Answers each turn with a number that depends on all of them, `TURNS` times."""
+    """Answers each turn with a number that depends on all of them, `TURNS` times, and on where it
+    began, by chance: no other answers alike. It writes down every step, before it is made."""
 
     async def reset(self, row: Row) -> str:  # type: ignore[override]
         """See Environment."""
-        self._sum, self._left = sum(row["numbers"]), TURNS
+        self._name, self._numbers = uuid.uuid4().hex, row["numbers"]
+        self._sum, self._left = secrets.randbelow(MODULUS), TURNS
         return f"{' '.join(map(str, row['numbers']))} |"
 
     async def respond(self, turn: Turn) -> Observation:
         """See Environment."""
-        await asyncio.sleep(WAIT_S)
-        self._sum, self._left = (self._sum + len(turn.text)) % 100, self._left - 1
-        return Observation(text=f"result {self._sum}", done=self._left == 0, tool="walk")
+        self._sum, self._left = (self._sum + len(turn.text)) % MODULUS, self._left - 1
+        answer = f"result {self._sum}"
+        step = [self._name, os.getpid(), time.monotonic_ns(), self._numbers, turn.text, answer]
+        write_line(Path(os.environ[WALKED]), json.dumps(step))
+        await asyncio.sleep(STEP_S)
+        return Observation(text=answer, done=self._left == 0, tool=WALK)
 
 
-class Walked(Spoken):
+class Walks(Spoken):
     """An episode of several turns."""
 
     def environment(self, row: Row) -> Environment:
@@ -88,9 +108,18 @@ def episode_tasks(urls: Sequence[str], token_file: str) -> list[dict[str, Any]]:
     served = {"url": list(urls), "url_token_file": token_file, "processes": 2}
     return [
         {"name": AGENT, "kind": f"{HERE}:Asked", "tool_parser": parser, **agent},
-        {"name": SERVED, "kind": f"{HERE}:Walked", "turns_max": TURNS, **served},
+        {"name": SERVED, "kind": f"{HERE}:Walks", "turns_max": TURNS, **served},
         {"name": TOOLS, "kind": f"{HERE}:Asked", "tool_parser": parser, "turns_max": TURNS},
     ]
+
+
+def write_line(path: Path, line: str) -> None:
+    """Append a line, whole, beside those of other processes."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(file, f"{line}\n".encode())
+    finally:
+        os.close(file)
 
 
 def question(row: Mapping[str, Any]) -> str:

@@ -23,7 +23,8 @@ from dora_pipe.bench.faults.episodes import TOLD
 from dora_pipe.bench.faults.heard import heard_again
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
-from dora_pipe.bench.faults.order import ROLES
+from dora_pipe.bench.faults.order import ROLES, SERVER
+from dora_pipe.bench.faults.walks import walked_once
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
@@ -171,6 +172,8 @@ def _make_model(path: Path, words: str, context_tokens: int) -> None:
 
 
 def _judge(directory: RunDir) -> None:
+    from dora_pipe.producers.chat.tokenizer import Tokenizer
+
     config = directory.config()
     topics, store = Topics(config.run.name), PolicyStore(directory.store(config))
     files = Files(directory.path)
@@ -182,10 +185,15 @@ def _judge(directory: RunDir) -> None:
     )
     acks = [ack for name in ROLES for ack in files.acks(name)]
     with closing(directory.open_bus(config)) as bus:
-        dead = [hit.role for hit in files.read_hits() if hit.down_s]
+        hits = files.read_hits()
+        dead = [hit.role for hit in hits if hit.down_s]
         alone = dead[0] if len(dead) == 1 and not config.task.has_agent else ""
         verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock(), dead=alone)
         if config.task.has_agent:
             heard = heard_again(bus, topics, files.told)
             verdict = msgspec.structs.replace(verdict, heard=heard)
+        if files.walked.exists() and not any(hit.role == SERVER for hit in hits):
+            text = Tokenizer(store.assets_path(first.assets_digest)).text
+            walked = walked_once(bus, topics, files.walked, hits, text)
+            verdict = msgspec.structs.replace(verdict, walked=walked)
     verdict_of(directory).write_bytes(msgspec.json.encode(verdict))

@@ -390,18 +390,19 @@ def endpoint(
 
 
 def memory(
-    tokens: Annotated[int, typer.Option(min=1, help="Of the head.")] = 16_384,
+    tokens: Annotated[int, typer.Option(min=0, help="Of the head; 0: the step alone.")] = 16_384,
     vocabulary: Annotated[int, typer.Option(min=2, help="Of the head.")] = 151_936,
     step_tokens: Annotated[
         int, typer.Option(min=0, help="Of a step's sequence; 0: the head alone.")
     ] = 4_096,
+    least: Annotated[bool, typer.Option(help="The step only with all that saves memory.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Peak memory of a head in chunks of tokens, and of a step of a model of 27 million parameters,
     each in a process of its own; on a GPU, where there is one."""
     from dora_pipe.bench.step_memory import bench_step_memory, memory_cases
 
-    cases = memory_cases(tokens, vocabulary, step_tokens)
+    cases = memory_cases(tokens, vocabulary, step_tokens, least=least)
     _emit_figures(list(bench_step_memory(cases)), as_json=as_json)
 
 

@@ -84,6 +84,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "groups.spare": 0,
     "trainer.parts": 1,
     "trainer.head_chunk_tokens": "auto",
+    "trainer.mlp_chunk_tokens": "auto",
     "trainer.gradient_checkpointing": False,
     "trainer.packing": False,
     "groups.seconds_max": None,

@@ -28,7 +28,7 @@ VOCABULARY: Final = 16_384
 
 SEED: Final = 0
 
-AT_ONCE: Final[Mapping[str, Any]] = {"head_chunk_tokens": 0}
+AT_ONCE: Final[Mapping[str, Any]] = {"head_chunk_tokens": 0, "mlp_chunk_tokens": 0}
 LEAST: Final[Mapping[str, Any]] = {"gradient_checkpointing": True}
 
 
@@ -40,19 +40,21 @@ class MemoryCase(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int = VOCABULARY
     width: int = HIDDEN
     head_chunk_tokens: int | Literal["auto"] = "auto"
+    mlp_chunk_tokens: int | Literal["auto"] = "auto"
     gradient_checkpointing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemoryFigure:
     """Example: ``StepMemoryFigure(what="head", tokens=16384, vocabulary=151936,
-    head_chunk_tokens="auto", gradient_checkpointing=False, peak_mb=292.0, process_mb=664.0,
-    seconds=31.4)``"""
+    head_chunk_tokens="auto", mlp_chunk_tokens="auto", gradient_checkpointing=False,
+    peak_mb=292.0, process_mb=664.0, seconds=31.4)``"""
 
     what: str
     tokens: int
     vocabulary: int
     head_chunk_tokens: int | str
+    mlp_chunk_tokens: int | str
     gradient_checkpointing: bool
     peak_mb: float
     """Most that forward and backward take beside weights, their gradients and AdamW's moments."""
@@ -61,16 +63,20 @@ class StepMemoryFigure:
     seconds: float
 
 
-def memory_cases(tokens: int, vocabulary: int, step_tokens: int) -> list[MemoryCase]:
+def memory_cases(
+    tokens: int, vocabulary: int, step_tokens: int, *, least: bool = False
+) -> list[MemoryCase]:
     """A head in chunks, and beside it one at once where that is sixteen times smaller; a step of a
-    model with all that saves memory, with what is on by default, and with nothing."""
+    model with all that saves memory and, unless that is all that is wanted (`least`), with what is
+    on by default, and with nothing. 0 tokens: none of it."""
     small = max(1, tokens // 16)
     head = [
         MemoryCase(what="head", tokens=size, vocabulary=vocabulary, width=64, **more)
         for size, more in ((tokens, {}), (small, {}), (small, AT_ONCE))
     ]
-    step = [MemoryCase(what="step", tokens=step_tokens, **more) for more in (LEAST, {}, AT_ONCE)]
-    return head + (step if step_tokens else [])
+    ways = [LEAST] if least else [LEAST, {}, AT_ONCE]
+    step = [MemoryCase(what="step", tokens=step_tokens, **more) for more in ways]
+    return (head if tokens else []) + (step if step_tokens else [])
 
 
 def bench_step_memory(cases: Sequence[MemoryCase]) -> Iterator[StepMemoryFigure]:
@@ -98,6 +104,7 @@ def _measured(case: MemoryCase) -> StepMemoryFigure:
         tokens=case.tokens,
         vocabulary=case.vocabulary,
         head_chunk_tokens=case.head_chunk_tokens,
+        mlp_chunk_tokens=case.mlp_chunk_tokens,
         gradient_checkpointing=case.gradient_checkpointing,
         peak_mb=round((peak - before) / 1e6, 1),
         process_mb=round(peak / 1e6, 1),
@@ -151,6 +158,7 @@ def _step(case: MemoryCase, device: str, folder: Path) -> Callable[[int], None]:
     _config(case).save_pretrained(folder)
     memory = MemoryOptions(
         head_chunk_tokens=case.head_chunk_tokens,
+        mlp_chunk_tokens=case.mlp_chunk_tokens,
         gradient_checkpointing=case.gradient_checkpointing,
     )
     model = TorchModel(folder, device=device, memory=memory)

@@ -201,6 +201,7 @@ def _pass_rows(shape: ModelShape, config: Config) -> list[EstimateRow]:
     for key, values, part in (
         ("gradient_checkpointing", (False, True), "activations"),
         ("packing", (False, True), "mask"),
+        ("mlp_chunk_tokens", (0, "auto"), "activations"),
         ("head_chunk_tokens", (0, "auto"), "head"),
     ):
         for value in values:

@@ -40,8 +40,9 @@ task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model te
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.optimizer trainer.weight_decay trainer.weight_decay_exclude trainer.schedule
 trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens
-bus.partitions trainer.head_chunk_tokens trainer.packing trainer.parts trainer.ranks
-trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype policies.dtype
+bus.partitions trainer.head_chunk_tokens trainer.mlp_chunk_tokens trainer.packing
+trainer.parts trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation
+trainer.dtype policies.dtype
 """
 FROZEN = frozenset(_FROZEN.split())
 """A resumed run must have the same; a name stands for its whole section."""

@@ -450,6 +450,8 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
     elif trainer.zero_stage == 0 and trainer.dtype == "bfloat16":
         yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
+    elif trainer.chunks_refused and trainer.mlp_chunk_tokens not in (0, "auto"):
+        yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
 
 
 def _check_gpus(config: Config) -> Iterator[str]:

@@ -29,6 +29,12 @@ USABLE: Final = 0.9
 HEAD_ELEMENTS: Final = 2**24
 """Logits of a chunk with `trainer.head_chunk_tokens = "auto"`."""
 
+MLP_ELEMENTS: Final = 2**22
+"""Numbers of a block's chunk with `trainer.mlp_chunk_tokens = "auto"` ..."""
+
+MLP_ELEMENTS_MIN: Final = 2**24
+"""... in a pass that has more."""
+
 COPIES_IN_CHUNKS: Final = 4
 """Of a chunk's logits in float32 while gradients go back through a head in chunks."""
 
@@ -287,10 +293,16 @@ def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     """What forward and backward of one pass take beside the state, on one GPU."""
     trainer, tokens = config.trainer, pass_tokens(config)
     width = WIDTHS[trainer.dtype] if trainer.kind == "deepspeed" else 4
-    saved = tokens * (_layers_saved(shape, config, width) + 3 * shape.hidden * width)
+    chunk = mlp_chunk(shape, config)
+    outside = (2 if chunk else 3) * shape.hidden * width
+    saved = tokens * (_layers_saved(shape, config, width) + outside)
     mask = tokens * min(config.workers.context_tokens, tokens // 2) * 5 if trainer.packing else 0
     again = trainer.gradient_checkpointing
-    layer = tokens * (_working(shape, width) + (max(_layers(shape, width)) if again else 0))
+    layer = tokens * (max(_layers(shape, config, width)) if again else 0)
+    if chunk:
+        layer += tokens * 4 * shape.hidden * width + chunk * _chunk_inside(shape, width)
+    else:
+        layer += tokens * _working(shape, width)
     parts = [
         MemoryPart(f"activations of {tokens} tokens", saved),
         MemoryPart("mask of packed lines, at most", mask),
@@ -333,21 +345,44 @@ def _layers_saved(shape: ModelShape, config: Config, width: int) -> int:
     """Bytes per token that all layers hold for the way back."""
     if config.trainer.gradient_checkpointing:
         return shape.layers * shape.hidden * width
-    return sum(_layers(shape, width))
+    return sum(_layers(shape, config, width))
 
 
-def _layers(shape: ModelShape, width: int) -> list[int]:
-    return [_layer_saved(shape, block, width) for block in shape.blocks]
+def mlp_chunk(shape: ModelShape, config: Config) -> int:
+    """Tokens that a dense block and the norms see at once; 0: all of a pass."""
+    width = max((one.width for one in shape.blocks if not one.experts), default=0)
+    tokens, asked = pass_tokens(config), config.trainer.mlp_chunk_tokens
+    if not width or config.trainer.chunks_refused:
+        return 0
+    if asked == "auto":
+        width = max(width, shape.hidden)
+        asked = max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
+    return asked if asked < tokens else 0
 
 
-def _layer_saved(shape: ModelShape, block: Block, width: int) -> int:
+def _chunk_inside(shape: ModelShape, width: int) -> int:
+    """Bytes per token of a chunk, while it is computed again: what its block saves, and as much
+    again of gradients; what it is cut from is counted by the whole."""
+    widest = max(one.width for one in shape.blocks if not one.experts)
+    return width * 8 * widest
+
+
+def _layers(shape: ModelShape, config: Config, width: int) -> list[int]:
+    cut = mlp_chunk(shape, config) > 0
+    return [_layer_saved(shape, block, width, cut=cut) for block in shape.blocks]
+
+
+def _layer_saved(shape: ModelShape, block: Block, width: int, *, cut: bool) -> int:
     """Bytes per token of the tensors that autograd saves in one layer of transformers' decoders:
     of each of two norms its input in float32, the scaled and the weighed; queries, keys, values
-    and their result; in a gated block gate, its activation, up and their product."""
+    and their result; in a gated block gate, its activation, up and their product. Where layers are
+    `cut` into chunks norms keep their input and what they make of it, and a dense block nothing."""
     attention = shape.attention
-    norms = 2 * shape.hidden * (4 + 2 * width) + attention.normed * (4 + width)
+    norms = 2 * shape.hidden * (2 * width if cut else 4 + 2 * width)
+    norms += attention.normed * (4 + width)
     kept = attention.queries + attention.keys + attention.values + attention.out
-    gated = 4 * block.width + block.per_token * (4 * block.expert_width + 2 * shape.hidden)
+    dense = 0 if cut and not block.experts else 4 * block.width
+    gated = dense + block.per_token * (4 * block.expert_width + 2 * shape.hidden)
     return norms + width * (kept + gated) + 4 * block.experts
 
 
@@ -447,6 +482,8 @@ def _cheap(config: Config) -> Iterator[dict[str, Any]]:
     one_by_one: list[dict[str, Any]] = []
     if trainer.head_chunk_tokens != "auto":
         one_by_one.append({"trainer.head_chunk_tokens": "auto"})
+    if trainer.mlp_chunk_tokens != "auto" and not trainer.chunks_refused:
+        one_by_one.append({"trainer.mlp_chunk_tokens": "auto"})
     if not trainer.gradient_checkpointing:
         one_by_one.append({"trainer.gradient_checkpointing": True})
     if trainer.micro_batch_tokens > longest:

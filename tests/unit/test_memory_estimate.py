@@ -30,7 +30,8 @@ from dora_pipe.cli.memory import estimate
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.torch import memory
-from dora_pipe.core.errors import PolicyError, UsageError
+from dora_pipe.consumers.learners.torch.memory import memory_options
+from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.launch import memory_estimate
 from dora_pipe.launch.memory_estimate import (
     Gpus,
@@ -130,7 +131,12 @@ def run(**keys: Any) -> Config:
 
 COSTS_TIME = {
     f"trainer.{key}"
-    for key in ("head_chunk_tokens", "gradient_checkpointing", "micro_batch_tokens")
+    for key in (
+        "head_chunk_tokens",
+        "mlp_chunk_tokens",
+        "gradient_checkpointing",
+        "micro_batch_tokens",
+    )
 }
 
 BILLIONS = shape_of(
@@ -274,6 +280,26 @@ def test_patches_take_a_part_of_the_store_where_versions_are_bfloat16() -> None:
 
 def test_chunks_of_the_head_are_as_large_as_those_of_the_trainer() -> None:
     assert memory_estimate.HEAD_ELEMENTS == memory.HEAD_ELEMENTS
+    assert memory_estimate.MLP_ELEMENTS == memory.MLP_ELEMENTS
+    assert memory_estimate.MLP_ELEMENTS_MIN == memory.MLP_ELEMENTS_MIN
+
+
+@pytest.mark.parametrize("asked", ["auto", 0, 100])
+@pytest.mark.parametrize("tokens", [1024, 16_384])
+def test_chunks_of_blocks_are_those_of_the_trainer(asked: Any, tokens: int) -> None:
+    config = run(trainer__mlp_chunk_tokens=asked, trainer__micro_batch_tokens=tokens)
+    said = memory_options(config.trainer).numerics(1, 9728, tokens).get("mlp_chunk_tokens", "0")
+    assert memory_estimate.mlp_chunk(BILLIONS, config) == int(said)
+
+
+def test_zero_3_computes_blocks_at_once() -> None:
+    keys: dict[str, Any] = dict(trainer__kind="deepspeed", trainer__ranks=8)
+    assert memory_estimate.mlp_chunk(BILLIONS, run(**keys)) > 0
+    three = run(**keys, trainer__zero_stage=3)
+    assert memory_estimate.mlp_chunk(BILLIONS, three) == 0
+    assert memory_options(three.trainer).mlp_chunk_tokens == 0
+    with pytest.raises(ConfigError, match="gathers blocks whole"):
+        run(**keys, trainer__zero_stage=3, trainer__mlp_chunk_tokens=64)
 
 
 @given(
@@ -381,18 +407,25 @@ def test_doctor_estimates_from_a_config_alone_and_loads_no_torch(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.pure
+@pytest.mark.parametrize("chunk", [0, 256])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_takes_what_was_estimated(
-    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    checkpointing: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
     tokens = 2048
-    case = MemoryCase(what="step", tokens=tokens, gradient_checkpointing=checkpointing)
+    case = MemoryCase(
+        what="step",
+        tokens=tokens,
+        mlp_chunk_tokens=chunk,
+        gradient_checkpointing=checkpointing,
+    )
     (figure,) = bench_step_memory([case])
     shape = shape_of(bench_config(case))
     config = run(
         workers__context_tokens=tokens,
         trainer__micro_batch_tokens=tokens,
+        trainer__mlp_chunk_tokens=chunk,
         trainer__gradient_checkpointing=checkpointing,
     )
     # The bench counts from where gradients were there; they are dropped before the pass, and at

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
+from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import (
@@ -127,6 +128,7 @@ class Engine:
             need_apart(network, "cpu")
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
+        self.mlp_width = mlp_width(network)
         module = _Scored(network, self.pairs, options, lean=lean)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)

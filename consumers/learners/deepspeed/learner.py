@@ -352,7 +352,9 @@ class DeepspeedLearner:
         return (
             lora
             | temperature_numerics(engine.temperature)
-            | engine.memory.numerics(self._engine.vocabulary, options.micro_batch_tokens)
+            | engine.memory.numerics(
+                self._engine.vocabulary, self._engine.mlp_width, options.micro_batch_tokens
+            )
             | {
                 "trainer": f"{self.name} {self.version}",
                 "deepspeed": version("deepspeed"),

@@ -263,7 +263,9 @@ class TorchLearner:
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
             | optimizer_numerics(options.optimizer)
             | temperature_numerics(options.temperature)
-            | options.memory.numerics(self._model.vocabulary, options.micro_batch_tokens)
+            | options.memory.numerics(
+                self._model.vocabulary, self._model.mlp_width, options.micro_batch_tokens
+            )
             | {
                 "trainer": f"{self.name} {self.version}",
                 "torch": str(torch.__version__),

@@ -23,6 +23,13 @@ HEAD_ELEMENTS: Final = 2**24
 """Logits of a chunk, where its tokens are not given: 67 MB in float32; some four copies of it are
 held at once."""
 
+MLP_ELEMENTS: Final = 2**22
+"""Numbers of a token's width in a layer's block, times the tokens of a chunk, where these are not
+given: 17 MB in float32; some eight copies of it are held at once ..."""
+
+MLP_ELEMENTS_MIN: Final = 2**24
+"""... in passes that have more of them than this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
@@ -30,6 +37,8 @@ class MemoryOptions:
 
     head_chunk_tokens: int | Literal["auto"] = 0
     """Tokens whose logits are held at once; 0: all."""
+    mlp_chunk_tokens: int | Literal["auto"] = 0
+    """Tokens that a layer's block and norms see at once; 0: all."""
     gradient_checkpointing: bool = False
     """Of each layer its input alone is held; the rest is computed again when gradients go back."""
     packing: bool = False
@@ -46,11 +55,26 @@ class MemoryOptions:
         chunk = self.head_chunk(vocabulary)
         return -(-tokens // chunk) if chunk else 1
 
-    def numerics(self, vocabulary: int, pass_tokens: int) -> dict[str, str]:
+    def mlp_chunk(self, tokens: int, width: int) -> int:
+        """Of a pass of so many tokens, those that a block of this width sees at once; 0: all."""
+        if self.mlp_chunk_tokens != "auto":
+            return self.mlp_chunk_tokens
+        return max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
+
+    def mlp_chunks(self, tokens: int, width: int) -> int:
+        """In how many chunks a block of this width is computed."""
+        chunk = self.mlp_chunk(tokens, width)
+        return -(-tokens // chunk) if chunk else 1
+
+    def numerics(self, vocabulary: int, width: int, pass_tokens: int) -> dict[str, str]:
         """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
-        computed in another way than without these options."""
-        chunk = self.head_chunk(vocabulary)
-        cut = {"head_chunk_tokens": str(chunk)} if 0 < chunk < pass_tokens else {}
+        computed in another way than without these options. `width` is that of blocks, 0 for none.
+        """
+        chunks = {
+            "head_chunk_tokens": self.head_chunk(vocabulary),
+            "mlp_chunk_tokens": self.mlp_chunk(pass_tokens, width) if width else 0,
+        }
+        cut = {key: str(chunk) for key, chunk in chunks.items() if 0 < chunk < pass_tokens}
         return cut | ({"packing": "on"} if self.packing else {})
 
 
@@ -58,6 +82,7 @@ def memory_options(section: Trainer) -> MemoryOptions:
     """Of these keys."""
     return MemoryOptions(
         head_chunk_tokens=section.head_chunk_tokens,
+        mlp_chunk_tokens=0 if section.chunks_refused else section.mlp_chunk_tokens,
         gradient_checkpointing=section.gradient_checkpointing,
         packing=section.packing,
     )
@@ -140,12 +165,12 @@ def _checkpointed(
             preserve_rng_state=False,
             early_stop=False,
         )
-        for part in _slices(len(targets), chunks)
+        for part in chunk_slices(len(targets), chunks)
     ]
     return torch.cat(found)
 
 
-def _slices(tokens: int, count: int) -> Iterator[slice]:
+def chunk_slices(tokens: int, count: int) -> Iterator[slice]:
     """About equal ones: a product of one row alone may be added up in another order."""
     for number in range(count):
         yield slice(tokens * number // count, tokens * (number + 1) // count)
@@ -167,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.temperature, ctx.chunks = temperature, chunks
         found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        for part in _slices(len(targets), chunks):
+        for part in chunk_slices(len(targets), chunks):
             logits = linear(hidden[part], weight, bias)
             found[part] = token_logprobs(logits, targets[part], temperature)
         return found
@@ -185,7 +210,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 strict=False,
             )
         )
-        for part in _slices(len(targets), ctx.chunks):
+        for part in chunk_slices(len(targets), ctx.chunks):
             with torch.enable_grad():
                 logits = linear(hidden[part], weight, bias).detach().requires_grad_()
                 logprobs = token_logprobs(logits, targets[part], ctx.temperature)

@@ -19,6 +19,7 @@ from torch import Tensor
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Part, Pass
+from dora_pipe.consumers.learners.torch.chunked_layers import chunk_layers, mlp_width
 from dora_pipe.consumers.learners.torch.memory import (
     AT_ONCE,
     MemoryOptions,
@@ -99,6 +100,7 @@ class TorchModel:
         self._temperature = temperature
         self.network: Any = build(assets, memory).to(device)
         self.vocabulary: int = self.network.config.vocab_size
+        self.mlp_width = mlp_width(self.network)
         self._memory = memory
         self.lean = False
 
@@ -158,6 +160,7 @@ def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
     network.eval()
+    chunk_layers(network, memory)
     if memory.gradient_checkpointing:
         checkpoint_layers(network)
     return network

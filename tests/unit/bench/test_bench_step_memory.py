@@ -22,3 +22,5 @@ def test_cases_are_the_head_and_the_step_that_are_asked_for() -> None:
         (False, "auto"),
         (False, 0),
     ]
+    (least,) = memory_cases(0, 1000, 800, least=True)
+    assert (least.what, least.gradient_checkpointing) == ("step", True)

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dora_pipe.config.training import Trainer
 from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.torch.chunked_layers import chunk_layers, mlp_width
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
@@ -99,9 +101,11 @@ def test_chunk_holds_so_many_logits_unless_its_tokens_are_given() -> None:
 
 def test_fingerprint_names_the_chunk_where_a_pass_can_be_longer() -> None:
     options = memory_options(Trainer())
-    assert options.numerics(151_936, 16_384) == {"head_chunk_tokens": "110"}
-    assert options.numerics(1_000, 16_384) == {}
-    assert MemoryOptions().numerics(151_936, 16_384) == {}
+    assert options.numerics(151_936, 1024, 16_384) == {"head_chunk_tokens": "110"}
+    assert options.numerics(1_000, 1024, 16_384) == {}
+    assert options.numerics(1_000, 4096, 16_384) == {"mlp_chunk_tokens": "1024"}
+    assert options.numerics(1_000, 0, 16_384) == {}
+    assert MemoryOptions().numerics(151_936, 4096, 16_384) == {}
 
 
 class Policy:
@@ -164,6 +168,71 @@ def test_step_with_a_head_in_chunks_gives_equal_bits_again(policy: Policy) -> No
         trainer.train(BATCH, SETTINGS)
         digests.add(trainer.manifest().digest)
     assert len(digests) == 1
+
+
+MLP_LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+
+
+@pytest.mark.parametrize("lora", [None, MLP_LORA], ids=["whole", "adapter"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_step_with_blocks_in_chunks_has_the_gradients_of_one_without(
+    policy: Policy, lora: LoraOptions | None, packing: bool
+) -> None:
+    whole = policy.gradients(BATCH, lora=lora, packing=packing)
+    cut = policy.gradients(BATCH, lora=lora, packing=packing, mlp_chunk_tokens=7)
+    assert whole.keys() == cut.keys()
+    assert whole
+    for name, one in whole.items():
+        if float(one.norm()):
+            assert apart(cut[name], one) < NEAR, name
+
+
+def test_step_with_blocks_in_chunks_gives_equal_bits_with_and_without_checkpointing(
+    policy: Policy,
+) -> None:
+    digests = set()
+    for again in (False, True, True):
+        trainer = policy.trainer(mlp_chunk_tokens=7, gradient_checkpointing=again)
+        trainer.train(BATCH, SETTINGS)
+        digests.add(trainer.manifest().digest)
+        assert trainer.numerics()["mlp_chunk_tokens"] == "7"
+    assert len(digests) == 1
+
+
+def test_block_and_norms_see_so_many_tokens_at_once(policy: Policy) -> None:
+    trainer = policy.trainer(mlp_chunk_tokens=7)
+    seen: list[int] = []
+    layer = trainer._model.network.base_model.layers[0]
+    layer.mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    trainer.train(BATCH, SETTINGS)
+    assert max(seen) == 7
+    assert max(seen) - min(seen) <= 1
+
+
+def test_chunk_of_a_block_holds_so_many_numbers_where_a_pass_has_many() -> None:
+    by_default = memory_options(Trainer())
+    assert by_default.mlp_chunks(16_384, 1024) == 1
+    assert by_default.mlp_chunks(32_000, 1024) == 8
+    assert by_default.mlp_chunks(2_000, 9728) == 5
+    assert MemoryOptions(mlp_chunk_tokens=300).mlp_chunks(601, 9728) == 3
+    assert MemoryOptions().mlp_chunks(10**6, 9728) == 1
+
+
+def test_blocks_that_see_other_tokens_are_refused(policy: Policy) -> None:
+    network = build(policy.assets)
+    for layer in network.base_model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda module, given, found: found.cumsum(1))
+    with pytest.raises(PolicyError, match="no function of a token alone"):
+        chunk_layers(network, MemoryOptions(mlp_chunk_tokens=7))
+
+
+def test_experts_get_all_tokens_at_once() -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, moe_intermediate_size=8, num_attention_heads=2, **sizes
+    )
+    network = Qwen3MoeForCausalLM(config)
+    assert mlp_width(network) == 0
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])

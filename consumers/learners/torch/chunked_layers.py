@@ -1,0 +1,97 @@
+"""Layers whose blocks and norms see some tokens at a time; decides which modules these are.
+
+What a gated block holds of a token is several times as wide as its hidden state, and a long
+sequence has it for all tokens at once. A block sees no token beside another, so it is computed for
+some of them at a time, and once more when gradients go back (tiled MLP, arXiv 2506.13996, section
+3.1): what is held is its input, and a chunk's inside. So are norms, which hold float32 copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slices
+from dora_pipe.core.errors import PolicyError
+
+_PROBE_TOKENS = 8
+
+NEAR = 1e-4
+"""Logits of a probe may differ by so much of their size where layers are cut: sums in another
+order, no more."""
+
+
+def mlp_width(network: Any) -> int:
+    """Numbers of a token that the widest dense block holds; 0 where there is no such block."""
+    sizes = [size for one in _blocks(network) for held in one.parameters() for size in held.shape]
+    return max(sizes, default=0)
+
+
+def chunk_layers(network: Any, memory: MemoryOptions) -> None:
+    """Have blocks and norms computed in the chunks that `memory` asks for. Raises PolicyError for a
+    network in which a block is no function of a token alone."""
+    width = mlp_width(network)
+    if not memory.mlp_chunk_tokens or not width:
+        return
+    halves = MemoryOptions(mlp_chunk_tokens=_PROBE_TOKENS // 2)
+    ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
+    with torch.no_grad():
+        before = network(input_ids=ids, use_cache=False).logits
+        plain = {one: one.forward for one in _token_wise(network)}
+        for module, compute in plain.items():
+            module.forward = _in_chunks(compute, halves, width)
+        after = network(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(before, after, rtol=NEAR, atol=NEAR * float(before.abs().max())):
+        raise PolicyError(
+            "trainer.mlp_chunk_tokens: a block of this model is no function of a token alone",
+            hint="set it to 0",
+        )
+    for module, compute in plain.items():
+        module.forward = _in_chunks(compute, memory, width)
+
+
+def _blocks(network: Any) -> Iterator[Any]:
+    """The dense blocks: what has experts sends tokens to them, and needs all at once."""
+    for layer in _layers(network):
+        block = getattr(layer, "mlp", None)
+        if block is not None and not any("expert" in name for name, _ in block.named_modules()):
+            yield block
+
+
+def _layers(network: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
+
+
+def _token_wise(network: Any) -> Iterator[Any]:
+    """Dense blocks, and norms of layers and of what comes after them."""
+    yield from _blocks(network)
+    holders = [*_layers(network), network.base_model]
+    for one in (child for holder in holders for child in holder.children()):
+        if type(one).__name__.endswith("Norm"):
+            yield one
+
+
+def _in_chunks(
+    compute: Callable[[Tensor], Tensor], memory: MemoryOptions, width: int
+) -> Callable[[Tensor], Tensor]:
+    """The same function of hidden states [rows, tokens, H]."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        rows, tokens = hidden.shape[:2]
+        count = memory.mlp_chunks(rows * tokens, width)
+        if count <= 1:
+            return compute(hidden)
+        sizes = [one.stop - one.start for one in chunk_slices(rows * tokens, count)]
+        found = [
+            checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False)
+            for part in hidden.flatten(0, 1).unsqueeze(0).split(sizes, dim=1)
+        ]
+        return torch.cat(found, dim=1).reshape(hidden.shape)
+
+    return forward

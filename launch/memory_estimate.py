@@ -354,10 +354,12 @@ def mlp_chunk(shape: ModelShape, config: Config) -> int:
     tokens, asked = pass_tokens(config), config.trainer.mlp_chunk_tokens
     if not width or config.trainer.chunks_refused:
         return 0
-    if asked == "auto":
-        width = max(width, shape.hidden)
-        asked = max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
-    return asked if asked < tokens else 0
+    chunk = asked if asked != "auto" else _auto_chunk(tokens, max(width, shape.hidden))
+    return chunk if chunk < tokens else 0
+
+
+def _auto_chunk(tokens: int, width: int) -> int:
+    return max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
 
 
 def _chunk_inside(shape: ModelShape, width: int) -> int:

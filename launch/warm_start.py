@@ -47,13 +47,15 @@ Row = Mapping[str, Any]
 
 
 def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOptions:
-    """`SftOptions` of these keys, with the configuration's adapter, what decays in it, and what
-    bounds memory."""
-    from dora_pipe.consumers.learners.registry import adapter_options
+    """`SftOptions` of these keys, with the configuration's adapter and optimizer, what decays, and
+    what bounds memory. Raises ConfigError where the optimizer's library is missing."""
+    from dora_pipe.consumers.learners.registry import adapter_options, need_optimizer
     from dora_pipe.consumers.learners.sft import SftOptions
     from dora_pipe.consumers.learners.torch.memory import memory_options
 
+    need_optimizer(config.trainer.optimizer)
     return SftOptions(
+        optimizer=config.trainer.optimizer,
         lora=adapter_options(config.lora),
         weight_decay_exclude=config.trainer.weight_decay_exclude,
         memory=dataclasses.replace(memory_options(config.trainer), packing=packing),

@@ -105,12 +105,18 @@ def need_learner(config: Config) -> None:
             f"trainer.optimizer: trainer `{name}` has no {config.trainer.optimizer}",
             hint=f"trainer.optimizer = {kind.optimizers[0]!r}, or trainer.kind = 'torch'",
         )
-    if config.trainer.optimizer == "adamw8bit" and name in BUILT_IN:
-        _need("trainer.optimizer = 'adamw8bit'", ("bitsandbytes",), EIGHT_BITS_HINT)
+    if name in BUILT_IN:
+        need_optimizer(config.trainer.optimizer)
     need_objective(config)
     if config.teacher.path:
         _need("teacher.path", TORCH_PACKAGES, TORCH_HINT)
     key_of(config)
+
+
+def need_optimizer(optimizer: OptimizerName) -> None:
+    """Raise ConfigError for one whose library is not installed."""
+    if optimizer == "adamw8bit":
+        _need("trainer.optimizer = 'adamw8bit'", ("bitsandbytes",), EIGHT_BITS_HINT)
 
 
 def published_dtype(config: Config, says: str) -> PolicyDtype:

@@ -17,12 +17,13 @@ from typing import Final, TypeVar
 import torch
 
 from dora_pipe.config.schedule import Schedule, rate_of
-from dora_pipe.config.section import WeightDecayExclude
+from dora_pipe.config.section import OptimizerName, WeightDecayExclude
 from dora_pipe.consumers.learners.layout import MicroBatch, RowSize, lines_of, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.named_optimizers import parameters_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import NonFinite, TaskError
 from dora_pipe.store.model_dir import export_model, import_model, write_model_dir
@@ -53,6 +54,7 @@ class Example:
 class SftOptions:
     """How it is trained. Keys that `dora_pipe.config.training.Trainer` has mean the same here."""
 
+    optimizer: OptimizerName = "adamw"
     steps: int = 240
     batch: int = 64
     """Examples per step."""
@@ -117,12 +119,7 @@ def train_sft(
         manifest, assets = import_model(store, model_dir)
         first = store.weights_path(manifest.digest)
         model = _model(model_dir, first, options)
-        optimizer = Optimizer(
-            list(model.parameters()),
-            betas=BETAS,
-            weight_decay=options.weight_decay,
-            exclude=options.weight_decay_exclude,
-        )
+        optimizer = _optimizer(model, options)
         for step in range(options.steps):
             chosen = batches.draw()
             result.loss = _step(model, optimizer, chosen, options)
@@ -145,6 +142,18 @@ def _model(model_dir: Path, first: Path, options: SftOptions) -> TorchModel:
         model = LoraModel(model_dir, base=first, options=lora, device="cpu", memory=memory)
     model.load(first)
     return model
+
+
+def _optimizer(model: TorchModel, options: SftOptions) -> Optimizer:
+    named = dict(model.parameters())
+    return Optimizer(
+        list(named.items()),
+        betas=BETAS,
+        weight_decay=options.weight_decay,
+        exclude=options.weight_decay_exclude,
+        other=options.optimizer,
+        others=parameters_of(options.optimizer, model.network, named),
+    )
 
 
 def _write(

@@ -56,3 +56,19 @@ def test_step_whose_sequences_share_lines_is_one_without(
     assert figures.pop("padded_tokens") < wanted.pop("padded_tokens")
     assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     assert packed.numerics()["packing"] == "on"
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_step_with_blocks_in_chunks_is_one_without(
+    bench: Bench, zero_stage: int, tmp_path: Path
+) -> None:
+    wanted = bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).figures
+    digests = set()
+    for again in (False, True):
+        options: dict[str, Any] = {"mlp_chunk_tokens": 7, "gradient_checkpointing": again}
+        cut = bench.deepspeed(zero_stage=zero_stage, memory=options)
+        figures = cut.train(BATCH, STEP).figures
+        digests.add(cut.save_weights(tmp_path / "weights").digest)
+        assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert cut.numerics()["mlp_chunk_tokens"] == "7"
+    assert len(digests) == 1

@@ -8,8 +8,11 @@ some of them at a time, and once more when gradients go back (tiled MLP, arXiv 2
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,11 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slices
 from dora_pipe.core.errors import PolicyError
 
-_PROBE_TOKENS = 8
+_PROBE_TOKENS: Final = 8
 
-NEAR = 1e-4
+NEAR: Final = 1e-4
 """Logits of a probe may differ by so much of their size where layers are cut: sums in another
 order, no more."""
+
+
+_MMAP_THRESHOLD: Final = -3
+"""M_MMAP_THRESHOLD of malloc.h."""
+
+_HEAP_BYTES_MAX: Final = 2**20
 
 
 def mlp_width(network: Any) -> int:
@@ -77,6 +86,19 @@ def _token_wise(network: Any) -> Iterator[Any]:
             yield one
 
 
+@cache
+def give_back_freed() -> None:
+    """Have what is freed leave the process, from a million bytes on, unless whoever started it has
+    said from where on.
+
+    glibc keeps tensors of less than 32 MiB in a heap once one of their size was freed
+    (mallopt(3)), and those of chunks leave gaps there that nothing else fits into.
+    """
+    set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # No other libc has it.
+    if set_option is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        set_option(_MMAP_THRESHOLD, _HEAP_BYTES_MAX)
+
+
 def _in_chunks(
     compute: Callable[[Tensor], Tensor], memory: MemoryOptions, width: int
 ) -> Callable[[Tensor], Tensor]:
@@ -87,10 +109,12 @@ def _in_chunks(
         count = memory.mlp_chunks(rows * tokens, width)
         if count <= 1:
             return compute(hidden)
+        if torch.is_grad_enabled() and hidden.device.type == "cpu":
+            give_back_freed()
         sizes = [one.stop - one.start for one in chunk_slices(rows * tokens, count)]
         found = [
             checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False)
-            for part in hidden.flatten(0, 1).unsqueeze(0).split(sizes, dim=1)
+            for part in torch.split(hidden.flatten(0, 1).unsqueeze(0), sizes, dim=1)
         ]
         return torch.cat(found, dim=1).reshape(hidden.shape)
 

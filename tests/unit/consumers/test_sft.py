@@ -20,7 +20,7 @@ from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, row
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
-from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows
+from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows, sft_options
 from dora_pipe.launch.warm_start import warm_up as launch_warm_up
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -393,3 +393,23 @@ def test_template_of_the_configuration_is_learnt_and_written(
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == other.read_text()
     assert "sft step    1 of 1" in capsys.readouterr().err
     assert (chat_dir / "chat_template.jinja").read_text() == CHATML
+
+
+def test_sft_trains_with_the_optimizer_of_the_configuration(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    few: dict[str, Any] = {"steps": 2}
+    names = ("adamw", "muon", "muon")
+    for number, name in enumerate(names):
+        warm_up(model_dir, tmp_path / str(number), optimizer=name, **few)
+    adamw, muon, again = (digest_of(tmp_path / str(number)) for number in range(3))
+    assert adamw != muon == again
+
+
+def test_sft_needs_the_library_of_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(Path("m"))
+    eight = msgspec.structs.replace(config.trainer, optimizer="adamw8bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs bitsandbytes"):
+        sft_options(msgspec.structs.replace(config, trainer=eight))
+    assert sft_options(config).optimizer == "adamw"

@@ -125,7 +125,7 @@ def bench_steps(
     if len(digests) == 1:
         raise PolicyError("no step has changed a weight", hint="--warm-steps 60, or more --steps")
     whole_s = _whole_seconds(folder, trainer, digests[-1])
-    make_s = _make_seconds(folder, digests[-1])
+    make_s = _make_seconds(folder, digests)
     equal = sum(_is_made(_alone(folder), digest) for digest in digests)
     return (
         _steps_figure(learning_rate, found, whole_s, make_s, equal, _refuses(folder, digests)),
@@ -243,9 +243,13 @@ def _whole_seconds(folder: Path, trainer: PolicyStore, digest: str) -> float:
     return time.perf_counter() - began_s
 
 
-def _make_seconds(folder: Path, digest: str) -> float:
-    """Until the last version is made of the one before it, which is there."""
+def _make_seconds(folder: Path, digests: Sequence[str]) -> float:
+    """Until the last version that is not whole is made of the one before it, which is there; 0
+    where all are whole."""
     store = _alone(folder)
+    digest = next((one for one in reversed(digests) if not store.has_whole(one)), None)
+    if digest is None:
+        return 0.0
     with opened_patch(store.patch(digest)) as patch:
         store.weights(patch.before)
     took = []

@@ -44,7 +44,7 @@ from dora_pipe.store.copies import CACHED, MADE, shrink, touch
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
 from dora_pipe.store.patch import Change, opened_patch, opened_patches, write_patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
-from dora_pipe.store.verified import SUFFIX, note_path, note_verified
+from dora_pipe.store.verified import SUFFIX, note_path, note_verified, one_at_a_time
 
 LOG = logging.getLogger(__name__)
 
@@ -242,13 +242,17 @@ class PolicyStore:
 
         A version that lies whole in a store elsewhere, too, is made only of the one before it.
         """
-        with opened_patch(self.patch(digest)) as patch:
+        there = self.patch(digest)
+        with opened_patch(there) as patch:
             if self._here(patch.before) is None and self.has_whole(digest):
                 return self.whole(digest)
         final = self._made_path(digest)
-        with self._temporary(final.parent) as path:
-            self.make(digest, path, self._here)
-            self._keep_copy(path, final)
+        with one_at_a_time(there, self._clock):
+            if (here := self._here(digest)) is not None:
+                return here  # Another process has made it meanwhile.
+            with self._temporary(final.parent) as path:
+                self.make(digest, path, self._here)
+                self._keep_copy(path, final)
         return final
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:

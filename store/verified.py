@@ -33,7 +33,7 @@ SETTLED_NS: Final = 100_000_000
 that is not so much younger than the file says nothing."""
 
 OTHERS_S: Final = 300.0
-"""Another process may take so long to read the file; then this one reads it too."""
+"""Another process may take so long to read the file, or to make it; then this one does so too."""
 
 POLL_S: Final = 0.02
 
@@ -63,7 +63,7 @@ def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
     """
     if _is_noted(path, digest):
         return digest
-    with _one_at_a_time(path, clock or SystemClock()):
+    with one_at_a_time(path, clock or SystemClock()):
         if _is_noted(path, digest):
             return digest
         before = _note_of(path, digest)
@@ -120,8 +120,9 @@ def _write(path: Path, note: Note) -> None:
 
 
 @contextmanager
-def _one_at_a_time(path: Path, clock: Clock) -> Iterator[None]:
-    """Wait while another process of this machine reads the file; a lock dies with its process."""
+def one_at_a_time(path: Path, clock: Clock) -> Iterator[None]:
+    """Wait while another process of this machine does so with the file, at most `OTHERS_S`; a lock
+    dies with its process."""
     try:
         file = path.open("rb")
     except OSError:

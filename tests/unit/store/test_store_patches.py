@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
+from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store import store as stores
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.copies import KEEP_S
 from dora_pipe.store.files import Files, LocalFiles
+from dora_pipe.store.patch import Patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore, patch_name, weights_name
 from tests.support.stores import Walk, publish_walk
@@ -106,6 +111,44 @@ def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
     elsewhere.read.clear()
     worker.weights(digests[4])  # It lies there whole, too.
     assert elsewhere.read == [patch_name(digests[4])]
+
+
+def test_two_that_need_a_version_at_once_make_it_once(
+    tmp_path: Path, elsewhere: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as a process of its own: a store and a lock that another has."""
+    trainer = PolicyStore(tmp_path / "trainer", elsewhere)  # type: ignore[arg-type]
+    last = publish_walk(trainer, 3, whole_every=4)[-1].manifest
+    both = [machine(tmp_path, "worker", elsewhere) for _ in range(2)]
+    began, may_end, made = Event(), Event(), list[Path]()
+
+    def slowly(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
+        made.append(path)
+        began.set()
+        assert may_end.wait(30)
+        return write_patched(path, base, patches)
+
+    monkeypatch.setattr(stores, "write_patched", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(both[0].weights, last.digest)
+        assert began.wait(30)
+        clock = SystemClock()
+        second = pool.submit(one_who_waits, both[1], last.digest, clock, may_end)
+        paths = {first.result(30), second.result(30)}
+    assert len(made) == len(paths) == 1
+    assert read_manifest(paths.pop()) == last
+
+
+def one_who_waits(store: PolicyStore, digest: str, clock: Clock, may_end: Event) -> Path:
+    """The weights; whoever makes them goes on when this one has found the lock taken."""
+
+    class Waiting(VirtualClock):
+        def sleep(self, seconds: float) -> None:
+            may_end.set()
+            clock.sleep(seconds)
+
+    store._clock = Waiting()
+    return store.weights(digest)
 
 
 def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patches_after_it(

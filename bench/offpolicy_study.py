@@ -86,6 +86,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.head_chunk_tokens": "auto",
     "trainer.mlp_chunk_tokens": "auto",
     "trainer.gradient_checkpointing": False,
+    "trainer.activation_offload": False,
     "trainer.packing": False,
     "groups.seconds_max": None,
 }

@@ -444,6 +444,8 @@ def _check_trainer(config: Config) -> Iterator[str]:
     odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
     if trainer.kind == "torch" and odd:
         yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
+    elif trainer.activation_offload and not trainer.gradient_checkpointing:
+        yield "trainer.activation_offload: it is of what trainer.gradient_checkpointing holds"
     elif trainer.offload == "all" and trainer.zero_stage < 3:
         yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
     elif trainer.zero_stage == 0 and trainer.offload != "none":

@@ -67,6 +67,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     gradient_checkpointing: bool = False
     """Of each layer its input alone is held, and the rest computed again when gradients go back:
     equal bits, a third more computing, a fraction of the memory."""
+    activation_offload: bool = False
+    """These inputs lie in the host's memory until gradients come back: equal bits, less GPU."""
     checkpoint_every: Positive = 10
     """Steps between checkpoints of the optimizer state."""
     threads: Positive = 1

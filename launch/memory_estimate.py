@@ -278,10 +278,20 @@ def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
 def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
     """What all ranks together hold in the host's memory; the network once each when they start."""
     trainer, count = config.trainer, trained(shape, config)
-    start = 4 * shape.parameters * (trainer.ranks if trainer.kind == "deepspeed" else 1)
+    start = 4 * shape.parameters * _ranks(config)
     offloaded = 0 if trainer.offload == "none" else 16 * count
     weights = WIDTHS[trainer.dtype] * shape.parameters if trainer.offload == "all" else 0
-    return max(start, offloaded + weights)
+    inputs = _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _width(config)
+    return max(start, offloaded + weights + (inputs if trainer.activation_offload else 0))
+
+
+def _ranks(config: Config) -> int:
+    return config.trainer.ranks if config.trainer.kind == "deepspeed" else 1
+
+
+def _width(config: Config) -> int:
+    """Bytes of a number that a pass computes with."""
+    return WIDTHS[config.trainer.dtype] if config.trainer.kind == "deepspeed" else 4
 
 
 def pass_tokens(config: Config) -> int:
@@ -292,7 +302,7 @@ def pass_tokens(config: Config) -> int:
 def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     """What forward and backward of one pass take beside the state, on one GPU."""
     trainer, tokens = config.trainer, pass_tokens(config)
-    width = WIDTHS[trainer.dtype] if trainer.kind == "deepspeed" else 4
+    width = _width(config)
     chunk = mlp_chunk(shape, config)
     outside = (2 if chunk else 3) * shape.hidden * width
     saved = tokens * (_layers_saved(shape, config, width) + outside)
@@ -343,6 +353,8 @@ def trainer_bytes(shape: ModelShape, config: Config) -> int:
 
 def _layers_saved(shape: ModelShape, config: Config, width: int) -> int:
     """Bytes per token that all layers hold for the way back."""
+    if config.trainer.activation_offload:
+        return 0
     if config.trainer.gradient_checkpointing:
         return shape.layers * shape.hidden * width
     return sum(_layers(shape, config, width))

@@ -197,6 +197,17 @@ def device_of(section: Section) -> str:
     return "cuda" if there else "cpu"
 
 
+def _gradient_device(section: Section) -> str:
+    """As `device_of`. Raises ConfigError for activations that lie in the host's memory anyway."""
+    device = device_of(section)
+    if device == "cpu" and section.activation_offload:
+        raise ConfigError(
+            "trainer.activation_offload: the trainer computes on a CPU, whose memory is the host's",
+            hint="trainer.device = 'cuda', or leave the key out",
+        )
+    return device
+
+
 def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
     """Be a rank above 0 until that one ends, if torchrun started this process as one.
 
@@ -222,7 +233,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
     from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
     from dora_pipe.consumers.learners.torch.memory import memory_options
 
-    section, device = config.trainer, device_of(config.trainer)
+    section, device = config.trainer, _gradient_device(config.trainer)
     if device != "cpu":
         prepare(device)
     options = TorchOptions(
@@ -250,7 +261,7 @@ def adapter_options(lora: Lora) -> LoraOptions | None:
 
 
 def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation | None) -> Learner:
-    section, device = config.trainer, device_of(config.trainer)
+    section, device = config.trainer, _gradient_device(config.trainer)
     prepare(device)
     from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
     from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner, DeepspeedOptions

@@ -23,6 +23,7 @@ def test_run_with_little_memory_comes_out_bit_for_bit(tmp_path: Path) -> None:
         trainer__packing=True,
         trainer__gradient_checkpointing=True,
         trainer__head_chunk_tokens=16,
+        trainer__mlp_chunk_tokens=24,
     )
     parts = TorchParts(make_qwen2(tmp_path / "model"))
     with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
@@ -33,5 +34,6 @@ def test_run_with_little_memory_comes_out_bit_for_bit(tmp_path: Path) -> None:
         assert report.holds, [violation.line for violation in report.violations]
         numerics = [commit.numerics for commit in commits_of(running)]
         assert {(one["packing"], one["head_chunk_tokens"]) for one in numerics} == {("on", "16")}
+        assert {one["mlp_chunk_tokens"] for one in numerics} == {"24"}
         lines = again(running, last=STEPS)
         assert [line.replayed.equal for line in lines] == [True] * STEPS

@@ -35,6 +35,7 @@ from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.launch import memory_estimate
 from dora_pipe.launch.memory_estimate import (
     Gpus,
+    host_trainer_bytes,
     kv_token_bytes,
     parse_gpus,
     pass_peak,
@@ -290,6 +291,18 @@ def test_chunks_of_blocks_are_those_of_the_trainer(asked: Any, tokens: int) -> N
     config = run(trainer__mlp_chunk_tokens=asked, trainer__micro_batch_tokens=tokens)
     said = memory_options(config.trainer).numerics(1, 9728, tokens).get("mlp_chunk_tokens", "0")
     assert memory_estimate.mlp_chunk(BILLIONS, config) == int(said)
+
+
+def test_inputs_of_layers_that_are_offloaded_lie_in_the_hosts_memory() -> None:
+    keys: dict[str, Any] = dict(trainer__kind="deepspeed", trainer__ranks=2, trainer__zero_stage=3)
+    keys |= dict(trainer__offload="all", trainer__gradient_checkpointing=True)
+    here, away = (run(**keys, trainer__activation_offload=on) for on in (False, True))
+    inputs = 16_384 * 36 * 2560 * 4
+    assert pass_peak(BILLIONS, here) - pass_peak(BILLIONS, away) == inputs
+    taken = [host_trainer_bytes(BILLIONS, one) for one in (here, away)]
+    assert taken[1] - taken[0] == 2 * inputs
+    with pytest.raises(ConfigError, match=r"of what trainer\.gradient_checkpointing holds"):
+        run(trainer__activation_offload=True)
 
 
 def test_zero_3_computes_blocks_at_once() -> None:

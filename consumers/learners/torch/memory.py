@@ -7,12 +7,13 @@ copies. So the head is computed for some tokens at a time, and once more when gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
@@ -41,6 +42,8 @@ class MemoryOptions:
     """Tokens that a layer's block and norms see at once; 0: all."""
     gradient_checkpointing: bool = False
     """Of each layer its input alone is held; the rest is computed again when gradients go back."""
+    activation_offload: bool = False
+    """These inputs lie in the host's memory until gradients come back."""
     packing: bool = False
     """Several sequences stand in a line, where there is room; none sees another."""
 
@@ -84,6 +87,7 @@ def memory_options(section: Trainer) -> MemoryOptions:
         head_chunk_tokens=section.head_chunk_tokens,
         mlp_chunk_tokens=0 if section.chunks_refused else section.mlp_chunk_tokens,
         gradient_checkpointing=section.gradient_checkpointing,
+        activation_offload=section.activation_offload,
         packing=section.packing,
     )
 
@@ -94,12 +98,15 @@ AT_ONCE: Final = MemoryOptions()
 """As little computing as can be, and as much memory as that takes."""
 
 
-def checkpoint_layers(network: Any) -> None:
+def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
     """Hold of each layer its input alone, and compute it again when gradients go back: the same
-    operations, so the same bits. Raises PolicyError for a network that cannot, or has dropout."""
+    operations, so the same bits. With `offload` inputs are held in the host's memory. Raises
+    PolicyError for a network that cannot, or has dropout."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers: list[Any] = [
+        one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)
+    ]
     ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
     with torch.no_grad():
         before = network(input_ids=ids, use_cache=False).logits
@@ -109,6 +116,8 @@ def checkpoint_layers(network: Any) -> None:
             raise PolicyError(f"trainer.gradient_checkpointing: {error}") from error
         for one in layers:
             one.training = True  # They alone: what is in them would drop out.
+            if offload:
+                one._gradient_checkpointing_func = _offloaded(one._gradient_checkpointing_func)
         after = network(input_ids=ids, use_cache=False).logits
     if not layers or not torch.equal(before, after):
         raise PolicyError(
@@ -116,6 +125,16 @@ def checkpoint_layers(network: Any) -> None:
             " without dropout",
             hint="set the dropout of its config.json to 0, or leave the key out",
         )
+
+
+def _offloaded(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint whose inputs lie in the host's memory; what is computed again does not."""
+
+    def checkpointed(*given: Any) -> Any:
+        with save_on_cpu(pin_memory=True):
+            return compute(*given)
+
+    return checkpointed
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -162,7 +162,7 @@ def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
     network.eval()
     chunk_layers(network, memory)
     if memory.gradient_checkpointing:
-        checkpoint_layers(network)
+        checkpoint_layers(network, offload=memory.activation_offload)
     return network
 
 

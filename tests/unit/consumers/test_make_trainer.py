@@ -73,6 +73,16 @@ def test_absent_gpu_is_one_line_where_one_was_asked_for(monkeypatch: pytest.Monk
         assert make.device_of(Section(kind=kind)) == "cpu"
 
 
+@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
+def test_activations_of_a_trainer_on_a_cpu_are_in_the_hosts_memory_anyway(kind: str) -> None:
+    keys: dict[str, Any] = {"gradient_checkpointing": True, "activation_offload": True}
+    section = Section(kind=kind, device="cpu", **keys)
+    config = msgspec.structs.replace(_config(kind=kind), trainer=section)
+    with pytest.raises(ConfigError, match="computes on a CPU") as caught:
+        make.BUILT_IN[kind].open(Path("a"), Path("w"), config, None)
+    assert "trainer.device" in str(caught.value.hint)
+
+
 def test_gpu_is_taken_by_deepspeed_alone_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -245,6 +245,53 @@ def test_step_with_gradient_checkpointing_has_equal_bits_and_computes_layers_twi
     assert whole.numerics() == again.numerics()
 
 
+def test_inputs_of_layers_that_are_offloaded_come_back_as_they_were(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[torch.Size] = []
+
+    class Noted(torch.autograd.graph.saved_tensors_hooks):
+        """As `save_on_cpu`, which on a CPU has nowhere else to put a tensor."""
+
+        def __init__(self, *, pin_memory: bool) -> None:
+            super().__init__(self.keep, torch.clone)
+
+        def keep(self, tensor: Tensor) -> Tensor:
+            held.append(tensor.shape)
+            return tensor.clone()
+
+    monkeypatch.setattr("dora_pipe.consumers.learners.torch.memory.save_on_cpu", Noted)
+    step = {**SETTINGS, "trainer.minibatches": 1}
+    here = policy.trainer(gradient_checkpointing=True)
+    away = policy.trainer(gradient_checkpointing=True, activation_offload=True)
+    for trainer in (here, away):
+        trainer.train(BATCH, step)
+    assert here.manifest().digest == away.manifest().digest
+    assert here.numerics() == away.numerics()
+    config = away._model.network.config
+    inputs = [shape for shape in held if shape.numel()]
+    assert len(inputs) == config.num_hidden_layers
+    assert {shape[-1] for shape in inputs} == {config.hidden_size}
+
+
+@pytest.mark.gpu
+def test_offloaded_step_on_a_gpu_has_equal_bits_and_holds_less_of_it(policy: Policy) -> None:
+    step = {**SETTINGS, "trainer.minibatches": 1}
+    digests, peaks = set(), []
+    for away in (False, True):
+        memory = MemoryOptions(gradient_checkpointing=True, activation_offload=away)
+        options = TorchOptions(device="cuda", memory=memory)
+        trainer = TorchLearner(policy.assets, reference=policy.weights, options=options)
+        trainer.load(policy.weights, digest=policy.manifest.digest, optimizer=None)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.train(BATCH, step)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        digests.add(trainer.manifest().digest)
+    assert len(digests) == 1
+    assert peaks[1] <= peaks[0]
+
+
 def counted(trainer: TorchLearner) -> int:
     """How often a step of one pass computes the first layer."""
     calls: list[Any] = []

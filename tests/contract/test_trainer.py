@@ -20,7 +20,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_batch
-from tests.support.models import make_llama_gqa, make_qwen2
+from tests.support.models import make_glm4_moe, make_llama_gqa, make_qwen2, make_qwen3_moe
 
 
 @dataclass
@@ -101,14 +101,22 @@ DEEPSPEED = [f"deepspeed-{stage}{lora}" for lora in ("", "-lora") for stage in r
     "deepspeed-3-bfloat16-all",
     "deepspeed-3-lora-bfloat16",
 ]
-TORCH = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}
+TORCH = {
+    "qwen2": make_qwen2,
+    "llama-gqa": make_llama_gqa,
+    "qwen3-moe": make_qwen3_moe,
+    "glm4-moe": make_glm4_moe,
+}
 
 
-BFLOAT16 = "llama-gqa-published-in-bfloat16"
+BFLOAT16 = {
+    "llama-gqa-published-in-bfloat16": make_llama_gqa,
+    "qwen3-moe-published-in-bfloat16": make_qwen3_moe,
+}
 
 
 @pytest.fixture(
-    scope="module", params=[*TORCH, BFLOAT16, "llama-gqa-lora", "simulated", *DEEPSPEED]
+    scope="module", params=[*TORCH, *BFLOAT16, "llama-gqa-lora", "simulated", *DEEPSPEED]
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     root = tmp_path_factory.mktemp(str(request.param))
@@ -118,8 +126,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return _deepspeed_subject(root, str(request.param))
     if request.param == "llama-gqa-lora":
         return _torch_subject(root, make_llama_gqa, LORA_OPTIONS)
-    if request.param == BFLOAT16:
-        return _torch_subject(root, make_llama_gqa, dtype="bfloat16")
+    if request.param in BFLOAT16:
+        return _torch_subject(root, BFLOAT16[request.param], dtype="bfloat16")
     return _torch_subject(root, TORCH[request.param])
 
 

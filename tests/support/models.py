@@ -3,7 +3,8 @@
 `make_qwen2` has the shape of the demo's policy (0.55 M parameters, one character per token);
 `make_llama_gqa` is about as large but differs wherever a mistake could hide: grouped-query
 attention, tied embeddings, sharded weights, scaled rotary frequencies, a byte-level tokenizer
-(a character may take several tokens) that puts a `<s>` before every text.
+(a character may take several tokens) that puts a `<s>` before every text. `make_qwen3_moe` and
+`make_glm4_moe` are mixtures of eight experts; the second has shared ones too, behind a dense layer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -85,6 +90,56 @@ def make_llama_gqa(
     build: Any = LlamaForCausalLM
     model = build(LlamaConfig(**(settings | changes)))
     return _save(model, byte_tokenizer(), directory, scale, max_shard_size="1MB")
+
+
+MIXTURE: dict[str, Any] = dict(
+    vocab_size=QWEN2_VOCABULARY,
+    hidden_size=64,
+    intermediate_size=160,
+    moe_intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    pad_token_id=PAD_ID,
+    bos_token_id=BOS_ID,
+    eos_token_id=EOS_ID,
+)
+
+
+def make_qwen3_moe(
+    directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
+) -> Path:
+    """Write a Qwen3-MoE of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
+    settings = MIXTURE | dict(num_experts=8, max_position_embeddings=context_tokens)
+    torch.manual_seed(seed)
+    build: Any = Qwen3MoeForCausalLM
+    model = build(Qwen3MoeConfig(**(settings | changes)))
+    return _save(model, character_tokenizer(), directory, scale)
+
+
+def make_glm4_moe(
+    directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
+) -> Path:
+    """Write a GLM-4-MoE of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
+    settings = MIXTURE | dict(
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        max_position_embeddings=context_tokens,
+    )
+    torch.manual_seed(seed)
+    build: Any = Glm4MoeForCausalLM
+    model = build(Glm4MoeConfig(**(settings | changes)))
+    for name, choice in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            choice.normal_(std=0.02)  # as it is in models whose experts were balanced by it
+    return _save(model, character_tokenizer(), directory, scale)
 
 
 def character_tokenizer() -> Any:

@@ -28,10 +28,10 @@ from dora_pipe.consumers.learners.torch.model import (
     head_is_all,
     need_apart,
     score,
-    untied,
 )
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.optimizer import decay_groups
+from dora_pipe.store.network_names import untied
 
 Moment = Literal["exp_avg", "exp_avg_sq"]
 

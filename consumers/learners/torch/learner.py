@@ -286,7 +286,7 @@ class TorchLearner:
             betas=self._options.betas,
             weight_decay=self._options.weight_decay,
             exclude=self._options.weight_decay_exclude,
-            bfloat16=self._bfloat16,
+            bfloat16=self._model.bfloat16,
             other=name,
             others=parameters_of(name, self._model.network, named),
         )

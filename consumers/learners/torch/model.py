@@ -31,6 +31,7 @@ from dora_pipe.consumers.objectives.registry import needs_proximal, needs_refere
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
+from dora_pipe.store.network_names import parameters_in, stored
 from dora_pipe.store.safetensors_file import Entry, TensorSource, mapped, read_entries
 
 DTYPES: Final = {
@@ -129,8 +130,13 @@ class TorchModel:
         )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and parameter, tied ones once."""
+        """Name and parameter, tied ones once; the network's own names, not those of files."""
         yield from self.network.named_parameters()
+
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the parameters that are stored in that type."""
+        return parameters_in(self.network, self._bfloat16)
 
     @property
     def updated(self) -> bool:
@@ -145,7 +151,7 @@ class TorchModel:
         """Every tensor to store, tied ones once, parameters and persistent buffers alike."""
         return [
             tensor_source(name, tensor, torch.bfloat16 if name in self._bfloat16 else tensor.dtype)
-            for name, tensor in untied(self.network).items()
+            for name, tensor in stored(self.network).items()
         ]
 
 
@@ -168,7 +174,7 @@ def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
 
 def load_weights(network: Any, weights: Path) -> None:
     """Copy a safetensors file into a network, tensor by tensor. Raises PolicyError."""
-    wanted = untied(network)
+    wanted = stored(network)
     found = {entry.name: entry for entry in read_entries(weights)}
     odd = sorted(wanted.keys() ^ found.keys())
     if odd:
@@ -205,21 +211,6 @@ def bfloat16_names(weights: Path) -> frozenset[str]:
     return frozenset(
         one.name for one in read_entries(weights) if one.dtype == NAMES[torch.bfloat16]
     )
-
-
-def untied(network: Any) -> dict[str, Tensor]:
-    """The state of a network without second names of the same tensor."""
-    seen: set[int] = set()
-    kept: dict[str, Tensor] = {}
-    names = {name for name, _ in network.named_parameters()}
-    state: dict[str, Tensor] = network.state_dict(keep_vars=True)
-    # Parameters first: their names are the ones that the optimizer uses too.
-    for name in sorted(state, key=lambda name: name not in names):
-        tensor = state[name]
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            kept[name] = tensor
-    return dict(sorted(kept.items()))
 
 
 def passage_of(

@@ -19,6 +19,7 @@ import torch
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.weights import OpenWeights
+from dora_pipe.store.network_names import stored, untied
 
 BACKEND: Final = "dora-pipe"
 """Takes tensors of this process."""
@@ -187,13 +188,7 @@ def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[
     except (OSError, ValueError, KeyError) as error:
         said = " ".join(str(error).split())
         raise PolicyError(f"{model_dir}: transformers knows no such model: {said}") from error
-    shapes: dict[str, tuple[int, ...]] = {}
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            tied[name] = first[id(tensor)]
-            continue
-        first[id(tensor)] = name
-        shapes[name] = tuple(tensor.shape)
-    return shapes, tied
+    first = {id(tensor): name for name, tensor in untied(model).items()}
+    state = {name: first[id(one)] for name, one in model.state_dict(keep_vars=True).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}
+    return shapes, {name: twin for name, twin in state.items() if name != twin}

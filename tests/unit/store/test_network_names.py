@@ -1,0 +1,97 @@
+"""Tensors of networks by the names of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Interleave, WeightConverter
+
+from dora_pipe.consumers.learners.torch.model import build, load_weights
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.torch.weights import weight_files
+from dora_pipe.producers.engines.vllm.weights import expected_tensors
+from dora_pipe.store.network_names import parameters_in, stored, untied
+from dora_pipe.store.safetensors_file import read_entries
+from tests.support.models import make_glm4_moe, make_llama_gqa, make_qwen3_moe
+
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+PARTS = [
+    f"model.layers.1.mlp.experts.{number}.{which}_proj.weight"
+    for number in range(8)
+    for which in ("gate", "up")
+]
+
+
+@pytest.mark.parametrize("make", [make_qwen3_moe, make_glm4_moe, make_llama_gqa])
+def test_what_vllm_is_given_is_what_files_have(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    shapes, tied = expected_tensors(make(tmp_path))
+    there = [one for path in weight_files(tmp_path) for one in read_entries(path)]
+    assert shapes == {one.name: one.shape for one in there}
+    head = {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied == (head if make is make_llama_gqa else {})
+
+
+@pytest.mark.parametrize("make", [make_qwen3_moe, make_glm4_moe])
+def test_a_mixture_has_the_names_of_its_files_and_what_is_loaded_by_them_is_in_it(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    weights = make(tmp_path) / "model.safetensors"
+    network = build(tmp_path)
+    shapes = {name: tuple(one.shape) for name, one in stored(network).items()}
+    assert shapes == {one.name: one.shape for one in read_entries(weights)}
+    assert FUSED in untied(network)
+    assert FUSED not in shapes
+    load_weights(network, weights)
+    read: Any = AutoModelForCausalLM.from_pretrained
+    theirs = read(tmp_path, dtype=torch.float32).eval()
+    ids = torch.arange(24).reshape(2, -1)
+    assert torch.equal(network(ids).logits, theirs(ids).logits)
+
+
+def test_what_changes_in_a_mixture_changes_in_its_parts_which_are_no_copies(tmp_path: Path) -> None:
+    network = build(make_qwen3_moe(tmp_path))
+    before = stored(network)
+    with torch.no_grad():
+        untied(network)[FUSED].fill_(0.5)
+    assert all(bool((before[name] == 0.5).all()) for name in PARTS)
+    assert sum(before[name].numel() for name in PARTS) == untied(network)[FUSED].numel()
+
+
+def test_names_of_a_model_without_memory_are_the_same(tmp_path: Path) -> None:
+    make_qwen3_moe(tmp_path)
+    with torch.device("meta"):
+        nowhere = build(tmp_path)
+    there = stored(build(tmp_path))
+    assert {name: one.shape for name, one in stored(nowhere).items()} == {
+        name: one.shape for name, one in there.items()
+    }
+
+
+def test_a_dense_model_has_its_own_names_and_tensors(tmp_path: Path) -> None:
+    network = build(make_llama_gqa(tmp_path))
+    own = untied(network)
+    assert list(stored(network)) == list(own)
+    assert all(stored(network)[name] is one for name, one in own.items())
+
+
+def test_parts_lead_to_the_parameter_that_holds_them(tmp_path: Path) -> None:
+    network = build(make_qwen3_moe(tmp_path))
+    assert parameters_in(network, PARTS) == {FUSED}
+    every = parameters_in(network, stored(network))
+    assert every == {name for name, _ in network.named_parameters()}
+    assert parameters_in(network, []) == frozenset()
+
+
+def test_a_form_that_is_not_made_of_parts_is_refused(tmp_path: Path) -> None:
+    network = build(make_llama_gqa(tmp_path))
+    name = "self_attn.q_proj.weight"
+    network._weight_conversions = [WeightConverter(name, name, [Interleave(dim=0)])]
+    with pytest.raises(PolicyError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.weight"):
+        stored(network)

@@ -38,8 +38,8 @@ from dora_pipe.launch.model_shape import ModelShape, model_shape
 from dora_pipe.store.model_dir import read_config, weights_elements
 
 MIXTURE: Final = (
-    "a mixture of experts, all of them in the weights, those of a token in activations; the"
-    " engines and trainers here take dense models"
+    "a mixture of experts, all of them in the weights, those of a token in activations; the torch"
+    " trainer takes it, the own engine if it is Qwen3-MoE or GLM-4-MoE, DeepSpeed does not"
 )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.torch.causal_lm import EXPERTS, is_sparse
 
 QK_NORM: Final = ("qwen3", "qwen3_moe")
 """Families that always scale queries and keys; others say `use_qk_norm`."""
@@ -186,8 +187,8 @@ def _latent(config: Mapping[str, Any]) -> Attention:
 
 def _block(config: Mapping[str, Any], layer: int) -> Block:
     """The block of a layer: families name experts, and layers without them, differently."""
-    count = next((config[key] for key in _EXPERTS if config.get(key)), 0)
-    if not count or not _is_sparse(config, layer):
+    count = next((config[key] for key in EXPERTS if config.get(key)), 0)
+    if not count or not is_sparse(config, layer):
         return Block(width=_number(config, "intermediate_size"))
     hidden, experts = _number(config, "hidden_size"), int(count)
     width = _number(config, "moe_intermediate_size", config.get("intermediate_size"))
@@ -200,16 +201,6 @@ def _block(config: Mapping[str, Any], layer: int) -> Block:
         expert_width=width,
         router=hidden * experts + (hidden if alone else 0),
     )
-
-
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    if layer in (config.get("mlp_only_layers") or ()):
-        return False
-    every = int(config.get("decoder_sparse_step") or 1)
-    return layer >= int(config.get("first_k_dense_replace") or 0) and (layer + 1) % every == 0
 
 
 def _linears(hidden: int, attention: Attention, blocks: tuple[Block, ...]) -> dict[str, int]:

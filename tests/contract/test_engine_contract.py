@@ -20,7 +20,7 @@ from tests.support.engine_contract import Decode, Subject
 from tests.support.engine_moves import CHECKS
 from tests.support.worker import VirtualClock
 
-SUBJECTS = ("simulated", "qwen2", "llama_gqa", "vllm", "vllm-server")
+SUBJECTS = ("simulated", "qwen2", "llama_gqa", "glm4_moe", "vllm", "vllm-server")
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)

@@ -65,7 +65,7 @@ def test_logprobs_are_those_of_transformers(directory: Path) -> None:
         assert logprob_distance(directory, prompt, results[name]) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama_gqa"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama_gqa", "glm4_moe"])
 def test_weights_in_bfloat16_give_the_bits_of_the_same_numbers_in_float32(
     kind: str, tmp_path: Path
 ) -> None:
@@ -139,6 +139,17 @@ def test_other_families_have_the_logprobs_of_transformers(family: str, tmp_path:
     engine = open_engine(tmp_path, context_tokens=256)
     result = run(engine, [request("r", [5, 6, 7] * 12, max_tokens=50)])["r"]
     assert logprob_distance(tmp_path, [5, 6, 7] * 12, result) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_mixture_keeps_every_promise_and_has_the_logprobs_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    engine = open_engine(make(kind, tmp_path))
+    assert engine.declares == PROMISES
+    prompt = [5, 6, 7, 80] * 12
+    result = run(engine, [request("r", prompt, max_tokens=50)])["r"]
+    assert logprob_distance(tmp_path, prompt, result) < LOGPROB_TOLERANCE
 
 
 def test_a_long_request_among_refilled_slots_has_the_bits_it_has_alone(directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,21 @@ from tests.support import models
 from tests.support.engine_contract import Decode, Result, Subject
 
 # A tied head makes logits wide by itself: the last token is the likeliest.
-SCALES = {"qwen2": 8.0, "llama_gqa": 2.0}
+SCALES = {"qwen2": 8.0, "llama_gqa": 2.0, "qwen3_moe": 8.0, "glm4_moe": 8.0}
 """What makes a random model's distribution far from uniform."""
+
+
+BUILDERS: dict[str, Callable[..., Path]] = {
+    "qwen2": models.make_qwen2,
+    "llama_gqa": models.make_llama_gqa,
+    "qwen3_moe": models.make_qwen3_moe,
+    "glm4_moe": models.make_glm4_moe,
+}
 
 
 def make(kind: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
     """A tiny model of a kind of `SCALES` with wide logits."""
-    build = models.make_qwen2 if kind == "qwen2" else models.make_llama_gqa
-    return build(directory, seed, scale=SCALES[kind], **changes)
+    return BUILDERS[kind](directory, seed, scale=SCALES[kind], **changes)
 
 
 def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
@@ -53,7 +60,7 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
         engine.load(first[0], version=0, digest=first[1])
         return engine
 
-    vocabulary = models.QWEN2_VOCABULARY if kind == "qwen2" else models.LLAMA_VOCABULARY
+    vocabulary = models.LLAMA_VOCABULARY if kind == "llama_gqa" else models.QWEN2_VOCABULARY
     return Subject(
         name=kind,
         open=open_engine,

@@ -1,21 +1,25 @@
 """Decides which Hugging Face causal language models the torch engine takes, from config.json alone.
 
-Taken are decoders with full attention, rotary positions, RMS norms before each block and a gated
-SiLU block: the families in `FAMILIES`. Whatever a config says beyond that is refused in one line,
-because a model that runs but computes something else would be worse than none.
+Taken are decoders with full attention, rotary positions, RMS norms before each block and gated
+SiLU blocks, or mixtures of such: the families in `FAMILIES`. Whatever a config says beyond that is
+refused in one line, because a model that runs but computes something else would be worse than none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.model_dir import read_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys that say how many experts a layer has, by family and time."""
+GLM_TURNED: Final = 0.5
+"""What a glm4_moe config without `partial_rotary_factor` means."""
 ROPE_KINDS = ("default", "linear", "llama3")
 """Rotary frequencies that do not depend on the length of the sequence."""
 MISTRAL_WINDOW_TOKENS = 4096
@@ -23,13 +27,17 @@ MISTRAL_WINDOW_TOKENS = 4096
 QWEN3_HEAD_DIM = 128
 """What a qwen3 config without the key means."""
 
+CHOICE_BIAS: Final = "mlp.gate.e_score_correction_bias"
+"""What is added to an expert's score when experts are chosen, and not when they are weighed."""
+
 _HINT = "the torch engine takes full-attention models of the families " + ", ".join(FAMILIES)
 N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions; the fields after `theta` belong to linear and llama3 scaling."""
+    """Rotary positions; the fields after `theta` belong to linear and llama3 scaling, but for the
+    last."""
 
     kind: str
     theta: float
@@ -37,6 +45,28 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_tokens: int = 0
+    share: float = 1.0
+    """Of each head's numbers, the first ones, that are turned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Blocks of which each token passes a few, by a router's choice."""
+
+    count: int
+    per_token: int
+    width: int
+    """Of one of them."""
+    scores: Literal["softmax", "sigmoid"]
+    """Of the router's logits; sigmoids are chosen among with a bias added to each."""
+    normed: bool
+    """Whether the chosen ones' scores are divided by their sum."""
+    layers: tuple[int, ...]
+    """Those that have experts; the others are dense."""
+    shared_width: int = 0
+    """Of the block beside them that every token passes; 0: none."""
+    scale: float = 1.0
+    """What experts give counts so many times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +89,33 @@ class CausalLM:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: Experts | None = None
+
+    @property
+    def turned(self) -> int:
+        """Numbers of each head that rotary positions turn, the first ones."""
+        return int(self.head_dim * self.rope.share)
+
+    def sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    def block(self, layer: int) -> tuple[str, int]:
+        """Name and width of the gated block that every token passes in a layer; 0: none."""
+        if self.experts is None or not self.sparse(layer):
+            return "mlp", self.intermediate
+        return "mlp.shared_experts", self.experts.shared_width
+
+    def kinds(self) -> list[int]:
+        """The first layer of each kind that there is."""
+        first = {self.sparse(layer): layer for layer in reversed(range(self.layers))}
+        return sorted(first.values())
+
+    def only(self, layers: Sequence[int]) -> CausalLM:
+        """The same model with these layers alone."""
+        kept = tuple(place for place, layer in enumerate(layers) if self.sparse(layer))
+        experts = None if self.experts is None else replace(self.experts, layers=kept)
+        return replace(self, layers=len(layers), experts=experts)
 
     @property
     def group(self) -> int:
@@ -74,32 +131,48 @@ class CausalLM:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocabulary, self.hidden)
         for layer in range(self.layers):
-            for name, shape in self._layer_tensors().items():
+            for name, shape in self._layer_tensors(layer).items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes
 
-    def _layer_tensors(self) -> dict[str, tuple[int, ...]]:
+    def _layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         hidden, queries = self.hidden, self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
+        block, width = self.block(layer)
         linears = {
             "self_attn.q_proj": (queries, hidden, self.qkv_bias),
             "self_attn.k_proj": (keys, hidden, self.qkv_bias),
             "self_attn.v_proj": (keys, hidden, self.qkv_bias),
             "self_attn.o_proj": (hidden, queries, self.out_bias),
-            "mlp.gate_proj": (self.intermediate, hidden, self.mlp_bias),
-            "mlp.up_proj": (self.intermediate, hidden, self.mlp_bias),
-            "mlp.down_proj": (hidden, self.intermediate, self.mlp_bias),
+            f"{block}.gate_proj": (width, hidden, self.mlp_bias),
+            f"{block}.up_proj": (width, hidden, self.mlp_bias),
+            f"{block}.down_proj": (hidden, width, self.mlp_bias),
         }
         shapes: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
         }
         for name, (rows, columns, bias) in linears.items():
+            if not rows or not columns:
+                continue
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
         if self.qk_norm:
             shapes |= {f"self_attn.{which}_norm.weight": (self.head_dim,) for which in "qk"}
+        return shapes | (self._expert_tensors() if self.sparse(layer) else {})
+
+    def _expert_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Of the router and of each expert of a layer."""
+        assert self.experts is not None
+        count, width = self.experts.count, self.experts.width
+        shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, self.hidden)}
+        if self.experts.scores == "sigmoid":
+            shapes[CHOICE_BIAS] = (count,)
+        for number in range(count):
+            for which in ("gate", "up"):
+                shapes[f"mlp.experts.{number}.{which}_proj.weight"] = (width, self.hidden)
+            shapes[f"mlp.experts.{number}.down_proj.weight"] = (self.hidden, width)
         return shapes
 
 
@@ -137,8 +210,11 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
         return "encoder-decoder models are not supported"
     if config.get("quantization_config"):
         return "quantized weights are not supported"
-    if any("expert" in key and value for key, value in config.items()):
-        return "mixtures of experts are not supported"
+    mixture = family in ("qwen3_moe", "glm4_moe")
+    if not mixture and any("expert" in key and value for key, value in config.items()):
+        return f"mixtures of experts of type {family!r} are not supported"
+    if (config.get("n_group") or 1) > 1:
+        return "experts that are chosen group by group are not supported"
     if config.get("hidden_act", "silu") != "silu":
         return f"the activation {config['hidden_act']!r} is not supported"
     window = _window(config, family)
@@ -147,7 +223,7 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
     kind = _rope_fields(config).get("rope_type", "default")
     if kind not in ROPE_KINDS:
         return f"rotary positions of type {kind!r} are not supported"
-    if _rope_fields(config).get("partial_rotary_factor", 1.0) != 1.0:
+    if family != "glm4_moe" and _rope_fields(config).get("partial_rotary_factor", 1.0) != 1.0:
         return "rotary positions over a part of the head are not supported"
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < context_tokens:
@@ -174,7 +250,8 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     fields.setdefault("rope_type", fields.get("type", "default"))
     fields.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    fields.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    turned = GLM_TURNED if config.get("model_type") == "glm4_moe" else 1.0
+    fields.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or turned)
     return fields
 
 
@@ -190,7 +267,8 @@ def _number(config: Mapping[str, Any], key: str, kind: type[N], default: N | Non
 def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
     heads = _number(config, "num_attention_heads", int)
     hidden = _number(config, "hidden_size", int)
-    bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
+    says = bool(config.get("attention_bias", False))
+    bias = says and family in ("llama", "qwen3", "qwen3_moe")
     model = CausalLM(
         family=family,
         vocabulary=_number(config, "vocab_size", int),
@@ -205,29 +283,62 @@ def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
         norm_eps=_number(config, "rms_norm_eps", float, 1e-6),
         rope=_rope(config),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias or family == "qwen2",
+        qkv_bias=bias or family == "qwen2" or (says and family == "glm4_moe"),
         out_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe")
+        or (family == "glm4_moe" and bool(config.get("use_qk_norm"))),
+        experts=_experts(config, family),
     )
-    if model.heads % model.kv_heads or model.head_dim % 2:
+    if model.heads % model.kv_heads or model.head_dim % 2 or model.turned % 2:
         raise PolicyError(
             f"{heads} heads of {model.head_dim} do not share {model.kv_heads} key-value heads"
         )
     return model
 
 
+def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer of a mixture has experts."""
+    if layer in (config.get("mlp_only_layers") or ()):
+        return False
+    every = int(config.get("decoder_sparse_step") or 1)
+    return layer >= int(config.get("first_k_dense_replace") or 0) and (layer + 1) % every == 0
+
+
+def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
+    if family not in ("qwen3_moe", "glm4_moe"):
+        return None
+    glm, width = family == "glm4_moe", _number(config, "moe_intermediate_size", int)
+    count = _number(config, next((key for key in EXPERTS if config.get(key)), EXPERTS[0]), int)
+    chosen = _number(config, "num_experts_per_tok", int)
+    if chosen > count:
+        raise PolicyError(f"a token passes {chosen} of {count} experts")
+    layers = range(_number(config, "num_hidden_layers", int))
+    return Experts(
+        count=count,
+        per_token=chosen,
+        width=width,
+        scores="sigmoid" if glm else "softmax",
+        normed=bool(config.get("norm_topk_prob", glm)),
+        layers=tuple(layer for layer in layers if is_sparse(config, layer)),
+        shared_width=width * int(config.get("n_shared_experts", 1) or 0) if glm else 0,
+        scale=_number(config, "routed_scaling_factor", float, 1.0) if glm else 1.0,
+    )
+
+
 def _rope(config: Mapping[str, Any]) -> Rope:
     fields = _rope_fields(config)
     kind, theta = str(fields["rope_type"]), _number(fields, "rope_theta", float)
+    share = _number(fields, "partial_rotary_factor", float)
     if kind == "default":
-        return Rope(kind=kind, theta=theta)
+        return Rope(kind=kind, theta=theta, share=share)
     factor = _number(fields, "factor", float)
     if kind == "linear":
-        return Rope(kind=kind, theta=theta, factor=factor)
+        return Rope(kind=kind, theta=theta, share=share, factor=factor)
     return Rope(
         kind=kind,
         theta=theta,
+        share=share,
         factor=factor,
         low_freq_factor=_number(fields, "low_freq_factor", float),
         high_freq_factor=_number(fields, "high_freq_factor", float),

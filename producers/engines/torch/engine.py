@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +45,10 @@ from dora_pipe.producers.engines.slots import Integers, SlotTable
 from dora_pipe.producers.engines.torch import probe as torch_probe
 from dora_pipe.producers.engines.torch.attention import Piece, Run, StepAttention, split_pieces
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, read_causal_lm
+from dora_pipe.producers.engines.torch.experts import ROWS_MIN
 from dora_pipe.producers.engines.torch.kv import KvCache
 from dora_pipe.producers.engines.torch.lora import AdapterVersions, is_invariant
 from dora_pipe.producers.engines.torch.model import (
-    ROWS_MIN,
     Weights,
     empty,
     fill,
@@ -395,7 +394,7 @@ def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> t
 def _measured(model: CausalLM, weights: Weights | None, lora_rank: int) -> frozenset[str]:
     """What an engine for this model may declare on this machine; see `probe`."""
     if weights is None:
-        one = replace(model, layers=1)
+        one = model.only(model.kinds())
         weights = fuse(one, random_tensors(one, seed=0))
     part = torch_probe.small(weights)
     engine = TorchEngine(

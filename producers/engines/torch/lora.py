@@ -27,15 +27,11 @@ from dora_pipe.producers.engines.base import ResidentVersions, Version
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.engines.slots import Integers
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
-from dora_pipe.producers.engines.torch.model import ROWS_MIN, interleaved
+from dora_pipe.producers.engines.torch.experts import ROWS_MIN
+from dora_pipe.producers.engines.torch.model import interleaved
 from dora_pipe.store.adapters import Adapter, read_adapter_on
 
-FUSED: Final[Mapping[str, tuple[str, ...]]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+Parts = Mapping[str, tuple[str, ...]]
 """The fused layers of a decoder layer, each with its parts in the order of its outputs."""
 
 TURNED: Final = ("self_attn.q_proj", "self_attn.k_proj")
@@ -133,7 +129,7 @@ def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, .
     layers: list[LayerPairs] = []
     for number in range(model.layers):
         pairs: dict[str, Pair] = {}
-        for name, parts in FUSED.items():
+        for name, parts in fused_parts(model, number).items():
             there = [f"model.layers.{number}.{part}" for part in parts]
             if left.intersection(there):
                 pairs[name] = _pair(model, adapter, number, parts, where)
@@ -142,6 +138,21 @@ def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, .
     if left:
         raise PolicyError(f"{where}: the engine has no linear layer {min(left)!r} to adapt")
     return tuple(layers)
+
+
+def fused_parts(model: CausalLM, number: int) -> Parts:
+    """Of a decoder layer; experts of a mixture have no adapter, what every token passes has."""
+    block, width = model.block(number)
+    found: dict[str, tuple[str, ...]] = {
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "out": ("self_attn.o_proj",),
+    }
+    if width:
+        found |= {
+            "gate_up": (f"{block}.gate_proj", f"{block}.up_proj"),
+            "down": (f"{block}.down_proj",),
+        }
+    return found
 
 
 def _pair(
@@ -159,7 +170,7 @@ def _pair(
         if tuple(a.shape) != (rank, in_) or tuple(b.shape) != (out, rank):
             raise PolicyError(f"{where}: the adapter of {layer} is of another model")
         if part in TURNED:
-            b = interleaved(b, model.head_dim)
+            b = interleaved(b, model)
         downs.append(a)
         ups.append(b * adapter.scale)
     block_diag: Any = torch.block_diag
@@ -173,11 +184,16 @@ def is_invariant(model: CausalLM, rank: int) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     shapes = model.tensors()
-    for parts in FUSED.values():
-        sizes = [shapes[f"model.layers.0.{part}.weight"] for part in parts]
+    kinds = {
+        tuple(shapes[f"model.layers.{number}.{part}.weight"] for part in parts)
+        for number in model.kinds()
+        for parts in fused_parts(model, number).values()
+    }
+    for sizes in sorted(kinds):
+        parts = len(sizes)
         in_, out = sizes[0][1], sum(size for size, _ in sizes)
-        down = torch.randn(len(parts) * rank, in_, generator=generator)
-        up = torch.randn(out, len(parts) * rank, generator=generator)
+        down = torch.randn(parts * rank, in_, generator=generator)
+        up = torch.randn(out, parts * rank, generator=generator)
         x = torch.randn(PROBE_RUNS, in_, generator=generator)
         with torch.inference_mode():
             whole = F.linear(F.linear(x, down), up)

@@ -9,14 +9,16 @@ engine opens, see `probe`):
    product with one to three rows takes another path and rounds differently.
 3. Attention is a batch of small products, one for each row and key-value head, whose shape depends
    on the position of the row alone (see `kv`).
-4. Everything else works on each row by itself.
+4. Experts get the rows that chose them, and a row's results are added up in an order of its own
+   (see `experts`).
+5. Everything else works on each row by itself.
 
 Weights are replaced in place, tensor by tensor: an engine never has two of them.
 
 Theory of operation: query, key and value matrices are fused into one, gate and up into another.
 The halves that rotary positions turn into each other are interleaved in the weights, so that the
 rotation is one product of complex numbers; a permutation common to queries and keys does not
-change attention.
+change attention. Where positions turn a part of each head only, the rest is multiplied by 1.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ import torch
 import torch.nn.functional as F
 
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
-
-ROWS_MIN = 8
-"""Token rows of the smallest step; what is missing is padded with rows nobody reads."""
+from dora_pipe.producers.engines.torch.experts import (
+    ROWS_MIN,
+    ExpertWeights,
+    empty_experts,
+    mixed,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +52,11 @@ class Layer:
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
+    """Of the block that every token passes; without rows where there is none."""
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    experts: ExpertWeights | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +69,11 @@ class Weights:
     norm: torch.Tensor
     head: torch.Tensor
 
-    def truncated(self, layers: int) -> Weights:
-        """The same with the first layers only: equal shapes, less work."""
-        return replace(self, model=replace(self.model, layers=layers), layers=self.layers[:layers])
+    def of_each_kind(self) -> Weights:
+        """The same with the first layer of each kind only: equal shapes, less work."""
+        kept = self.model.kinds()
+        layers = tuple(self.layers[number] for number in kept)
+        return replace(self, model=self.model.only(kept), layers=layers)
 
 
 class Added(Protocol):
@@ -95,7 +104,7 @@ def empty(model: CausalLM) -> Weights:
     return Weights(
         model=model,
         embedding=embedding,
-        layers=tuple(_empty_layer(model) for _ in range(model.layers)),
+        layers=tuple(_empty_layer(model, layer) for layer in range(model.layers)),
         norm=torch.empty(model.hidden),
         head=embedding if model.tied else torch.empty(model.vocabulary, model.hidden),
     )
@@ -110,7 +119,7 @@ def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         "model.norm.weight": weights.norm,
         "lm_head.weight": weights.head,
     }
-    places = [_places(model, layer) for layer in weights.layers]
+    places = [_places(model, layer, number) for number, layer in enumerate(weights.layers)]
     with torch.no_grad():
         for name, tensor in tensors:
             if name in whole:
@@ -119,8 +128,7 @@ def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             number, _, rest = name.removeprefix(prefix).partition(".")
             place, turned = places[int(number)][rest]
             if turned:
-                apart = place.view(-1, model.head_dim // 2, 2, *place.shape[1:]).transpose(1, 2)
-                apart.copy_(_halves(tensor, model.head_dim))
+                _interleave(tensor, place, model)
             else:
                 place.copy_(tensor)
 
@@ -128,7 +136,8 @@ def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
     """The rotation of each position and frequency: complex64 [context_tokens, head_dim / 2]."""
     positions = torch.arange(context_tokens, dtype=torch.float32)
-    angles = torch.outer(positions, _frequencies(model.rope, model.head_dim))
+    angles = torch.outer(positions, _frequencies(model.rope, model.turned))
+    angles = F.pad(angles, (0, (model.head_dim - model.turned) // 2))
     return torch.complex(angles.cos(), angles.sin())
 
 
@@ -166,28 +175,42 @@ def forward(
             one.add(number, "out", attended, projected)
         x = projected.add_(x)
         normed = _norm(x, layer.mlp_norm, model)
-        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
-        for one in added:
-            one.add(number, "gate_up", normed, gate_up)
-        gated = F.silu(gate_up[:, : model.intermediate]).mul_(gate_up[:, model.intermediate :])
-        narrowed = F.linear(gated, layer.down, layer.down_bias)
-        for one in added:
-            one.add(number, "down", gated, narrowed)
-        x = narrowed.add_(x)
+        if layer.experts is None:
+            x = _gated(number, layer, normed, added).add_(x)
+            continue
+        assert model.experts is not None
+        made = mixed(model.experts, layer.experts, normed)
+        if len(layer.gate_up):
+            made.add_(_gated(number, layer, normed, added))
+        x = made.add_(x)
     last = _norm(x[: max(wanted, ROWS_MIN)], weights.norm, model)
     return F.linear(last, weights.head)
+
+
+def _gated(number: int, layer: Layer, normed: torch.Tensor, added: Sequence[Added]) -> torch.Tensor:
+    """What the block that every token passes makes of rows."""
+    gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+    for one in added:
+        one.add(number, "gate_up", normed, gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    gated = F.silu(gate).mul_(up)
+    narrowed = F.linear(gated, layer.down, layer.down_bias)
+    for one in added:
+        one.add(number, "down", gated, narrowed)
+    return narrowed
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, model: CausalLM) -> torch.Tensor:
     return F.rms_norm(x, (model.hidden,), weight, model.norm_eps)
 
 
-def _empty_layer(model: CausalLM) -> Layer:
+def _empty_layer(model: CausalLM, layer: int) -> Layer:
     def bias(there: bool, size: int) -> torch.Tensor | None:
         return torch.empty(size) if there else None
 
     hidden, turned = model.hidden, model.heads + model.kv_heads
     outputs = (turned + model.kv_heads) * model.head_dim
+    width = model.block(layer)[1]
     return Layer(
         attention_norm=torch.empty(hidden),
         qkv=torch.empty(outputs, hidden),
@@ -196,10 +219,11 @@ def _empty_layer(model: CausalLM) -> Layer:
         out=torch.empty(hidden, model.heads * model.head_dim),
         out_bias=bias(model.out_bias, hidden),
         mlp_norm=torch.empty(hidden),
-        gate_up=torch.empty(2 * model.intermediate, hidden),
-        gate_up_bias=bias(model.mlp_bias, 2 * model.intermediate),
-        down=torch.empty(hidden, model.intermediate),
+        gate_up=torch.empty(2 * width, hidden),
+        gate_up_bias=bias(model.mlp_bias, 2 * width),
+        down=torch.empty(hidden, width),
         down_bias=bias(model.mlp_bias, hidden),
+        experts=empty_experts(model, layer),
     )
 
 
@@ -207,13 +231,16 @@ Place = tuple[torch.Tensor, bool]
 """Where a tensor of a file goes, and whether the rows of each head are interleaved there."""
 
 
-def _places(model: CausalLM, layer: Layer) -> dict[str, Place]:
+def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, Place]:
     """By the name within its layer."""
     found: dict[str, Place] = {
         "input_layernorm.weight": (layer.attention_norm, False),
         "post_attention_layernorm.weight": (layer.mlp_norm, False),
     }
+    if layer.experts is not None:
+        found |= {name: (one, False) for name, one in layer.experts.places().items()}
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    block = model.block(number)[0]
     fused = (
         ("weight", layer.qkv, layer.out, layer.gate_up, layer.down),
         ("bias", layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias),
@@ -223,11 +250,11 @@ def _places(model: CausalLM, layer: Layer) -> dict[str, Place]:
             q, k, v = torch.split(qkv, [queries, keys, keys])
             for which, part, turned in (("q", q, True), ("k", k, True), ("v", v, False)):
                 found[f"self_attn.{which}_proj.{kind}"] = part, turned
-        if gate_up is not None:
-            gate, up = torch.split(gate_up, model.intermediate)
-            found[f"mlp.gate_proj.{kind}"] = gate, False
-            found[f"mlp.up_proj.{kind}"] = up, False
-        for name, whole in (("self_attn.o_proj", out), ("mlp.down_proj", down)):
+        if gate_up is not None and len(gate_up):
+            gate, up = gate_up.chunk(2)
+            found[f"{block}.gate_proj.{kind}"] = gate, False
+            found[f"{block}.up_proj.{kind}"] = up, False
+        for name, whole in (("self_attn.o_proj", out), (f"{block}.down_proj", down)):
             if whole is not None:
                 found[f"{name}.{kind}"] = whole, False
     if layer.qk_norm is not None:
@@ -237,19 +264,25 @@ def _places(model: CausalLM, layer: Layer) -> dict[str, Place]:
     return found
 
 
-def interleaved(part: torch.Tensor, head_dim: int) -> torch.Tensor:
+def interleaved(part: torch.Tensor, model: CausalLM) -> torch.Tensor:
     """Rows of each head reordered 0, half, 1, half + 1, ...: pairs that are turned together."""
-    return _halves(part, head_dim).transpose(1, 2).reshape(part.shape)
+    found = torch.empty_like(part)
+    _interleave(part, found, model)
+    return found
 
 
-def _halves(part: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The rows of each head as its two halves: [heads, 2, head_dim / 2, ...]."""
-    return part.view(-1, 2, head_dim // 2, *part.shape[1:])
+def _interleave(part: torch.Tensor, place: torch.Tensor, model: CausalLM) -> None:
+    """Copy rows to where they are turned, those of one head to all; the others lie as they did."""
+    turned, half = model.turned, model.turned // 2
+    rows, to = (one.view(-1, model.head_dim, *one.shape[1:]) for one in (part, place))
+    pairs = to[:, :turned].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
+    pairs.copy_(rows[:, :turned].view(len(rows), 2, half, *rows.shape[2:]))
+    to[:, turned:].copy_(rows[:, turned:])
 
 
-def _frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+def _frequencies(rope: Rope, turned: int) -> torch.Tensor:
     """Radians per position of each pair; float32 arithmetic in the order of transformers."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
         return frequencies

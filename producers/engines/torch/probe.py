@@ -2,8 +2,9 @@
 
 That the bits of a row do not depend on its company is a property of the matrix products of this
 machine's library for this model's shapes. It held wherever it was measured; where it does not, the
-engine must not claim it. The probe runs an engine with the model's first layer and a part of its
-vocabulary: the shapes of the other layers are the same, and the whole head is tried by itself.
+engine must not claim it. The probe runs an engine with the model's first layer (of a mixture, a
+dense one and one with experts) and a part of its vocabulary: the shapes of the other layers are the
+same, and the whole head is tried by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dora_pipe.producers.engines.port import (
     SamplingParams,
     TokensSampled,
 )
-from dora_pipe.producers.engines.torch.model import ROWS_MIN, Weights
+from dora_pipe.producers.engines.torch.experts import ROWS_MIN
+from dora_pipe.producers.engines.torch.model import Weights
 
 SLOTS = 16
 CONTEXT_TOKENS = 96
@@ -43,9 +45,9 @@ Bits = dict[str, list[float]]
 
 
 def small(weights: Weights) -> Weights:
-    """The first layer of a model, with a part of its vocabulary."""
+    """The first layer of a model, of each kind that it has, with a part of its vocabulary."""
     size = min(weights.model.vocabulary, VOCABULARY_MAX)
-    one = weights.truncated(1)
+    one = weights.of_each_kind()
     return replace(
         one,
         model=replace(one.model, vocabulary=size),

@@ -36,6 +36,10 @@ LLAMA3 = {
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 128}
 
 
+MIXTURE = {"n_routed_experts": 8, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
+GLM = MIXTURE | {"model_type": "glm4_moe"}
+
+
 def directory(folder: Path, **changes: Any) -> Path:
     config = {key: value for key, value in (QWEN2 | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
@@ -56,10 +60,15 @@ def test_sizes_come_from_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_biases_and_head_norms_follow_the_family(family: str, tmp_path: Path) -> None:
     where = directory(
-        tmp_path, model_type=family, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        tmp_path,
+        **(MIXTURE if "moe" in family else {}),
+        model_type=family,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
     )
     model = read_causal_lm(where, context_tokens=64)
-    biased = {name.split(".")[-2] for name in model.tensors() if name.endswith("bias")}
+    biased = {name.split(".")[-2] for name in model.tensors() if name.endswith(".bias")}
     qkv, out = {"q_proj", "k_proj", "v_proj"}, {"o_proj"}
     assert (
         biased
@@ -68,9 +77,11 @@ def test_biases_and_head_norms_follow_the_family(family: str, tmp_path: Path) ->
             "mistral": set(),
             "qwen2": qkv,
             "qwen3": qkv | out,
+            "qwen3_moe": qkv | out,
+            "glm4_moe": qkv,
         }[family]
     )
-    assert model.qk_norm == (family == "qwen3")
+    assert model.qk_norm == (family in ("qwen3", "qwen3_moe"))
     assert model.head_dim == (128 if family == "qwen3" else 32)
     assert "lm_head.weight" not in model.tensors()
 
@@ -112,7 +123,10 @@ def test_rotary_settings_of_both_forms_are_read(
         ({"model_type": ["qwen2"]}, "models of type"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"num_local_experts": 8}, "mixtures of experts"),
+        ({"num_local_experts": 8}, "mixtures of experts of type"),
+        (GLM | {"n_group": 8}, "group by group"),
+        (GLM | {"num_experts_per_tok": 9}, "a token passes 9 of 8 experts"),
+        (GLM | {"moe_intermediate_size": ...}, "moe_intermediate_size is missing"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         (SLIDING, "sliding-window attention over 128 tokens"),
         ({"layer_types": ["chunked_attention"] * 2}, "sliding-window"),

@@ -1,0 +1,105 @@
+"""The experts of one layer over token rows; decides that a row's result depends on no other row.
+
+Which experts a row passes is found from its own logits. Each expert gets the rows that chose it as
+one product, never fewer than `ROWS_MIN` of them, as linear layers do (see `model`); what it gives
+is laid beside what the row's other experts give, and they are added up in the order of the router's
+choice. So how many rows an expert gets changes no bit of any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from dora_pipe.producers.engines.torch.causal_lm import CHOICE_BIAS, CausalLM, Experts
+
+ROWS_MIN: Final = 8
+"""Rows of the smallest product; what is missing is padded with rows nobody reads."""
+
+NOTHING: Final = 1e-20
+"""Added to the sum of sigmoids before scores are divided by it, as transformers does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The router and the experts of one layer; linear weights are [out, in]."""
+
+    router: torch.Tensor  # [experts, hidden]
+    choice_bias: torch.Tensor | None  # [experts]
+    gate_up: torch.Tensor  # [experts, 2 * width, hidden]
+    down: torch.Tensor  # [experts, hidden, width]
+
+    def places(self) -> dict[str, torch.Tensor]:
+        """Where the tensors of a file go, by the name within their layer."""
+        found = {"mlp.gate.weight": self.router}
+        if self.choice_bias is not None:
+            found[CHOICE_BIAS] = self.choice_bias
+        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            found[f"mlp.experts.{number}.gate_proj.weight"] = gate
+            found[f"mlp.experts.{number}.up_proj.weight"] = up
+            found[f"mlp.experts.{number}.down_proj.weight"] = down
+        return found
+
+
+def empty_experts(model: CausalLM, layer: int) -> ExpertWeights | None:
+    """Room for what a layer has of experts."""
+    experts = model.experts
+    if experts is None or not model.sparse(layer):
+        return None
+    count, width, hidden = experts.count, experts.width, model.hidden
+    return ExpertWeights(
+        router=torch.empty(count, hidden),
+        choice_bias=torch.empty(count) if experts.scores == "sigmoid" else None,
+        gate_up=torch.empty(count, 2 * width, hidden),
+        down=torch.empty(count, hidden, width),
+    )
+
+
+def routed(
+    experts: Experts, weights: ExpertWeights, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts that each row of `x` [rows, hidden] passes, int64 [rows, per_token], and what
+    each of them counts, float32 of the same shape; at least ROWS_MIN rows."""
+    logits = F.linear(x, weights.router)
+    if experts.scores == "softmax":
+        scores = torch.softmax(logits, -1)
+        chosen, choice = torch.topk(scores, experts.per_token, -1)
+    else:
+        assert weights.choice_bias is not None
+        scores = _sigmoid(logits)
+        choice = torch.topk(scores + weights.choice_bias, experts.per_token, -1).indices
+        chosen = scores.gather(1, choice)
+    if experts.normed:
+        total = chosen.sum(-1, keepdim=True)
+        chosen = chosen / (total if experts.scores == "softmax" else total + NOTHING)
+    return choice, chosen if experts.scale == 1 else chosen * experts.scale
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """Of each number by itself. torch's own takes another path, which rounds differently, for the
+    last numbers of an array: which those are depends on how many rows there are."""
+    pairs = torch.stack([logits, torch.zeros_like(logits)], -1)
+    return torch.softmax(pairs, -1)[..., 0]
+
+
+def mixed(experts: Experts, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+    """What the experts make of rows `x` [rows, hidden], of the same shape."""
+    choice, counts = routed(experts, weights, x)
+    flat, shares = choice.reshape(-1), counts.reshape(-1, 1)
+    parts = torch.empty(len(flat), x.shape[1])
+    for number in sorted(set(flat.tolist())):
+        places = torch.nonzero(flat == number)[:, 0]
+        missing = max(0, ROWS_MIN - len(places))
+        padded = torch.cat([places, places[-1:].expand(missing)]) if missing else places
+        gate, up = F.linear(x[padded // experts.per_token], weights.gate_up[number]).chunk(2, -1)
+        made = F.linear(F.silu(gate).mul_(up), weights.down[number])
+        parts[places] = made[: len(places)] * shares[places]
+    laid = parts.view(*choice.shape, -1)
+    out = laid[:, 0].clone()
+    for rank in range(1, experts.per_token):
+        out += laid[:, rank]
+    return out

@@ -1,0 +1,102 @@
+"""Mixtures of experts from a warm start to an export, every step and token bit for bit again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.export import export_policy
+from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
+from dora_pipe.consumers.learners.torch.model import build, load_weights
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.store.safetensors_file import read_manifest
+from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
+from tests.support.models import make_glm4_moe, make_qwen3_moe
+
+STEPS = 2
+KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype]] = {
+    "qwen3_moe": (make_qwen3_moe, "float32"),
+    "glm4_moe": (make_glm4_moe, "bfloat16"),
+}
+MEMORY = {"gradient_checkpointing": True, "packing": True}
+
+
+def has_version(cluster: Cluster, version: int) -> bool:
+    return cluster.version >= version
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A finished run on a model that was warmed up, its trainer killed between checkpoints."""
+    make, dtype = KINDS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    warm = folder / "warm"
+    examples = [Example(token_ids=[1, *range(20, 30)], mask=[0, *([1] * 10)])]
+    options = SftOptions(steps=2, batch=2)
+    cold = make(folder / "cold", scale=20.0)
+    train_sft(cold, examples, warm, encode=lambda example: example, options=options)
+    config = make_config(
+        run__steps=STEPS,
+        run__name="mixture",
+        sampling__max_tokens=8,
+        groups__size=2,
+        groups__per_step=2,
+        trainer__checkpoint_every=2,
+        trainer__learning_rate=1e-3,
+        evaluation__every=0,
+        **{f"trainer__{key}": value for key, value in MEMORY.items()},
+    )
+    parts = TorchParts(warm, dtype=dtype)
+    with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
+        running.until(partial(has_version, running, 1))
+        running.restart(TRAINER)
+        running.run()
+        yield running
+
+
+def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
+    report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    lines = cluster.replayed(0, STEPS)
+    assert [line.equal for line in lines] == [True] * STEPS
+
+
+def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    stop_ids = cluster.parts.stop_ids(cluster.assets)
+    settings = {"train": cluster.config.sampling, "eval": cluster.config.evaluation.sampling}
+    params: dict[str, SamplingParams] = {
+        source: sampling_params(one, stop_ids) for source, one in settings.items()
+    }
+    engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
+    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
+    with closing(read_catalogue(bus, topics)) as tables:
+        wanted = list(pick(tables, 4, 5))
+        found = list(regenerate(bus, topics, store, tables, engine, wanted, params))
+        versions = dict(tables.query("select version, digest from versions"))
+        digest = export_policy(tables, cluster.store, STEPS, tmp_path)
+    assert [one.equal for one in found] == [True] * 4
+    assert read_manifest(tmp_path / "model.safetensors").digest == digest
+    assert digest == versions[STEPS] != versions[0]
+    network = build(cluster.assets)
+    load_weights(network, cluster.store.weights_path(digest))
+    read: Any = AutoModelForCausalLM.from_pretrained
+    theirs = read(tmp_path, dtype=torch.float32).eval()
+    ids = torch.arange(30).reshape(2, -1)
+    with torch.no_grad():
+        assert torch.equal(network(ids).logits, theirs(ids).logits)

@@ -135,7 +135,7 @@ class EndpointTeacher:
         options, pause_s = self._options, PAUSE_S
         body = {
             "model": options.model,
-            "prompt": [list(ids) for ids, _ in rows],
+            "prompt": [np.asarray(ids).tolist() for ids, _ in rows],
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": 0,

@@ -37,7 +37,7 @@ alone, as its paper writes it. What has no gradient is held still."""
 
 LENGTHS = (3, 1, 4, 2)
 GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
-few = hypothesis_settings(max_examples=20)
+few = hypothesis_settings(max_examples=8)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -128,12 +128,15 @@ subjects = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: f"{one.k
 
 
 @subjects
-@pytest.mark.parametrize(
-    ("mask", "kl"), list(product(get_args(Mask), (None, *ESTIMATES))), ids=lambda one: str(one)
-)
 def test_gradient_is_the_slope_of_the_value_under_every_mask_advantage_and_kl(
-    subject: Subject, mask: Mask, kl: str | None
+    subject: Subject,
 ) -> None:
+    for mask, kl in product(get_args(Mask), (None, *ESTIMATES)):
+        check_gradient(subject, mask, kl)
+
+
+def check_gradient(subject: Subject, mask: Mask, kl: str | None) -> None:
+    """It is the slope of the value, with this mask, this estimate of KL, and one of the rules."""
     bounds = {"mask_low": 0.8, "mask_high": 1.3} if mask != "none" else {}
     keys = subject.chosen(mask=mask, **bounds, **({"kl": 0.3, "kl_estimate": kl} if kl else {}))
     inputs = random_inputs(1, LENGTHS, proximal=needs_proximal(keys))

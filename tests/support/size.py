@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.support.tidy import ROOT, files
@@ -46,6 +47,7 @@ def modules() -> list[Path]:
     return files(".py")
 
 
+@cache
 def size_of(path: Path) -> Size:
     """One file."""
     text = (ROOT / path).read_text()

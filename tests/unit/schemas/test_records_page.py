@@ -69,16 +69,21 @@ def test_every_topic_and_kind_is_on_the_page() -> None:
         assert f"`<run>.{topic.removeprefix('run.')}`" in page
 
 
-@pytest.mark.parametrize("line", make.field_lines())
-def test_every_json_field_is_on_the_page_under_its_record(line: str) -> None:
-    record, field = line.split(":")[0].split(".")
+def test_every_json_field_is_on_the_page_under_its_record() -> None:
+    page, lines = PAGE.read_text(), make.field_lines()
     headings = {
         "Meta": "### The object in `meta_json`",
         **{name: f"### {name}" for name in ("Round", *(one for one, _ in records_words.PARTS))},
     }
-    heading = headings.get(record, f"### {kebab(record)}")
-    section = PAGE.read_text().split(f"{heading}\n", 1)[1].split("\n#", 1)[0]
-    assert f"| `{field}` |" in section
+    missing = []
+    for line in lines:
+        record, field = line.split(":")[0].split(".")
+        heading = headings.get(record, f"### {kebab(record)}")
+        section = page.split(f"{heading}\n", 1)[1].split("\n#", 1)[0]
+        if f"| `{field}` |" not in section:
+            missing.append(line)
+    assert len(lines) > 300
+    assert missing == []
 
 
 def test_no_common_meaning_is_left_over() -> None:

@@ -15,7 +15,7 @@ from tests.support.agent_run import (
     check_what_was_told_is_logged_once,
     furnish_agent,
 )
-from tests.support.user_run import assert_clean, call, furnish, steps
+from tests.support.user_run import assert_clean, call, call_here, furnish, steps
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,6 @@ def test_calls_end_sampling_where_they_asked_for_it(place: Path) -> None:
 
 def test_the_run_holds_and_is_made_again(place: Path) -> None:
     assert_clean(place, "tiny")
-    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
-    assert call(place, "replay", "tiny", "--random", "4") == 0, (place / "said").read_text()
+    assert call_here(place, "replay", "tiny") == 0, (place / "said").read_text()
+    assert call_here(place, "replay", "tiny", "--random", "4") == 0, (place / "said").read_text()
     assert "4 of 4 trajectories bit-equal" in (place / "said").read_text()

@@ -16,6 +16,7 @@ from tests.support.user_run import (
     TEMPLATE,
     assert_clean,
     call,
+    call_here,
     facts,
     furnish,
     steps,
@@ -133,6 +134,6 @@ def test_texts_and_turns_are_made_again_from_the_log(
     words: tuple[str, ...], said: str, place: Path
 ) -> None:
     before = len((place / "said").read_text())
-    assert call(place, *words) == 0, (place / "said").read_text()[before:]
+    assert call_here(place, *words) == 0, (place / "said").read_text()[before:]
     found = (place / "said").read_text()[before:]
     assert said in found and "another one here" not in found

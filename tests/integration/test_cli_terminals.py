@@ -22,6 +22,7 @@ from dora_pipe.core.console import speak
 from dora_pipe.launch.examples import example_file
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
+from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 
 TEXT = "na\u00efve \u2192 \U0001f600 \udc80"
@@ -98,16 +99,10 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
         ["whatif", "a", "--paradigm", HOSTILE],
     ],
 )
-def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_MAIN, *words],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode in (2, 3)
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.stdout + done.stderr)
+def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str], call: Call) -> None:
+    code, out, err = call(*words)
+    assert code in (2, 3)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err)
 
 
 @pytest.mark.parametrize("words", [("cat", "."), ("cat", ".", "--json"), ("show", ".", "3")])

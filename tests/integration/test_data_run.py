@@ -4,6 +4,7 @@ held out."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import RunStarted
 from tests.support.data_files import TYPED
-from tests.support.user_run import assert_clean, call, facts, furnish, steps
+from tests.support.user_run import assert_clean, call, call_here, facts, furnish, steps
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
@@ -62,10 +63,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Path) -> None:
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
+    said = (place / "said").read_text()
+    assert "step    2  reward" in said
+    assert "evaluation of version 3" in said
     started = next(one for one in facts(place, "tiny") if isinstance(one, RunStarted))
     assert started.dataset_rows + started.eval_rows == 32
     assert 4 <= started.eval_rows <= 16
-    assert call(place, "replay", "tiny", "--rewards") == 0
+    assert call_here(place, "replay", "tiny", "--rewards") == 0
     assert "rewards as recorded" in (place / "said").read_text()
     with opened(str(place / "runs" / "tiny")) as run:
         assert run.config.task.columns == {"talk": "conversations"}
+
+
+def test_its_policy_is_exported_and_loads(place: Path) -> None:
+    assert call_here(place, "export", "tiny", "--policy", "3", "trained") == 0
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(place / "trained")
+    model: Any = AutoModelForCausalLM.from_pretrained(place / "trained")
+    ids = tokenizer("say a: ", return_tensors="pt")["input_ids"]
+    generated = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False).tolist()
+    assert len(generated[0]) > ids.shape[1]

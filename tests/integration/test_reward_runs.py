@@ -12,7 +12,7 @@ from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.judge_endpoint import Answer, judge_endpoint, said
 from tests.support.tidy import ROOT
-from tests.support.user_run import assert_clean, call, furnish
+from tests.support.user_run import assert_clean, call, call_here, furnish
 
 pytest.importorskip("torch")
 
@@ -49,6 +49,6 @@ def test_a_run_with_a_judge_learns_from_it_and_its_rewards_are_asked_again_witho
         parts = one.meta.reward_parts
         assert one.reward == parts["judge"] + 0.5 * parts["exact"]
         assert one.meta.reward_raw == parts["judge"]
-    assert call(place, "replay", "judge", "--rewards") == 0, (place / "said").read_text()
+    assert call_here(place, "replay", "judge", "--rewards") == 0, (place / "said").read_text()
     assert f"{len(found)} of {len(found)} rewards as recorded" in (place / "said").read_text()
     assert len(endpoint.asked) == asked

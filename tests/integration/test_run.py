@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,24 +26,6 @@ pytest.importorskip("torch")
 def place(tmp_path: Path) -> Path:
     """A user's folder."""
     return furnish(tmp_path)
-
-
-def test_a_run_on_the_users_own_material_ends_audited_and_its_policy_loads(place: Path) -> None:
-    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert_clean(place, "tiny")
-    said = (place / "said").read_text()
-    assert "step    2  reward" in said
-    assert "evaluation of version 3" in said
-
-    assert call(place, "export", "tiny", "--policy", "3", "trained") == 0
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(place / "trained")
-    model: Any = AutoModelForCausalLM.from_pretrained(place / "trained")
-    ids = tokenizer("say a: ", return_tensors="pt")["input_ids"]
-    generated = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False).tolist()
-    assert len(generated[0]) > ids.shape[1]
 
 
 @pytest.mark.slow

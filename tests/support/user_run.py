@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
+from dora_pipe.cli.main import main
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.trajectory import Trajectory
@@ -90,6 +94,27 @@ def start(place: Path, *words: str) -> subprocess.Popen[bytes]:
 def call(place: Path, *words: str) -> int:
     """Its exit code."""
     return start(place, *words).wait(WAIT_S)
+
+
+def call_here(place: Path, *words: str) -> int:
+    """The exit code of `dora-pipe WORDS` called in this process, which has imported what it needs:
+    for commands that read. What it says goes where `start` has it."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    with (
+        (place / "said").open("a") as said,
+        contextlib.chdir(place),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        patch.object(sys, "argv", ["dora-pipe", *words]),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            return 0 if ended.code is None else int(ended.code)
+        finally:
+            root.handlers[:], root.level = before
+    raise AssertionError("a command ends with an exit code")
 
 
 def facts(place: Path, run: str) -> Iterator[object]:

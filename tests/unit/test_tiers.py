@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import pytest_runtest_setup
+from tests.support import device, slow_tier
 from tests.support.device import NO_GPU, has_gpu
 from tests.support.gpu import ROUNDS
 from tests.support.slow_tier import AUTOGROUP, LAST, OTHERS, PURE, exit_code, stand_back
 from tests.support.tidy import ROOT, files
 
 BROKER_TESTS = "tests/integration/test_kafka_broker.py"
-PROGRAM_TESTS = "tests/integration/test_kafka_program.py"
 LIMIT_S = 300
 
 
@@ -48,6 +49,16 @@ def test_broker_tests_fail_in_ci_where_java_is_missing(tmp_path: Path) -> None:
     assert "skipped" not in output.splitlines()[-1]
 
 
+def test_a_test_that_is_to_run_on_a_gpu_is_skipped_where_there_is_none(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "ON_GPU", True)
+    monkeypatch.setattr(device, "has_gpu", lambda: False)
+    with pytest.raises(pytest.skip.Exception, match=NO_GPU):
+        pytest_runtest_setup(request.node)
+
+
+@pytest.mark.slow
 def test_rounds_of_a_gpu_are_skipped_with_one_line_where_there_is_none(tmp_path: Path) -> None:
     if has_gpu():
         pytest.skip("there is a GPU")
@@ -105,19 +116,18 @@ def test_both_parts_of_the_slow_tier_together_are_the_slow_tier() -> None:
     assert "$(BIN)/python -m tests.support.slow_tier $(ARGS)\n" in recipes
 
 
-def test_the_slow_tier_shows_both_of_its_parts_and_one_may_be_empty() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.slow_tier", BROKER_TESTS, PROGRAM_TESTS, "--co"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    first, second = (line for line in done.stdout.splitlines() if " deselected" in line)
-    assert "4/" in first, "the others are there, and come first"
-    assert "no tests" in second
+def test_the_slow_tier_shows_both_of_its_parts_and_one_may_be_empty(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = "import sys; print(sys.argv[1:]); sys.exit(5 if 'slow and pure' in sys.argv else 0)"
+    monkeypatch.setattr(slow_tier, "PYTEST", (sys.executable, "-c", told))
+    # With the last priority it would wait for a machine that has nothing else to do.
+    monkeypatch.setattr(slow_tier, "stand_back", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert slow_tier.main(["tests/some.py"]) == 0
+    first, second = capfd.readouterr().out.splitlines()
+    assert first == str([*OTHERS, "tests/some.py"]), "the others come first"
+    assert second == str([*PURE, "tests/some.py"])
 
 
 @pytest.mark.parametrize(

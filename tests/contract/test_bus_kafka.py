@@ -108,6 +108,7 @@ def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(
     harness.open().create([spec])
 
 
+@pytest.mark.slow
 def test_a_listener_that_sends_its_clients_to_an_unknown_host_is_told_so(tmp_path: Path) -> None:
     """The client itself would only say that something took too long."""
     lost = Listener(name="LOST", advertised="no-such-host.invalid:9092")

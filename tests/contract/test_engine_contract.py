@@ -18,6 +18,7 @@ from tests.support import engine_moves as moves
 from tests.support import engine_prefixes as prefixes
 from tests.support.engine_contract import Decode, Subject
 from tests.support.engine_moves import CHECKS
+from tests.support.tiers import more
 from tests.support.worker import VirtualClock
 
 SUBJECTS = ("simulated", "qwen2", "llama_gqa", "glm4_moe", "vllm", "vllm-server")
@@ -75,7 +76,7 @@ def test_engine_that_keeps_prefixes(subject: Subject, check: str) -> None:
     prefixes.CHECKS[check](subject)
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, *more([60])])
 def test_kept_prefixes_change_no_bit_of_random_episodes(subject: Subject, examples: int) -> None:
     """With room for all, and for so little that something is always pushed out."""
     open_keeping = prefixes.opens_keeping(subject)

@@ -34,6 +34,7 @@ from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 from tests.support.engine_contract import Result, request, run, take
 from tests.support.engine_moves import finish, steps
+from tests.support.tiers import more
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make
 
 LOGPROB_TOLERANCE = 1e-4
@@ -152,9 +153,12 @@ def test_a_mixture_keeps_every_promise_and_has_the_logprobs_of_transformers(
     assert logprob_distance(tmp_path, prompt, result) < LOGPROB_TOLERANCE
 
 
-def test_a_long_request_among_refilled_slots_has_the_bits_it_has_alone(directory: Path) -> None:
+@pytest.mark.parametrize("tokens", [150, *more([500])])
+def test_a_long_request_among_refilled_slots_has_the_bits_it_has_alone(
+    directory: Path, tokens: int
+) -> None:
     engine = open_engine(directory, slots=64)
-    long = request("long", [5, 6, 7], max_tokens=500, seed=11)
+    long = request("long", [5, 6, 7], max_tokens=tokens, seed=11)
     alone = run(engine, [long])["long"]
     chance = np.random.default_rng(8)
     short = [
@@ -164,10 +168,10 @@ def test_a_long_request_among_refilled_slots_has_the_bits_it_has_alone(directory
             seed=number,
             max_tokens=int(chance.integers(20, 71)),
         )
-        for number in range(63 * 10)
+        for number in range(63 * tokens // 50)
     ]
     company = run(engine, [long, *short])
-    assert len(alone.tokens) == 500
+    assert len(alone.tokens) == tokens
     assert company["long"] == alone
 
 

@@ -34,7 +34,7 @@ def _lines(report: AuditReport) -> list[str]:
     return [violation.line for violation in report.violations]
 
 
-@pytest.mark.parametrize("turns", [0, 1, 7, 20])
+@pytest.mark.parametrize("turns", [1, 20])
 def test_audit_holds_while_the_run_goes_on(tmp_path: Path, turns: int) -> None:
     with Cluster(tmp_path, make_config(run__steps=12), on_disk=False) as cluster:
         bus = BusyBus(cluster, turns)

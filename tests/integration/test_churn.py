@@ -18,6 +18,7 @@ from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 from tests.support.games import Games
+from tests.support.tiers import more
 
 CHANGES: dict[str, dict[str, object]] = {
     "dora": {"staleness__in_flight_batches": 3.0},
@@ -87,7 +88,7 @@ class Churn:
 
 
 @KIND
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *more([2])])
 def test_workers_that_come_and_go_all_the_time_leave_the_run_clean(
     tmp_path: Path, kind: str, seed: int
 ) -> None:

@@ -14,6 +14,7 @@ from dora_pipe.cli.app import app
 from dora_pipe.core.errors import ResourceError
 
 
+@pytest.mark.slow
 def test_every_plane_has_a_row_and_a_split_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

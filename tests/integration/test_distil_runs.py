@@ -20,6 +20,7 @@ from tests.integration.test_objective_runs import again, commits_of
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 from tests.support.teachers import teacher_endpoint
+from tests.support.tiers import more
 
 STEPS = 16
 
@@ -105,7 +106,7 @@ def test_another_directory_is_named_by_replay(
         raise_if_diverged(line)
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora__rank": 4}], ids=["whole", "adapter"])
+@pytest.mark.parametrize("lora", [{}, *more([{"lora__rank": 4}])], ids=["whole", "adapter"])
 def test_steps_of_an_endpoint_come_out_bit_for_bit_when_it_is_gone(
     tmp_path: Path, models: tuple[Path, Path], lora: dict[str, int]
 ) -> None:

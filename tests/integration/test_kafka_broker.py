@@ -65,6 +65,7 @@ def test_without_a_free_port_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         free_ports(2)
 
 
+@pytest.mark.slow
 def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(
     tmp_path: Path,
 ) -> None:

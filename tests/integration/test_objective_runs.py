@@ -23,6 +23,7 @@ from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.schemas.control import StepCommitted
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
+from tests.support.tiers import more
 
 STEPS = 3
 GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -96,7 +97,7 @@ def test_step_trained_again_with_another_objective_gives_other_weights(cluster: 
     assert lines[0].replayed.step == 0
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora__rank": 2}], ids=["whole", "adapter"])
+@pytest.mark.parametrize("lora", [{}, *more([{"lora__rank": 2}])], ids=["whole", "adapter"])
 def test_run_with_a_falling_rate_and_a_moving_reference_comes_out_bit_for_bit(
     tmp_path: Path, lora: dict[str, int]
 ) -> None:

@@ -79,7 +79,7 @@ def _findings(seed: int, place: Path, *, resident: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("resident", [False, True], ids=["one-version", "several"])
-@pytest.mark.parametrize("seed", [3, 7, 12, 21, 39])
+@pytest.mark.parametrize("seed", [7, 39])
 def test_a_seed_that_holds_has_no_finding(seed: int, resident: bool, tmp_path: Path) -> None:
     assert _findings(seed, tmp_path / "run", resident=resident) == []
 

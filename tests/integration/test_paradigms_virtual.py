@@ -55,6 +55,7 @@ def test_every_entrant_trains_as_much_and_the_same_seed_gives_the_same_figures(
 
 
 @pytest.mark.slow
+@pytest.mark.pure
 def test_a_study_keeps_what_is_done_and_tells_it_again(tmp_path: Path, call: Call) -> None:
     words = ["bench", "paradigms", "--task", "tools", "--quick", "--out", str(tmp_path / "study")]
     words += ["--only", "dora", "--seeds", "1", "--choose", "1", "--json"]

@@ -14,6 +14,7 @@ from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World
 from tests.support.recorded_run import STEPS, RecordedRun
+from tests.support.tiers import more
 from tests.support.traces import check_traces, check_whole, traces_of
 
 
@@ -26,7 +27,7 @@ class _Traced(SeedRun):
         self.trained = check_traces(world.bus, world.topics)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [2, *more([0, 1, 3, 4, 5])])
 def test_paths_are_unbroken_in_a_simulated_run_with_faults(seed: int) -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
     seed_run = _Traced(draw(seed, form="long"))

@@ -310,7 +310,9 @@ def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     again = trainer.gradient_checkpointing
     layer = tokens * (max(_layers(shape, config, width)) if again else 0)
     if chunk:
-        layer += tokens * 4 * shape.hidden * width + chunk * _chunk_inside(shape, width)
+        # Its input is there anyway, where it is computed again.
+        beside = (1 if again else 2) * shape.hidden * width
+        layer += tokens * beside + chunk * _chunk_inside(shape, width)
     else:
         layer += tokens * _working(shape, width)
     parts = [

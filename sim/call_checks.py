@@ -49,6 +49,8 @@ class CallChecks:
     def __init__(self, wrong: Callable[[str, str], None]) -> None:
         self.counted: Counter[str] = Counter()
         """What became of calls."""
+        self.on_trajectory: Callable[[Trajectory, int], None] = lambda one, incarnation: None
+        """Called with every one that is in the log, and who has appended it."""
         self._wrong = wrong
         self._specs: dict[str, GroupSpec] = {}
         self._starts: dict[tuple[int, str], _Start] = {}
@@ -72,6 +74,7 @@ class CallChecks:
             self._durable[decoded.trajectory, decoded.call.seed].add(tuple(decoded.token_ids))
         elif isinstance(decoded, Trajectory):
             self._trajectory(decoded, incarnation)
+            self.on_trajectory(decoded, incarnation)
 
     # Answers
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.config.model import Config
-from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_SESSIONS
+from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS
 from dora_pipe.sim.scenario import Scenario, draw
 
 Meets = Callable[[Scenario], bool]
@@ -42,6 +42,7 @@ _MEETS: Final[dict[str, Meets]] = {
         for name, _, _ in OF_SESSIONS
     },
     **{name: lambda drawn: drawn.replayable for name, _, _ in OF_EPISODES},
+    **{name: lambda drawn: drawn.kept_ns > 0 for name, _, _ in OF_KEPT},
     "part-too-soon": _PARTS,
     "part-lost": _PARTS,
     "part-twice": _PARTS,

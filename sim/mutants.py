@@ -40,7 +40,7 @@ from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
-from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_SESSIONS
+from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS
 from dora_pipe.sim.mutants_of_versions import OF_VERSIONS
 
 _MISSING: Final = object()
@@ -511,6 +511,7 @@ def _untouched(patches: Patches) -> None:
 _ALL: Final = (
     *OF_SESSIONS,
     *OF_EPISODES,
+    *OF_KEPT,
     *OF_VERSIONS,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),
     ("gate-at-t", "the bound is asked at t instead of s while a step trains", _gate_at_t),

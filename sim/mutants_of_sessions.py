@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.runtime import Now, Published
+from dora_pipe.producers.tasks.told import ToldEpisode
 from dora_pipe.producers.worker import sessions
 from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
 from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
@@ -121,6 +122,36 @@ def _told_otherwise(patches: Patches) -> None:
 
     patches.put(Episodes, "_tell", tell)
 
+
+def _told_twice(patches: Patches) -> None:
+    patches.put(ToldEpisode, "is_known", lambda self, at, turn: False)
+
+
+def _kept_as_fresh(patches: Patches) -> None:
+    right = Episodes._tell
+
+    def tell(self: Episodes, request: RequestState, now: Now) -> None:
+        if request.found:
+            request.replay.clear()
+        right(self, request, now)
+
+    patches.put(Episodes, "_tell", tell)
+
+
+def _older_record_fails(patches: Patches) -> None:
+    patches.put(Episodes, "_tells_anew", lambda self, request: False)
+
+
+OF_KEPT: Final = (
+    ("told-twice", "an environment makes a step again that it was told before", _told_twice),
+    ("kept-as-fresh", "an episode that was kept is told its next turn alone", _kept_as_fresh),
+    (
+        "older-record-fails",
+        "a kept episode ends for the record of an environment before it",
+        _older_record_fails,
+    ),
+)
+"""As `OF_SESSIONS`, of episodes at a server that keeps them."""
 
 OF_EPISODES: Final = (
     (

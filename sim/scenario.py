@@ -66,6 +66,7 @@ FAULTS: Final[dict[str, str]] = {
     "agent-lost": "an agent's process dies, or it says `Retry`",
     "agent-raises": "an agent raises",
     "agent-wanders": "an agent asks for something else than when it ran before",
+    "server-dies": "a server of tasks dies with all episodes that it keeps",
     "copies-lost": "a machine has lost versions that it had copied or made",
     "patch-damaged": "a patch on a machine was damaged, and what it had made is gone",
 }
@@ -80,10 +81,13 @@ OF_EPISODES: Final = ("task-process-dies", "retry")
 OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
 """Only where there are agents."""
 
+OF_SERVERS: Final = ("server-dies",)
+"""Only where a server keeps episodes."""
+
 OF_PATCHES: Final = ("copies-lost", "patch-damaged")
 """Only where versions may be patches."""
 
-APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_PATCHES)
+APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_SERVERS, *OF_PATCHES)
 
 STRIKING: Final = (
     "kill-worker",
@@ -174,6 +178,15 @@ would all be over before they end, and the run with them."""
 PARTS_SHARE: Final = 1 / 3
 """Of seeds whose batches are taken in parts, where they have several groups."""
 
+KEPT_SHARE: Final = 0.12
+"""Of seeds in `swarm` whose episodes live at a server that keeps them."""
+
+KEPT_MS: Final = (500, 5_000, 60_000)
+"""How long, when their worker is gone."""
+
+KEPT_TURNS: Final = (3, 6)
+"""Of these episodes, at least and at most."""
+
 PATCHES_SHARE: Final = 0.25
 """Of seeds in `swarm` whose versions are patches, but for some."""
 
@@ -207,6 +220,8 @@ class Scenario:
     episodes: bool
     replayable: bool = False
     """Environments that are told the same say the same."""
+    kept_ns: int = 0
+    """Episodes live at a server that keeps them for so long; 0: they die with their worker."""
     faulty_ns: int
     """The faults stop after so long at the latest."""
 
@@ -222,7 +237,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
     if form == "swarm":
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
-        scenario = _patches(_updates(scenario))
+        scenario = _kept(_patches(_updates(scenario)))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
 
@@ -326,6 +341,29 @@ def _patches(scenario: Scenario) -> Scenario:
         trainer=change(config.trainer, checkpoint_every=checkpoints),
     )
     return replace(scenario, config=config, faults={**scenario.faults, **faults})
+
+
+def _kept(scenario: Scenario) -> Scenario:
+    """The same with episodes at a server that keeps them, in some seeds, and what befalls these;
+    drawn apart."""
+    chance, faults = Random(f"dora-pipe sim kept {scenario.seed}"), dict(scenario.faults)
+    if chance.random() >= KEPT_SHARE:
+        return scenario
+    config, change, turns = scenario.config, msgspec.structs.replace, chance.randint(*KEPT_TURNS)
+    first, *more = (change(task, turns_max=turns) for task in config.tasks)
+    config = change(config, task=first, more_tasks=tuple(more) or msgspec.UNSET)
+    for name in (*OF_EPISODES, *OF_SERVERS):
+        if chance.random() < 0.5:
+            faults[name] = chance.choice((1.0, 3.0))
+    faults["kill-worker"] = 3.0
+    return replace(
+        scenario,
+        config=config,
+        faults=faults,
+        episodes=True,
+        replayable=False,
+        kept_ns=chance.choice(KEPT_MS) * MS,
+    )
 
 
 def _with_steps(scenario: Scenario, steps: int) -> Scenario:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, get_args
 
 from dora_pipe.audit.auditor import audit
@@ -23,6 +24,7 @@ from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
 from dora_pipe.sim.faulty_parts import FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
+from dora_pipe.sim.kept import MET, Server
 from dora_pipe.sim.machines import HAD
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
 from dora_pipe.sim.scenario import FAULTS, Scenario, draw
@@ -109,6 +111,7 @@ class SeedRun:
             heartbeat_ns=int(timing.heartbeat_s * 1e9),
             lease_ns=int(timing.lease_s * 1e9),
         )
+        self.server: Server | None = None
         self.world: World | None = None
 
     def run(self) -> SeedResult:
@@ -131,12 +134,13 @@ class SeedRun:
         return self._result(check, what)
 
     def _play(self) -> None:
-        scenario = self.scenario
+        scenario, server = self.scenario, self._server()
         parts = FaultyParts(
             delays=scenario.delays,
             steps_max=scenario.steps_max,
             injector=self.injector,
             observer=self.monitor.calls,
+            server=server,
         )
         world = self.world = World(
             scenario.config,
@@ -167,6 +171,21 @@ class SeedRun:
         self.injector.calm()
         self._live(world)
         self._audit(world)
+
+    def _server(self) -> Server | None:
+        """Keeps episodes, where the seed has such a one."""
+        scenario, monitor = self.scenario, self.monitor
+        if not scenario.kept_ns:
+            return None
+        server = self.server = Server(
+            scenario.seed,
+            scenario.kept_ns,
+            monitor.wrong,
+            lambda ns, act: self.injector.world.after(ns, act),
+        )
+        monitor.calls.on_trajectory = partial(server.logged, scenario.config.run.name)
+        self.injector.server_dies = server.die
+        return server
 
     def _live(self, world: World) -> None:
         """The run ends, and every role with it; one that is halted for what failed before, a user
@@ -227,6 +246,8 @@ class SeedRun:
         states = ledger.states() + self.monitor.calls.counted
         if world is not None:
             states += world.machines.counted
+        if self.server is not None:
+            states += self.server.counted
         for _, role in [] if world is None else world.ends:
             who = role.name if role.exclusive else "worker"
             states[f"{who}: {role.end.partition(':')[0]}"] += 1
@@ -284,6 +305,7 @@ _STATES: Final = (
     *(f"group {fate}" for fate in get_args(Fate)),
     *(f"call {how}" for how in ("answered", "answered again", "refused")),
     *HAD,
+    *MET,
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
     *(f"staleness {number}" for number in range(4)),
     *(f"worker: {how}" for how in ("left", "fenced", "replaced", "failed", "killed")),

@@ -1,5 +1,5 @@
-"""Episodes of a server of tasks that outlive the connection through which they were begun. It
-decides who has an episode, which turns it was told before, and when nobody comes for it any more.
+"""Episodes of a server of tasks that outlive the connection through which they were begun: how they
+are found, told and given up. What was told, and who has an episode, is `told`'s.
 
 An episode is known by a key that follows from its trajectory. Who begins its trajectory again asks
 every process of the server for the key, over a socket of its own in a folder that they share, and
@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
 )
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Turn
+from dora_pipe.producers.tasks.told import EpisodeTaken, ToldEpisode, ToldEpisodes
 
 ASK_S: Final = 1.0
 """For a process to say whether it has an episode."""
@@ -53,10 +54,6 @@ BEAT_S: Final = 0.2
 
 SILENT_S: Final = 2.0
 """One that has not said so for so long keeps none: its loop is held by somebody's code."""
-
-
-class EpisodeTaken(Exception):
-    """The request that tells it has this episode no more."""
 
 
 class RaisedThere(Exception):
@@ -132,18 +129,11 @@ _SAID: Final = msgspec.json.Decoder(Said)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Kept:
-    """An episode, with all that it was told."""
+class _Kept(ToldEpisode):
+    """One of this process; what it was told has futures of the answers."""
 
-    key: str
-    attempt: int
     ready: PromptReady
     world: Environment
-    told: list[tuple[Turn, asyncio.Future[Any]]] = field(default_factory=list)
-    holder: Holder | None = None
-    """Who tells it; None: it is kept until somebody claims it."""
-    generation: int = 0
-    """Holders that it has had."""
 
     async def tell(self, turn: Turn) -> Any:
         """A step that is new. One that is to be tried again has not been told."""
@@ -189,14 +179,15 @@ class Holder(Environment):
         """See Environment. Raises EpisodeTaken where it was told another turn before, or somebody
         else tells it now."""
         self._check()
-        at, told = self._at, self._kept.told
-        if at == len(told):
-            found: Observation = await self._kept.tell(turn)
-        elif told[at][0] == turn:
-            found = await asyncio.shield(told[at][1])
-        else:  # nobody can go on with it
+        try:
+            known = self._kept.is_known(self._at, turn)
+        except EpisodeTaken:
             await self.close()
-            raise EpisodeTaken(f"it was told another turn {at} before")
+            raise
+        if known:
+            found: Observation = await asyncio.shield(self._kept.told[self._at][1])
+        else:
+            found = await self._kept.tell(turn)
         self._at += 1
         return found
 
@@ -229,7 +220,7 @@ class KeptEpisodes:
         self._folder, self._seconds = folder, seconds
         self._background, self._place = background, place
         self._path = folder / str(os.getpid())
-        self._of: dict[str, _Kept] = {}
+        self._episodes = ToldEpisodes[_Kept]()
         self._listening: asyncio.Task[asyncio.Server] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -241,17 +232,17 @@ class KeptEpisodes:
             self._listening = asyncio.create_task(listen)
         await self._listening
         kept = _Kept(key=key, attempt=attempt, ready=ready, world=world)
-        self._of[key] = kept
+        self._episodes.add(kept)
         return self._held(kept)
 
     def keep(self) -> None:
         """The connection has ended: wait, in the main thread, as long as there is an episode that
         somebody tells or may claim. Says that it does by touching its socket."""
-        if not self._of:
+        if not self._episodes:
             return
         try:
             self._background.run(self._release_all()).result(SILENT_S)
-            while self._of:
+            while self._episodes:
                 os.utime(self._path)
                 time.sleep(BEAT_S)
                 self._background.run(_beat()).result(SILENT_S)
@@ -276,16 +267,13 @@ class KeptEpisodes:
 
     def take(self, key: str, attempt: int) -> Holder | None:
         """Have an episode, unless a later attempt does."""
-        kept = self._of.get(key)
-        if kept is None or attempt < kept.attempt:
-            return None
-        kept.attempt = attempt
-        return self._held(kept)
+        kept = self._episodes.take(key, attempt)
+        return None if kept is None else self._held(kept)
 
     def _held(self, kept: _Kept) -> Holder:
-        kept.holder = Holder(kept, self._end)
-        kept.generation += 1
-        return kept.holder
+        holder = Holder(kept, self._end)
+        kept.hold(holder)
+        return holder
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One who claims an episode; a step goes on when its connection ends."""
@@ -308,36 +296,31 @@ class KeptEpisodes:
                     break
         finally:
             if holder is not None:
-                self._release(holder)
+                self._release(holder.kept, holder)
             writer.close()
 
     # Nobody comes
 
     async def _release_all(self) -> None:
-        for kept in list(self._of.values()):
+        for kept in self._episodes.all():
             if kept.holder is not None and kept.generation == 1:  # no other connection has it
-                self._release(kept.holder)
+                self._release(kept, kept.holder)
 
-    def _release(self, holder: Holder) -> None:
+    def _release(self, kept: _Kept, holder: object) -> None:
         """Who had it is gone; it is kept for a while."""
-        if not holder.has_it:
-            return
-        kept = holder.kept
-        kept.holder = None
-        asyncio.get_running_loop().call_later(self._seconds, self._expire, kept, kept.generation)
+        if kept.leave(holder):
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._seconds, self._expire, kept, kept.generation)
 
     def _expire(self, kept: _Kept, generation: int) -> None:
-        if kept.holder is None and kept.generation == generation:
+        if kept.is_over(generation):
             task = asyncio.create_task(self._end(kept))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
     async def _end(self, kept: _Kept) -> None:
         """Close its environment. Nobody finds it any more."""
-        if self._of.get(kept.key) is kept:
-            del self._of[kept.key]
-        kept.holder = None
-        kept.generation += 1
+        self._episodes.end(kept)
         PLACE.set(self._place)
         try:
             await call_user_code(kept.world.close)

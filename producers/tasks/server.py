@@ -77,7 +77,6 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.kept import (
     ClaimedEpisode,
-    EpisodeTaken,
     Holder,
     KeptEpisodes,
     RaisedThere,
@@ -92,6 +91,7 @@ from dora_pipe.producers.tasks.port import (
     Task,
 )
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
+from dora_pipe.producers.tasks.told import EpisodeTaken
 from dora_pipe.producers.tasks.tools import ToolEnvironment
 from dora_pipe.schemas.identity import derive_seed
 

@@ -21,6 +21,8 @@ Rules:
 3. An episode that its server has kept (`tasks.kept`) is told its turns again as well, to which it
    answers what it answered before. Where it is not found, it begins again from its prompt: a fresh
    environment is told nothing, unless it says that it can be.
+   What is recorded may be of an environment before the kept one, which was lost: then its turns are
+   sampled from the prompt on, once more, and the kept one goes on where it is.
 4. An episode may be told again so often (`RETELLINGS_MAX`): what has died is not its environment's
    fault, and only what starts again from its prompt counts as such (`EPISODE_RESTARTS_MAX`).
 """
@@ -31,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.runtime import Now, Published
-from dora_pipe.producers.tasks.calls import EpisodeLost, TaskFailed
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
 from dora_pipe.producers.worker.effects import (
     EncodeFailed,
     EnvObserved,
@@ -100,6 +102,7 @@ class Episodes:
             return False
         if not (event.found or event.replayable):
             return self._not_found(request, event, now)
+        request.found = event.found
         self._replay(request, event.token_ids, now)
         return True
 
@@ -179,6 +182,8 @@ class Episodes:
             return False
         recorded = request.replay.popleft()
         why = _answer_difference(event, recorded)
+        if why and request.found and self._tells_anew(request):
+            return True
         if why:
             self._differs(request, f"the answer to turn {recorded.turn} {why}", now)
         else:
@@ -190,6 +195,22 @@ class Episodes:
             return False
         why = f"turn {request.replay[0].turn} has no answer: {event.error}: {event.message}"
         self._differs(request, why, now)
+        return True
+
+    def _tells_anew(self, request: RequestState) -> bool:
+        """What is recorded is of an environment that was lost before this one began, whose records
+        nobody has yet: from the prompt on, all is sampled and told anew, which this one answers as
+        it did. Whether that may be, and is, done."""
+        requests = self._requests
+        if request.chunk_open or request.restarts >= EPISODE_RESTARTS_MAX:
+            return False
+        request.restarts += 1
+        requests.counts[STARTED_AGAIN] += 1
+        requests.ask(Forget(request=request.key, source=request.source, keep=True))
+        requests.drop_kv(request)
+        request.replay.clear()
+        request.forget_progress()
+        requests.ask_prompt(request)
         return True
 
     def _differs(self, request: RequestState, why: str, now: Now) -> None:

@@ -166,6 +166,8 @@ class RequestState:
     `episodes`."""
     kept: bool = False
     """It is found again by its key, until it is forgotten."""
+    found: bool = False
+    """It was found so: what it was told may be more, or less, than what is recorded."""
     replay: deque[Exchange] = field(default_factory=deque)
     """What a fresh environment has not been told of it yet."""
     turn_finish: FinishReason | None = None

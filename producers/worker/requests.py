@@ -174,7 +174,7 @@ class Requests(ProgressRecords):
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
         request.replayable = event.episode and (event.replayable or event.kept)
-        request.kept = event.kept
+        request.kept, request.found = event.kept, event.found
         told = event.found or event.replayable or not event.episode
         if request.resume is None or not request.recorded or not told:
             request.resume = None

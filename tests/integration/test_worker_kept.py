@@ -3,11 +3,12 @@ there, and nothing of it is sampled, or done, a second time."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.producers.tasks.calls import EnvStep, RewardCall
+from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
@@ -96,6 +97,26 @@ def test_episode_that_its_server_has_not_kept_begins_again_from_its_prompt() -> 
     stage.kill(worker)
     stage.games.server.clear()
     check(stage, stage.finish(stage.worker()))
+
+
+def test_records_of_an_environment_that_was_lost_do_not_end_the_one_that_began_after_it() -> None:
+    stage = KeptStage(most=40)
+    worker = stage.worker()
+    stage.until(worker, Phase.RUNNING, 2)
+    stage.kill(worker)
+    assert stage.resume is not None
+    (said, seen), *_ = stage.games.server[NAME]
+    assert isinstance(seen, EnvObserved)
+    later = msgspec.structs.replace(seen, text=seen.text + " 7 8 9")
+    stage.games.server[NAME] = [(said, later)]
+    other = stage.worker()
+    found = stage.finish(other)
+    assert stage.world.facts(RequestFailed) == []
+    assert stage.games.steps.count((NAME, 0)) == 1, "it is answered, not told anew"
+    assert again(other) == 1
+    first = next(one for one in found.segments if one.kind in ("tool", "environment"))
+    assert list(found.token_ids[first.start : first.end])[-3:] == [7, 8, 9]
+    assert stage.games.server == {}
 
 
 def test_episode_that_is_never_kept_is_handed_back() -> None:

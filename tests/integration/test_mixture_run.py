@@ -41,7 +41,8 @@ def has_version(cluster: Cluster, version: int) -> bool:
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """A finished run on a model that was warmed up, its trainer killed between checkpoints."""
+    """A finished run on a model that was warmed up, its trainer killed between checkpoints; all its
+    versions but the first are patches."""
     make, dtype = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     warm = folder / "warm"
@@ -58,6 +59,7 @@ def cluster(
         trainer__checkpoint_every=2,
         trainer__learning_rate=1e-3,
         evaluation__every=0,
+        policies__whole_every=STEPS + 1,
         **{f"trainer__{key}": value for key, value in MEMORY.items()},
     )
     parts = TorchParts(warm, dtype=dtype)
@@ -71,6 +73,7 @@ def cluster(
 def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
     report = audit(cluster.bus, cluster.topics, cluster.store.root)
     assert report.holds, [violation.line for violation in report.violations]
+    assert list((cluster.store.root / "patches").glob("*.patch"))
     lines = cluster.replayed(0, STEPS)
     assert [line.equal for line in lines] == [True] * STEPS
 
@@ -94,7 +97,7 @@ def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
     assert read_manifest(tmp_path / "model.safetensors").digest == digest
     assert digest == versions[STEPS] != versions[0]
     network = build(cluster.assets)
-    load_weights(network, cluster.store.weights_path(digest))
+    load_weights(network, cluster.store.weights(digest))
     read: Any = AutoModelForCausalLM.from_pretrained
     theirs = read(tmp_path, dtype=torch.float32).eval()
     ids = torch.arange(30).reshape(2, -1)

@@ -23,6 +23,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_with_a_judge_learns_from_it_and_its_rewards_are_asked_again_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,7 +266,7 @@ def check_nothing_is_left(
                 apply_control(state, 10**9, ready)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.floats(0.5, 40.0), st.integers(0, 10**6))
 def test_a_plan_leaves_nothing_to_plan(seed: int, seconds: float, shock: int) -> None:
     state = random_state(seed, seconds)

@@ -22,7 +22,7 @@ from tests.support.models import make_qwen2
 from tests.support.teachers import teacher_endpoint
 from tests.support.tiers import more
 
-STEPS = 16
+STEPS = 12
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.support.engine_moves import CHECKS
 from tests.support.tiers import more
 from tests.support.worker import VirtualClock
 
-SUBJECTS = ("simulated", "qwen2", "llama_gqa", "glm4_moe", "vllm", "vllm-server")
+SUBJECTS = ("simulated", "qwen2", "llama_gqa", *more(["glm4_moe"]), "vllm", "vllm-server")
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)

@@ -35,8 +35,11 @@ ALIVE_MAX: Final = 64
 """No more zombies while so many incarnations live: in a bad network they come faster than they
 find out, and a seed of hundreds plays nothing else."""
 
-MOVE_SHARE: Final = 0.4
-"""Moves that something befalls, where such faults are enabled: there are few moves."""
+ARRIVED_SHARE: Final = 0.4
+"""Caches of moves that are lost or damaged, where such faults are enabled: there are few moves."""
+
+ON_THE_WAY_SHARE: Final = 0.2
+"""Moves that something befalls before that: what is lost early meets nothing later."""
 
 MOVE_NS: Final = 300_000_000
 """A move takes about so long."""
@@ -50,6 +53,13 @@ JUMP_NS: Final = 3600 * 10**9
 
 HANG_SHARE: Final = 0.05
 """Calls that hang, where such faults are enabled."""
+
+_SHARES: Final = {
+    HANGING: HANG_SHARE,
+    **dict.fromkeys(("move-source-dies", "move-target-dies", "handover-full"), ON_THE_WAY_SHARE),
+    **dict.fromkeys(("handover-lost", "handover-damaged"), ARRIVED_SHARE),
+}
+"""By kind, where it is not the scenario's share of calls."""
 
 FOR_EVER_NS: Final = 10**15
 """Eleven days: no seed lasts so long."""
@@ -145,9 +155,7 @@ class FaultInjector:
         """Whether this kind befalls a call now; then it is counted."""
         if self.over or kind not in self.scenario.faults:
             return False
-        moving = kind.startswith(("handover", "move"))
-        share = MOVE_SHARE if moving else self.scenario.task_share
-        struck = self.chance.random() < (HANG_SHARE if kind == HANGING else share)
+        struck = self.chance.random() < _SHARES.get(kind, self.scenario.task_share)
         self.struck[kind] += struck
         return struck
 

@@ -213,10 +213,11 @@ class _FaultyHandover(MemoryHandover):
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
         """See `Handover`."""
-        if self._injector.befalls("handover-lost"):
-            return Lost(GONE)
-        if self._injector.befalls("handover-damaged"):
-            return Lost(OTHER_DIGEST)
+        fates = [("handover-lost", GONE), ("handover-damaged", OTHER_DIGEST)]
+        self._injector.chance.shuffle(fates)  # Else what is lost could hardly be damaged.
+        for kind, why in fates:
+            if self._injector.befalls(kind):
+                return Lost(why)
         return super().fetch(label, blob)
 
 

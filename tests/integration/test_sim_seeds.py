@@ -131,9 +131,12 @@ def test_runs_that_end_early_for_an_evaluation_hold_under_faults() -> None:
 @pytest.mark.slow
 def test_three_hundred_more_seeds_hold_and_meet_everything() -> None:
     coverage = Coverage()
-    for seed in range(1000, 1600):
-        coverage.add(run_seed(seed))
-        if coverage.seeds >= 300 and not coverage.unmet():
-            break  # what is rare, a cache lost on its way say, may take some more
+    for seed in range(1000, 2000):
+        unmet = set(coverage.unmet())
+        if coverage.seeds >= 300 and not unmet:
+            break
+        # What is rare, a cache lost on its way say, is looked for where it can happen.
+        if coverage.seeds < 300 or unmet & draw(seed).faults.keys():
+            coverage.add(run_seed(seed))
     assert [one.line for one in coverage.broken] == []
     assert coverage.unmet() == []

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.arrow_frame import decompress
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
+from dora_pipe.schemas.trajectory_codec import encode_trajectory, view_trajectory
 
 SECONDS_PER_FIGURE = 0.2
 REPEATS_MAX = 1000
@@ -38,7 +39,8 @@ Encoding = Literal["trajectory record", "Arrow without zstd", "MessagePack", "JS
 class CodecFigure:
     """What one way to write a trajectory of some length costs; medians of wall time on one thread.
 
-    The trajectory record includes every check at both ends; the others check nothing.
+    The trajectory record includes every check at both ends, from a worker's arrays to a trainer's;
+    the others check nothing. MessagePack and JSON are of lists.
 
     Example: ``CodecFigure(way="trajectory record", tokens=30, encode_ms=0.27, decode_ms=0.2,
     bytes=1387, bytes_per_token=46.2)``
@@ -65,8 +67,23 @@ def bench_codec(tokens: Sequence[int]) -> list[CodecFigure]:
     return [figure for size in tokens for figure in _figures(sample_trajectory(size))]
 
 
+def in_arrays(trajectory: Trajectory) -> Trajectory:
+    """The same with arrays of the kind in which a worker has them (`producers.worker.sequence`)."""
+    logprobs, sampler_logprobs = (
+        array("f", np.asarray(one, np.float32).tobytes())
+        for one in (trajectory.logprobs, trajectory.sampler_logprobs)
+    )
+    return replace(
+        trajectory,
+        token_ids=array("i", trajectory.token_ids),
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        loss_mask=bytearray(trajectory.loss_mask),
+    )
+
+
 def sample_trajectory(tokens: int) -> Trajectory:
-    """A trajectory of so many tokens as a worker publishes it, the same one every time."""
+    """A trajectory of so many tokens, in lists, the same one every time."""
     chance = np.random.default_rng(_SEED)
     prompt = tokens // _PROMPT_SHARE
     # Frequent tokens are frequent, as in text; sampled tokens are mostly likely ones.
@@ -134,15 +151,16 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
     """Every way, in the same run."""
     plain = msgspec.to_builtins(trajectory)
     del plain["sampler_logprobs"]  # equal to the others: the record keeps them once, too
-    raw = decompress(encode_trajectory(trajectory)[0])
+    own = in_arrays(trajectory)
+    raw = decompress(encode_trajectory(own)[0])
     batch = pa.ipc.open_stream(raw).read_next_batch()
     arrays = _arrays(trajectory)
     return [
         _figure(
             "trajectory record",
             trajectory,
-            lambda: encode_trajectory(trajectory)[0],
-            decode_trajectory,
+            lambda: encode_trajectory(own)[0],
+            view_trajectory,
         ),
         _figure("Arrow without zstd", trajectory, lambda: _stream(batch), _unstream),
         _figure(

@@ -5,14 +5,12 @@ Decides nothing; which is which follows from its number alone.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 from typing import Final
 
 import msgspec
-import numpy as np
 
-from dora_pipe.bench.codec import sample_trajectory
+from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
@@ -27,14 +25,10 @@ DEADLINE: Final = 1_000_000
 
 
 class Source:
-    """Trajectory number n of a run; all have the same tokens, and different records.
-
-    Arrays are of the kind in which a worker has them (`producers.worker.sequence`).
-    """
+    """Trajectory number n of a run; all have the same tokens, and different records."""
 
     def __init__(self, run: str, tokens: int) -> None:
-        sample = sample_trajectory(tokens)
-        logprobs = array("f", np.asarray(sample.logprobs, np.float32).tobytes())
+        sample = in_arrays(sample_trajectory(tokens))
         meta = msgspec.structs.replace(
             sample.meta, run=run, deadline=DEADLINE, group_size=GROUP_SIZE
         )
@@ -43,10 +37,6 @@ class Source:
                 sample,
                 version=version,
                 digest=digest,
-                token_ids=array("i", sample.token_ids),
-                logprobs=logprobs,
-                sampler_logprobs=array("f", logprobs),
-                loss_mask=bytearray(sample.loss_mask),
                 segments=[
                     msgspec.structs.replace(one, version=version) if one.kind == "model" else one
                     for one in sample.segments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -14,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 
-from dora_pipe.bench.codec import sample_trajectory
+from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter, encode_dead_letter
@@ -128,16 +127,7 @@ def test_dead_letter_comes_back_equal(letter: DeadLetter) -> None:
 
 @given(strategies.trajectories())
 def test_arrays_as_a_worker_has_them_have_the_bytes_of_lists(record: Trajectory) -> None:
-    floats = (np.asarray(one, np.float32) for one in (record.logprobs, record.sampler_logprobs))
-    logprobs, sampler_logprobs = (array("f", one.tobytes()) for one in floats)
-    arrays = replace(
-        record,
-        token_ids=array("i", record.token_ids),
-        logprobs=logprobs,
-        sampler_logprobs=sampler_logprobs,
-        loss_mask=bytearray(record.loss_mask),
-    )
-    assert encode_trajectory(arrays) == encode_trajectory(record)
+    assert encode_trajectory(in_arrays(record)) == encode_trajectory(record)
 
 
 def test_an_array_of_two_dimensions_is_refused() -> None:

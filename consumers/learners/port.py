@@ -31,6 +31,7 @@ class TrainGroup:
     group: str
     version: int
     trajectories: Sequence[Trajectory]
+    """With numpy arrays (NaN for None) where they come from a log."""
     places: Sequence[LoggedAt] = ()
     """Of each trajectory, for a trainer of several ranks, which read their shares by themselves;
     empty for a batch that is in no log."""

@@ -79,6 +79,9 @@ from dora_pipe.store.store import PolicyStore
 MS: Final = 1_000_000
 """ns of a millisecond."""
 
+CONTEXT_TOKENS: Final = 256
+"""Of every worker."""
+
 _UNTIMED: Final = nullcontext()
 
 
@@ -257,7 +260,7 @@ class WorkerPlan:
     name: str
     slots: int
     prefetch: int
-    context_tokens: int = 256
+    context_tokens: int = CONTEXT_TOKENS
     token_ns: int = 2 * MS
     """One step of its engine, whatever runs in it."""
     load_ns: int = 200 * MS

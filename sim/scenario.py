@@ -237,7 +237,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
     if form == "swarm":
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
-        scenario = _kept(_patches(_updates(scenario)))
+        scenario = _kept(_patches(_updates(_refused(scenario))))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
 
@@ -324,6 +324,15 @@ def _updates(scenario: Scenario) -> Scenario:
         config=msgspec.structs.replace(config, trainer=trainer),
         delays=replace(scenario.delays, publish_ns=chance.choice(PUBLISHES_MS) * MS),
     )
+
+
+def _refused(scenario: Scenario) -> Scenario:
+    """The same with batches that a user refuses, in half of the seeds in which the step after them
+    may have a part; drawn apart."""
+    chance = Random(f"dora-pipe sim refused {scenario.seed}")
+    if scenario.config.trainer.parts == 1 or chance.random() < 0.5:
+        return scenario
+    return replace(scenario, faults={"command-fail-batch": 1.0, **scenario.faults})
 
 
 def _patches(scenario: Scenario) -> Scenario:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,6 @@ KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype]] = {
     "glm4_moe": (make_glm4_moe, "bfloat16"),
 }
 MEMORY = {"gradient_checkpointing": True, "packing": True}
-
-
-def has_version(cluster: Cluster, version: int) -> bool:
-    return cluster.version >= version
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -64,7 +59,7 @@ def cluster(
     )
     parts = TorchParts(warm, dtype=dtype)
     with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
-        running.until(partial(has_version, running, 1))
+        running.until(lambda: running.version >= 1)
         running.restart(TRAINER)
         running.run()
         yield running

@@ -29,6 +29,7 @@ from transformers import (
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 """Ids of the special tokens, the same in both models."""
+SPECIAL = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
 QWEN2_VOCABULARY = 4 + 1 + 95
 """Special tokens, the newline, the printable characters of ASCII."""
 LLAMA_VOCABULARY = 3 + 256
@@ -51,13 +52,9 @@ def make_qwen2(
         num_key_value_heads=4,
         max_position_embeddings=context_tokens,
         tie_word_embeddings=False,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
+        **SPECIAL,
     )
-    torch.manual_seed(seed)
-    build: Any = Qwen2ForCausalLM
-    model = build(Qwen2Config(**(settings | changes)))
+    model = _built(Qwen2ForCausalLM, Qwen2Config, settings | changes, seed)
     return _save(model, character_tokenizer(), directory, scale)
 
 
@@ -82,13 +79,9 @@ def make_llama_gqa(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
+        **SPECIAL,
     )
-    torch.manual_seed(seed)
-    build: Any = LlamaForCausalLM
-    model = build(LlamaConfig(**(settings | changes)))
+    model = _built(LlamaForCausalLM, LlamaConfig, settings | changes, seed)
     return _save(model, byte_tokenizer(), directory, scale, max_shard_size="1MB")
 
 
@@ -103,9 +96,7 @@ MIXTURE: dict[str, Any] = dict(
     head_dim=16,
     num_experts_per_tok=2,
     norm_topk_prob=True,
-    pad_token_id=PAD_ID,
-    bos_token_id=BOS_ID,
-    eos_token_id=EOS_ID,
+    **SPECIAL,
 )
 
 
@@ -114,9 +105,7 @@ def make_qwen3_moe(
 ) -> Path:
     """Write a Qwen3-MoE of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
     settings = MIXTURE | dict(num_experts=8, max_position_embeddings=context_tokens)
-    torch.manual_seed(seed)
-    build: Any = Qwen3MoeForCausalLM
-    model = build(Qwen3MoeConfig(**(settings | changes)))
+    model = _built(Qwen3MoeForCausalLM, Qwen3MoeConfig, settings | changes, seed)
     return _save(model, character_tokenizer(), directory, scale)
 
 
@@ -133,13 +122,17 @@ def make_glm4_moe(
         use_qk_norm=True,
         max_position_embeddings=context_tokens,
     )
-    torch.manual_seed(seed)
-    build: Any = Glm4MoeForCausalLM
-    model = build(Glm4MoeConfig(**(settings | changes)))
+    model = _built(Glm4MoeForCausalLM, Glm4MoeConfig, settings | changes, seed)
     for name, choice in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             choice.normal_(std=0.02)  # as it is in models whose experts were balanced by it
     return _save(model, character_tokenizer(), directory, scale)
+
+
+def _built(build: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:
+    """A model with random weights."""
+    torch.manual_seed(seed)
+    return build(config(**settings))
 
 
 def character_tokenizer() -> Any:

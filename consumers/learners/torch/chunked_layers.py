@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slices
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slices, decoder_layers
 from dora_pipe.core.errors import PolicyError
 
 _PROBE_TOKENS: Final = 8
@@ -26,7 +26,6 @@ _PROBE_TOKENS: Final = 8
 NEAR: Final = 1e-4
 """Logits of a probe may differ by so much of their size where layers are cut: sums in another
 order, no more."""
-
 
 _MMAP_THRESHOLD: Final = -3
 """M_MMAP_THRESHOLD of malloc.h."""
@@ -65,22 +64,16 @@ def chunk_layers(network: Any, memory: MemoryOptions) -> None:
 
 def _blocks(network: Any) -> Iterator[Any]:
     """The dense blocks: what has experts sends tokens to them, and needs all at once."""
-    for layer in _layers(network):
+    for layer in decoder_layers(network):
         block = getattr(layer, "mlp", None)
         if block is not None and not any("expert" in name for name, _ in block.named_modules()):
             yield block
 
 
-def _layers(network: Any) -> list[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
-
-
 def _token_wise(network: Any) -> Iterator[Any]:
     """Dense blocks, and norms of layers and of what comes after them."""
     yield from _blocks(network)
-    holders = [*_layers(network), network.base_model]
+    holders = [*decoder_layers(network), network.base_model]
     for one in (child for holder in holders for child in holder.children()):
         if type(one).__name__.endswith("Norm"):
             yield one

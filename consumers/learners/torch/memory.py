@@ -55,8 +55,7 @@ class MemoryOptions:
 
     def head_chunks(self, tokens: int, vocabulary: int) -> int:
         """In how many chunks the head of so many tokens is computed."""
-        chunk = self.head_chunk(vocabulary)
-        return -(-tokens // chunk) if chunk else 1
+        return _count(tokens, self.head_chunk(vocabulary))
 
     def mlp_chunk(self, tokens: int, width: int) -> int:
         """Of a pass of so many tokens, those that a block of this width sees at once; 0: all."""
@@ -66,8 +65,7 @@ class MemoryOptions:
 
     def mlp_chunks(self, tokens: int, width: int) -> int:
         """In how many chunks a block of this width is computed."""
-        chunk = self.mlp_chunk(tokens, width)
-        return -(-tokens // chunk) if chunk else 1
+        return _count(tokens, self.mlp_chunk(tokens, width))
 
     def numerics(self, vocabulary: int, width: int, pass_tokens: int) -> dict[str, str]:
         """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
@@ -79,6 +77,11 @@ class MemoryOptions:
         }
         cut = {key: str(chunk) for key, chunk in chunks.items() if 0 < chunk < pass_tokens}
         return cut | ({"packing": "on"} if self.packing else {})
+
+
+def _count(tokens: int, chunk: int) -> int:
+    """Chunks of so many tokens; 0: all in one."""
+    return -(-tokens // chunk) if chunk else 1
 
 
 def memory_options(section: Trainer) -> MemoryOptions:
@@ -98,15 +101,18 @@ AT_ONCE: Final = MemoryOptions()
 """As little computing as can be, and as much memory as that takes."""
 
 
+def decoder_layers(network: Any) -> list[Any]:
+    """Those that transformers can compute again by themselves."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
+
+
 def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
     """Hold of each layer its input alone, and compute it again when gradients go back: the same
     operations, so the same bits. With `offload` inputs are held in the host's memory. Raises
     PolicyError for a network that cannot, or has dropout."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers: list[Any] = [
-        one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)
-    ]
+    layers = decoder_layers(network)
     ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
     with torch.no_grad():
         before = network(input_ids=ids, use_cache=False).logits

@@ -22,6 +22,7 @@ from dora_pipe.audit.auditor import audit, raise_if_broken
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.bench.moves_log import Span, covered_s
 from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -38,10 +39,13 @@ T_975: Final = (
 STEPS: Final = "select committed_ns, trajectories, compute_s, figures from steps order by step"
 
 EVALUATED: Final = """
-    select version, avg(trajectories.reward)
+    select version, avg(trajectories.reward),
+           count(distinct group_id) filter (where groups.fate <> 'open')
     from trajectories join groups using (group_id)
-    where purpose = 'eval' and trajectories.reward is not null
-    group by version order by version"""
+    where purpose = 'eval' group by version order by version"""
+
+SETTLED: Final = 2
+"""So many evaluations in a row at the target or above it: the run has come to it."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -119,13 +123,14 @@ class Compared:
 def measure_run(
     bus: Bus, topics: Topics, *, cell: Cell, setting: str, target: float
 ) -> ParadigmRun:
-    """The figures of a finished run. Raises InvariantBroken unless its audit is clean."""
+    """The figures of a run up to its last commit. Raises InvariantBroken unless its audit is
+    clean."""
     report = audit(bus, topics, None)
     raise_if_broken(report)
     with closing(read_catalogue(bus, topics)) as tables:
         steps = tables.records(STEPS)
         ((begin,),) = tables.query("select started_ns from runs")
-        rewards = tables.query(EVALUATED)
+        rewards = evaluated(tables)
         slots_of = dict(tables.query("select incarnation, slots from workers"))
         ((moves,),) = tables.query("select count(*) from attempts where outcome = 'moved'")
     end = steps[-1]["committed_ns"]
@@ -155,6 +160,18 @@ def measure_run(
         moves=moves,
         mixed=report.mixed_share or 0.0,
     )
+
+
+def evaluated(tables: Catalogue) -> list[tuple[int, float]]:
+    """(version, mean reward) of every evaluation that has ended; all have as many groups."""
+    found = tables.query(EVALUATED)
+    whole = max((groups for _, _, groups in found), default=0)
+    return [(version, reward) for version, reward, groups in found if whole and groups == whole]
+
+
+def settled(rewards: Sequence[float], target: float) -> bool:
+    """Whether the last evaluations are all at the target, so that the fit has come to it too."""
+    return len(rewards) >= SETTLED and all(one >= target for one in rewards[-SETTLED:])
 
 
 def isotonic(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -18,7 +19,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.paradigms import Cell, ParadigmRun, measure_run
+from dora_pipe.bench.paradigms import Cell, ParadigmRun, evaluated, measure_run, settled
+from dora_pipe.catalogue.reading import LivingCatalogue
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.port import Learner
@@ -53,6 +55,9 @@ from dora_pipe.store.store import PolicyStore
 
 ANSWER_S: Final = 1.0
 """How long one look into the task process waits; the pool's limits end what hangs."""
+
+LOOK_NS: Final = 30 * SECOND_NS
+"""Of virtual time, between two looks at a run's evaluations."""
 
 RUN_S: Final = 10**6
 """Of virtual time, within which a run has ended."""
@@ -99,18 +104,49 @@ PACES: Final[Mapping[str, Pace]] = {"gpu": GPU, "tools": TOOLS}
 def run_virtual(
     config: Config, cell: Cell, *, pace: Pace, setting: str, target: float
 ) -> ParadigmRun:
-    """A whole run and its figures. Raises what a run raises, InvariantBroken unless its audit is
-    clean, ResourceError where it does not end."""
+    """A run to its target, or to its last step, and its figures. Raises what a run raises,
+    InvariantBroken unless its audit is clean, ResourceError where it does not end."""
     with TaskPool(config.task) as pool:
         pool.wait()
         parts = VirtualParts.of(config, pool, pace)
         names = [f"w{number}" for number in range(config.workers.count)]
-        with World(config, workers=[_plan(one, config, pace) for one in names], parts=parts) as run:
-            if not run.run(until_ns=RUN_S * SECOND_NS):
+        workers = [_plan(one, config, pace) for one in names]
+        with (
+            World(config, workers=workers, parts=parts) as run,
+            closing(TargetWatch(run, target)) as watch,
+        ):
+            if not run.run(until_ns=RUN_S * SECOND_NS, done=watch.over):
                 raise ResourceError(f"{cell}: not at its end after {RUN_S} s of virtual time")
             found = measure_run(run.bus, run.topics, cell=cell, setting=setting, target=target)
     training = found.steps * (pace.train_s + pace.update_s) / found.seconds
     return msgspec.structs.replace(found, training=training)  # the trainer's own clock is real
+
+
+class TargetWatch:
+    """Sees when a run has come to its target: what it would do behind that is not compared, and
+    costs more than all before, since most groups are filtered there."""
+
+    def __init__(self, run: World, target: float) -> None:
+        self._run, self._target = run, target
+        self._living = LivingCatalogue(run.bus, run.topics)
+        self._look_ns = 0
+
+    def over(self) -> bool:
+        """Whether it has, or is at its end."""
+        if not self._run.roles:
+            return True
+        if self._run.clock.ns < self._look_ns:
+            return False
+        self._look_ns = self._run.clock.ns + LOOK_NS
+        while self._living.advance():
+            pass
+        self._living.refresh()
+        return settled([reward for _, reward in evaluated(self._living.catalogue)], self._target)
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._living.close()
+        self._living.catalogue.close()
 
 
 def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:

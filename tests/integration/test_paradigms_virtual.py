@@ -44,7 +44,7 @@ def play(study: Study, entrant: str) -> ParadigmRun:
 def test_every_entrant_trains_as_much_and_the_same_seed_gives_the_same_figures(
     tmp_path: Path,
 ) -> None:
-    study = quick(tmp_path)
+    study = quick(tmp_path)  # of a model that has learnt nothing: no run comes to its target
     study.begin()
     dora, again, sync, parts = (play(study, one) for one in ("dora", "dora", "sync", "dora-parts"))
     assert dora == again
@@ -52,6 +52,18 @@ def test_every_entrant_trains_as_much_and_the_same_seed_gives_the_same_figures(
     assert sync.staleness == 0 < dora.staleness <= 2
     assert parts.training == pytest.approx(4 * (TOOLS.train_s + TOOLS.update_s) / parts.seconds)
     assert sync.training == pytest.approx(4 * (TOOLS.train_s / 3 + TOOLS.update_s) / sync.seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+def test_a_run_ends_when_two_evaluations_are_at_the_target(tmp_path: Path) -> None:
+    study = study_of(
+        tmp_path, "tools", quick=True, steps=8, target=0.0, workers=2, overrides=(), model=None
+    )
+    study.begin()
+    found = play(study, "dora")
+    assert found.target_s == 0.0 and len(found.course) == 2
+    assert found.steps < study.scale.steps == 8
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dora_pipe.bench.entrants import (
     CHOOSING_FROM,
@@ -14,7 +16,15 @@ from dora_pipe.bench.entrants import (
     settings_of,
     tried,
 )
-from dora_pipe.bench.paradigms import Cell, ParadigmRun, compare, crossing, interval_95, isotonic
+from dora_pipe.bench.paradigms import (
+    Cell,
+    ParadigmRun,
+    compare,
+    crossing,
+    interval_95,
+    isotonic,
+    settled,
+)
 
 RATES = (3e-4, 1e-4)
 
@@ -128,3 +138,15 @@ def test_what_a_cell_sets_is_told_as_overrides() -> None:
         "run.seed=7",
         "trainer.parts=1",
     ]
+
+
+@given(st.lists(st.floats(0, 1), max_size=12), st.floats(0, 1))
+def test_a_run_that_has_settled_at_its_target_has_come_to_it(
+    rewards: list[float], target: float
+) -> None:
+    course = [(float(at), reward) for at, reward in enumerate(rewards)]
+    if settled(rewards, target):
+        assert crossing(isotonic(course), target - 1e-12) is not None
+    assert not settled([*rewards, target + 0.1, target - 0.1], target)
+    assert not settled([target], target)
+    assert settled([*rewards, target, target], target)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
@@ -43,7 +43,7 @@ def settings_of(kind: str, **keys: Any) -> dict[str, Any]:
     return {**settings_for(kind, minibatches=1, **group, **keys), **wide}
 
 
-def gradient_of(trainer: TorchLearner, path: Path) -> dict[str, Tensor]:
+def gradient_of(trainer: Learner, path: Path) -> dict[str, Tensor]:
     """Of the one update there was: AdamW's first moment, up to its factor."""
     trainer.save_optimizer(path)
     with mapped(path) as data:

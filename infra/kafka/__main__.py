@@ -1,6 +1,7 @@
 """`make kafka`, `make kafka-cluster`, `make demo-kafka`: brokers in the foreground of a terminal.
 
-python -m infra.kafka [--brokers 3] [--port 9092] [--folder DIR] [-- COMMAND {bootstrap} ...]
+python -m infra.kafka [--host NAME] [--port 9092] [--folder DIR] [-- COMMAND {bootstrap} ...]
+python -m infra.kafka --brokers 3 [--port 29092] [--folder DIR] [-- COMMAND {bootstrap} ...]
 python -m infra.kafka --brokers 3 [--folder DIR] --start 2
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from infra.kafka.broker import KafkaBroker
+from infra.kafka.broker import HOST, KafkaBroker
 from infra.kafka.cluster import NODES, KafkaCluster
 from infra.kafka.jars import CACHE, BrokerError, missing_tools
 from infra.kafka.launcher import Launcher, ask_to_start
@@ -37,7 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     single = options.brokers == 1
     folder = options.folder or CACHE / ("single" if single else "cluster")
     port = options.port or (PORT if single else CLUSTER_PORT)
-    brokers = KafkaBroker(folder, port=port) if single else KafkaCluster(folder, port=port)
+    if not single and options.host != HOST:
+        sys.stderr.write("error: --host is for one broker\n")
+        sys.stderr.write("hint: three brokers on one machine are there to be tried on it\n")
+        return 2
+    brokers: KafkaBroker | KafkaCluster = KafkaCluster(folder, port=port)
+    if single:
+        brokers = KafkaBroker(folder, port=port, host=options.host)
     try:
         if options.start:
             ask_to_start(folder, options.start, say)
@@ -55,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infra.kafka", description=main.__doc__)
     parser.add_argument("--brokers", type=int, choices=(1, NODES), default=1)
     parser.add_argument("--port", type=int, help=f"the first; {PORT}, a cluster's {CLUSTER_PORT}")
+    parser.add_argument(
+        "--host", default=HOST, help=f"this machine's name where others are to come; {HOST}"
+    )
     parser.add_argument("--folder", type=Path, help="where data lies")
     parser.add_argument("--start", type=int, metavar="N", help="start broker N again, that died")
     parser.add_argument("command", nargs="*", metavar="COMMAND")

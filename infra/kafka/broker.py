@@ -65,7 +65,8 @@ class KafkaBroker:
     the same address with the same data. The process dies with the thread that started it.
     `settings` are lines of server.properties that are added or replace ours; `format_with` are
     words for `kafka-storage format`; `port` fixes the ports (this one and those above it), and
-    then data that is in the folder already is used.
+    then data that is in the folder already is used. `host` is where other machines find it; its
+    peers and controllers are on this one.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class KafkaBroker:
         settings: Mapping[str, str] | None = None,
         format_with: Sequence[str] = (),
         jvm: Sequence[str] = (),
+        host: str = HOST,
     ) -> None:
         self.folder = folder
+        self.host = host
         self.node = node
         self.listeners = (Listener(name="PLAINTEXT"), *listeners)
         self.settings = dict(settings or {})
@@ -115,7 +118,7 @@ class KafkaBroker:
         """`host:port` where a listener itself listens; known once the broker was started."""
         assert self._ports, "the broker was never started"
         names = [one.name for one in self.listeners]
-        return f"{HOST}:{self._ports[1 + names.index(listener)]}"
+        return f"{self.host}:{self._ports[1 + names.index(listener)]}"
 
     def start(self) -> None:
         """Start and return when the broker answers; a stopped or killed one comes back as it was.

@@ -1,0 +1,47 @@
+#!/bin/bash
+# One role on one node of the job: role.sh orchestrator|trainer|worker CONFIG WORDS...
+# It is started again when the log, the store or its machine failed it, as systemd or Kubernetes
+# would; what a start cannot mend ends the job with the role's exit code (README, exit codes).
+set -uo pipefail
+role=$1
+shift
+: "${ROLE_STARTS:=100}"
+runs=(--runs "$SCRATCH_DIR/$SLURMD_NODENAME")
+case $role in
+  worker)
+    command=(dora-pipe worker "$@" "${runs[@]}" --name "${SLURMD_NODENAME//./-}-$SLURM_LOCALID")
+    # One GPU each, where the job has some.
+    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || export CUDA_VISIBLE_DEVICES=$SLURM_LOCALID
+    ;;
+  trainer)
+    ranks=$((TRAINER_NODES * TRAINER_RANKS))
+    command=(dora-pipe trainer "$@" "${runs[@]}")
+    if [ "$ranks" -gt 1 ]; then
+      command=(torchrun --nnodes "$TRAINER_NODES" --nproc-per-node "$TRAINER_RANKS"
+        --rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:$RENDEZVOUS_PORT"
+        --rdzv-id "$SLURM_JOB_ID" --no-python "${command[@]}" -o "trainer.ranks=$ranks")
+    fi
+    ;;
+  *) command=(dora-pipe "$role" "$@" "${runs[@]}") ;;
+esac
+
+told=
+child=
+trap 'told=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT
+for ((start = 1; start <= ROLE_STARTS; start++)); do
+  "${command[@]}" &
+  child=$!
+  code=0
+  wait "$child" || code=$?
+  while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the role
+    code=0
+    wait "$child" || code=$?
+  done
+  [ -z "$told" ] || exit 0
+  case $code in
+    0 | 2 | 3 | 5 | 6 | 8 | 9 | 1[0-2]) exit "$code" ;;
+  esac
+  echo "$role ended with $code and is started again" >&2
+  sleep 1
+done
+exit "$code"

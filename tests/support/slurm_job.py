@@ -1,0 +1,96 @@
+"""`infra/slurm/dora-pipe.sbatch` as Slurm runs it; nodes are process groups of this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.schemas.control import decode_control
+from infra.kafka.broker import free_ports
+from tests.support.tidy import ROOT
+from tests.support.user_run import furnish
+
+NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+"""Names that this machine has; the first is the broker's."""
+
+
+class SlurmJob:
+    """A user's folder that all nodes see, and the job submitted from a checkout."""
+
+    def __init__(self, folder: Path, *, nodes: int = 2, **variables: str) -> None:
+        self.folder = folder
+        self.scratch = folder / "scratch"
+        self.run = f"slurm-{secrets.token_hex(4)}"
+        self.port, _, rendezvous = free_ports(3)  # the broker takes two
+        self.url = f"kafka://{NODES[0]}:{self.port}/{self.run}"
+        self.config = furnish(folder) / "config.toml"
+        text = self.config.read_text().replace('"tiny"', f'"{self.run}"')
+        self.config.write_text(text + f'[store]\npath = "{folder / "store"}"\n')
+        self._variables = {
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_NODELIST": ",".join(NODES[:nodes]),
+            "SLURM_JOB_ID": "1",
+            "SCRATCH_DIR": str(self.scratch),
+            "KAFKA_PORT": str(self.port),
+            "RENDEZVOUS_PORT": str(rendezvous),
+            "VENV": str(Path(sys.executable).parent.parent),
+            "PATH": f"{ROOT / 'tests' / 'support' / 'slurm'}:{os.environ['PATH']}",
+            **variables,
+        }
+
+    @contextmanager
+    def submitted(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The job while it runs; it is ended as Slurm ends one."""
+        script = ROOT / "infra" / "slurm" / "dora-pipe.sbatch"
+        with (self.folder / "said").open("ab") as said:
+            job = subprocess.Popen(
+                ["bash", script, str(self.config), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, **self._variables},
+            )
+        try:
+            yield job
+        finally:
+            job.send_signal(signal.SIGTERM)
+            job.wait(60)
+
+    def said(self) -> str:
+        """All that the job and its roles printed so far."""
+        logs = [self.folder / "said", *sorted(self.scratch.glob("*.log"))]
+        return "\n".join(f"{one.name}:\n{one.read_text()}" for one in logs if one.exists())
+
+    def facts(self) -> list[object]:
+        """The control records so far."""
+        bus = open_bus(self.url.rpartition("/")[0])
+        try:
+            at = TopicPartition(f"{self.run}.control", 0)
+            if at.topic not in bus.topics():
+                return []
+            return [decode_control(one.value) for one in records_of(bus, {at: bus.end(at)})]
+        finally:
+            bus.close()
+
+    def processes(self, words: str = "") -> list[int]:
+        """Those of this job whose command line, or title, has these words: all name its run, or its
+        folder."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            ours = self.run in line.split() or str(self.folder) in line
+            if ours and words in line:
+                found.append(int(entry.name))
+        return found

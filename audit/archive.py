@@ -48,8 +48,9 @@ from dora_pipe.schemas.policy import Manifest as PolicyManifest
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.names import BlobKind, file_sha256
 from dora_pipe.store.safetensors_file import read_manifest
-from dora_pipe.store.store import BlobKind, PolicyStore, file_sha256
+from dora_pipe.store.store import PolicyStore
 
 _STOP: Final = b'"kind":"stop-run"'
 _LOGGED: Final = b'"trajectories-logged"'

@@ -15,8 +15,9 @@ from dora_pipe.consumers.trainer.commits import PATCH_SHARE
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.names import file_sha256
 from dora_pipe.store.patch import opened_patch
-from dora_pipe.store.store import PolicyStore, file_sha256
+from dora_pipe.store.store import PolicyStore
 
 
 class PatchCheck:

@@ -18,8 +18,9 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.store.names import assets_digest
 from dora_pipe.store.safetensors_file import read_manifest
-from dora_pipe.store.store import PolicyStore, assets_digest
+from dora_pipe.store.store import PolicyStore
 
 _TOLERANCE = 1e-9
 """Relative; advantages are computed from the same numbers by the same sums."""

@@ -35,7 +35,8 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.files import Listed
-from dora_pipe.store.store import PolicyStore, blob_name, digest_in, patch_name, weights_name
+from dora_pipe.store.names import blob_name, digest_in, patch_name, weights_name
+from dora_pipe.store.store import PolicyStore
 
 Why = Literal["orphan", "copy", "dropped before", "retention", "unclaimed"]
 """A copy was made of patches, and is again when it is wanted. The last one is `prune_claims`'s."""

@@ -35,7 +35,7 @@ from dora_pipe.consumers.trainer.replay_steps import (
     replay_steps,
 )
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.safetensors_file import mapped, read_entries
@@ -251,9 +251,10 @@ def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator
 
 
 def _distances(store: PolicyStore, trainer: Learner, digest: str) -> tuple[TensorDistance, ...]:
-    if not store.has_weights(digest):
+    try:
+        committed = store.weights(digest)
+    except PolicyError:  # gone, or damaged: there is nothing to measure from
         return ()
-    committed = store.weights(digest)
     with tempfile.TemporaryDirectory(prefix="dora-pipe-replay-") as folder:
         replayed = Path(folder) / "replayed.safetensors"
         trainer.save_weights(replayed)

@@ -32,9 +32,10 @@ from dora_pipe.launch.warm_start import demonstrations, sft_options, warm_up
 from dora_pipe.producers.tasks import arithmetic
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.arrow_files import open_files
+from dora_pipe.store.names import patch_name
 from dora_pipe.store.patch import opened_patch
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
-from dora_pipe.store.store import PolicyStore, PublishedVersion, patch_name
+from dora_pipe.store.store import PolicyStore, PublishedVersion
 
 SHAPE: Final = Shape(hidden=896, heads=28, context_tokens=256)
 """Two layers: 25.8 million weights."""

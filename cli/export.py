@@ -67,6 +67,7 @@ def export_policy_dir(run: OpenRun, policy: str, directory: Path | None, *, forc
         version = _version(run, tables, policy)
         rebuilder(run).weights(version)
         digest = export_policy(tables, run.policies, version, directory)
+        run.policies.mend(digest)
         write_beside(
             directory, tables, run.config, version, _stop_ids(directory, tables, run.config.task)
         )

@@ -41,13 +41,14 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
+from dora_pipe.config.storage import Store
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.console import RUNS, RUNS_VARIABLE, typed
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation
-from dora_pipe.store.store import PolicyStore, open_store
+from dora_pipe.store.store import PolicyStore
 
 LOG = "log.sqlite"
 """File in a run's directory: the log, unless the bus is elsewhere."""
@@ -436,3 +437,26 @@ def _lock(descriptor: int, directory: RunDir, *, shared: bool) -> None:
     os.ftruncate(descriptor, 0)
     if not shared:
         os.write(descriptor, b"%d\n" % os.getpid())
+
+
+def open_store(
+    root: Path,
+    section: Store,
+    *,
+    run: str,
+    patched: bool = False,
+    peers: Callable[[str, Path], bool] | None = None,
+) -> PolicyStore:
+    """The store of a run. `root` is its directory, or where copies of it lie if it is elsewhere.
+
+    `peers` are asked before a store that lies elsewhere; see `PolicyStore`, also for `patched`.
+    Under an address every run has a folder of its own, so that none deletes files of another.
+    Raises ConfigError for an address that cannot be used. Nothing is connected yet.
+    """
+    bytes_max = int(section.cache_gb * 1e9)
+    if not section.url:
+        return PolicyStore(root, cache_bytes_max=bytes_max)
+    from dora_pipe.store.arrow_files import open_files  # pyarrow's file systems are slow to import
+
+    remote = open_files(section.url, folder=run)
+    return PolicyStore(root, remote, cache_bytes_max=bytes_max, peers=peers, patched=patched)

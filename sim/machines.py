@@ -19,6 +19,7 @@ from dora_pipe.store.copies import MADE
 from dora_pipe.store.files import LocalFiles
 from dora_pipe.store.patch import opened_patch
 from dora_pipe.store.store import CHAIN_MAX, PolicyStore
+from dora_pipe.store.verified import SUFFIX
 
 LOST_SHARE: Final = 0.7
 """Of the copies of a machine that loses some."""
@@ -67,22 +68,24 @@ class Machines:
         return bool(gone)
 
     def damage(self, worker: str, chance: Random) -> bool:
-        """A bit of a patch on a worker's machine is another one, and what was made of patches there
-        is gone; whether it had a patch."""
-        patches = self._files(worker, ("patches",)) if worker in self._of else []
-        if not patches:
+        """A bit of a copy on a worker's machine is another one, and where that was a patch, what
+        was made of patches there is gone; whether it had any."""
+        copies = self._files(worker, ("patches", "weights")) if worker in self._of else []
+        if not copies:
             return False
-        path = chance.choice(patches)
+        path = chance.choice(copies)
         data = bytearray(path.read_bytes())
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
-        for made in self._files(worker, ("weights",)):
-            made.unlink()
+        if path.parent.name == "patches":
+            for made in self._files(worker, ("weights",)):
+                made.unlink()
         return True
 
     def _files(self, worker: str, folders: tuple[str, ...]) -> list[Path]:
         root = self._of.get(worker, self._store).root
-        return sorted(path for folder in folders for path in (root / folder).glob("*"))
+        found = (path for folder in folders for path in (root / folder).glob("*"))
+        return sorted(path for path in found if path.suffix != SUFFIX)
 
     def _made_of(self, digest: str) -> str:
         """The version before: weights are a hash of their past, so it is always the same."""

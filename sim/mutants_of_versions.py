@@ -11,9 +11,10 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.orchestrator.apply_decision import pinned
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store import store as stores
+from dora_pipe.store.names import patch_name
 from dora_pipe.store.patch import Patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
-from dora_pipe.store.store import PolicyStore, patch_name
+from dora_pipe.store.store import PolicyStore
 
 if TYPE_CHECKING:
     from dora_pipe.sim.mutants import Patches

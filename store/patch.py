@@ -50,6 +50,7 @@ from dora_pipe.store.safetensors_file import (
     read_entries,
     write_tensors,
 )
+from dora_pipe.store.verified import AGAIN
 
 MAGIC: Final = b"dppatch1"
 BLOCK_ELEMENTS: Final = 1 << 22
@@ -67,7 +68,6 @@ _PASSED: Final = 255
 _LENGTH_BYTES: Final = 8
 _SHA_BYTES: Final = 32
 _LEAST: Final = len(MAGIC) + _LENGTH_BYTES + _SHA_BYTES
-_HINT: Final = "a file of the store was changed; `dora-pipe replay` makes the version again"
 
 Bits = NDArray[np.unsignedinteger[Any]]
 """Elements of a tensor as what they are stored as."""
@@ -330,7 +330,7 @@ def opened_patch(path: Path) -> Iterator[Patch]:
                 raise _refused(path, "it is too short")
             data = stack.enter_context(mapped(path))
         except FileNotFoundError:
-            raise PolicyError(f"no patch at {path}", hint=_HINT) from None
+            raise PolicyError(f"no patch at {path}", hint=AGAIN) from None
         except OSError as error:
             raise ResourceError(f"{path} cannot be read: {error.strerror}") from None
         yield parse_patch(data, str(path))
@@ -428,7 +428,7 @@ def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
         raise PolicyError(
             f"{patches[-1].where} does not make version {patches[-1].after[:12]}... of {base} "
             f"({len(patches)} patches, {manifest.digest[:12]}... came out)",
-            hint=_HINT,
+            hint=AGAIN,
         )
     return manifest
 
@@ -482,4 +482,4 @@ def _data(name: str, layers: _Layers, data: memoryview) -> memoryview:
 
 
 def _refused(where: Path | str, why: str) -> PolicyError:
-    return PolicyError(f"{where} is not a usable patch: {why}", hint=_HINT)
+    return PolicyError(f"{where} is not a usable patch: {why}", hint=AGAIN)

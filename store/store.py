@@ -18,11 +18,12 @@ bounded cache of it on this machine (`copies`), and what is fetched is compared 
 A version may lie there whole, as a patch, or as both. Whoever asks for its weights gets a whole
 file: patches are applied once per machine, and what they make is a copy like any other, bounded in
 the same way. Where a patch is lost or damaged the whole file is taken, if there is one.
+
+A damaged copy is deleted and had again; what the store itself has is named, never deleted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
@@ -32,19 +33,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from dora_pipe.config.section import WHOLE_EVERY_MAX
-from dora_pipe.config.storage import Store
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.copies import CACHED, MADE, shrink, touch
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
+from dora_pipe.store.names import (
+    BlobKind,
+    assets_digest,
+    blob_name,
+    digest_in,
+    file_sha256,
+    is_named,
+    is_weights,
+    makes_version,
+    patch_name,
+    weights_name,
+)
 from dora_pipe.store.patch import Change, opened_patch, opened_patches, write_patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
-from dora_pipe.store.verified import SUFFIX, note_path, note_verified, one_at_a_time
+from dora_pipe.store.verified import (
+    AGAIN,
+    SUFFIX,
+    is_noted_as,
+    need_digest,
+    note_path,
+    note_verified,
+    one_at_a_time,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -55,11 +75,8 @@ CHAIN_MAX: Final = 2 * WHOLE_EVERY_MAX
 """Patches between a version and the whole one before it; twice as many as there ever should be,
 since the number may be changed in between. Each is an open file."""
 
-BlobKind = Literal["optimizer", "contributions"]
-
-READ_BYTES: Final = 1 << 20
-_HINT: Final = "a file of the store was changed; `dora-pipe replay` makes it again"
-_SUFFIX: Final[dict[BlobKind, str]] = {"optimizer": ".safetensors", "contributions": ".arrow"}
+FETCHES_MAX: Final = 2
+"""So often a file is fetched that arrives as another one: it may have been the way."""
 _COUNTER = itertools.count()
 
 
@@ -137,17 +154,17 @@ class PolicyStore:
         return self._files.exists(blob_name(kind, sha256))
 
     def weights(self, digest: str) -> Path:
-        """The local path of weights, fetched or made of patches, and compared, if need be.
+        """The local path of weights, fetched or made of patches if need be, and compared with the
+        digest unless this machine has done that (`verified`).
 
-        A whole file of a local store is not read here: whoever loads weights compares them. Raises
-        PolicyError for weights that are nowhere or other ones, ResourceError while the store is
-        away.
+        Raises PolicyError for weights that are nowhere or other ones, ResourceError while the store
+        is away.
         """
         if (here := self._here(digest)) is not None:
             return here
         if self._remote:
             return self._from_elsewhere(digest)
-        return self._made(digest) if self.has_patch(digest) else self.whole(digest)
+        return self._made(digest) if self.has_patch(digest) else self._sound(digest)
 
     def held_weights(self, digest: str) -> Path:
         """As `weights`, by a name that stays on this machine: for what is opened much later."""
@@ -156,24 +173,23 @@ class PolicyStore:
             return path
         held = self.root / "held" / path.name
         held.parent.mkdir(parents=True, exist_ok=True)
-        if not held.exists():
+        if not (held.exists() and held.samefile(path)):
+            held.unlink(missing_ok=True)
             os.link(path, held)
         return held
 
     def verify(self, digest: str) -> Manifest:
-        """Read weights from the disk and compare. Raises PolicyError if they are not these."""
-        path = self.weights(digest)
-        manifest = read_manifest(path)
-        if manifest.digest != digest and path.parent.name == MADE:
-            path.unlink(missing_ok=True)  # A copy: the patches still are what they were.
+        """Read weights from the disk and compare; a damaged copy is had again. Raises PolicyError
+        if they are not these."""
+        for _ in range(FETCHES_MAX):
             path = self.weights(digest)
             manifest = read_manifest(path)
-        if manifest.digest != digest:
-            raise PolicyError(
-                f"{path} holds other weights ({manifest.digest[:12]}...)",
-                hint=_HINT,
-            )
-        return manifest
+            if manifest.digest == digest:
+                return manifest
+            if not self._is_copy(path):
+                break
+            self._forget(path)
+        raise PolicyError(f"{path} holds other weights ({manifest.digest[:12]}...)", hint=AGAIN)
 
     def patch(self, digest: str) -> Path:
         """The local path of the patch that makes this version, fetched and looked at if need be;
@@ -184,10 +200,9 @@ class PolicyStore:
         name = patch_name(digest)
         path = self.root / name
         if self._remote:
-            is_whole = partial(_makes, digest=digest)
+            is_whole = partial(makes_version, digest=digest)
             if not (self._fetch(name, is_whole) or is_whole(path)):
-                LOG.warning("%s was damaged on this machine; it is fetched again", path)
-                path.unlink(missing_ok=True)
+                self._forget(path)
                 self._fetch(name, is_whole)
         return path
 
@@ -196,7 +211,7 @@ class PolicyStore:
         path = self.weights_path(digest)
         if self._remote:
             name = weights_name(digest)
-            if self._fetch(name, lambda at: read_manifest(at).digest == digest):
+            if self._fetch(name, partial(is_weights, digest=digest)):
                 note_verified(path, digest)
         return path
 
@@ -213,12 +228,30 @@ class PolicyStore:
         return manifest
 
     def _here(self, digest: str) -> Path | None:
-        """A whole file on this machine; noted that it is in use, where it is a copy."""
+        """A whole file on this machine that is what its name says; noted that it is in use, where
+        it is a copy. A copy that is something else is deleted."""
         whole, made = self.weights_path(digest), self._made_path(digest)
         if made.is_file():
-            touch(made, self._clock)
-            return made
-        return whole if whole.is_file() else None
+            if is_noted_as(made, digest, self._clock):
+                touch(made, self._clock)
+                return made
+            self._forget(made)
+        return whole if whole.is_file() and is_noted_as(whole, digest, self._clock) else None
+
+    def _is_copy(self, path: Path) -> bool:
+        return self._remote or path.parent.name == MADE
+
+    def _forget(self, path: Path) -> None:
+        """Delete a copy that is not what its name says."""
+        LOG.warning("%s was damaged on this machine; it is had again", path)
+        path.unlink(missing_ok=True)
+        note_path(path).unlink(missing_ok=True)
+
+    def _sound(self, digest: str) -> Path:
+        """As `whole`, and compared. Raises PolicyError."""
+        path = self.whole(digest)
+        need_digest(path, digest)
+        return path
 
     def _made_path(self, digest: str) -> Path:
         path = self.weights_path(digest)
@@ -244,16 +277,47 @@ class PolicyStore:
         """
         there = self.patch(digest)
         with opened_patch(there) as patch:
-            if self._here(patch.before) is None and self.has_whole(digest):
-                return self.whole(digest)
+            alone = self._remote and self._here(patch.before) is None
+            if alone and (whole := self._whole_or_none(digest)) is not None:
+                return whole
         final = self._made_path(digest)
         with one_at_a_time(there, self._clock):
             if (here := self._here(digest)) is not None:
                 return here  # Another process has made it meanwhile.
             with self._temporary(final.parent) as path:
-                self.make(digest, path, self._here)
+                self._make_here(digest, path)
                 self._keep_copy(path, final)
+        note_verified(final, digest)
         return final
+
+    def _make_here(self, digest: str, path: Path) -> None:
+        """`make`; of something else, once, where what it was made of has changed behind a note."""
+        bases: list[Path] = []
+
+        def here(at: str) -> Path | None:
+            base = self._here(at)
+            bases[:] = [base] if base is not None else []
+            return base
+
+        try:
+            self.make(digest, path, here)
+        except PolicyError:
+            if not (bases and self._is_copy(bases[0])) or is_named(bases[0]):
+                raise
+            self._forget(bases[0])
+            self.make(digest, path, self._here)
+
+    def _whole_or_none(self, digest: str) -> Path | None:
+        """`_sound`; None where there is none, or a damaged one that a patch makes, too."""
+        if not self.has_whole(digest):
+            return None
+        try:
+            return self._sound(digest)
+        except PolicyError as error:
+            if not self.has_patch(digest):
+                raise
+            LOG.warning("version %s...: %s; patches are taken", digest[:12], error.message)
+        return None
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
         """A whole file, and the patches that make this version of it. Raises PolicyError."""
@@ -263,15 +327,13 @@ class PolicyStore:
             path = self.patch(at)
             with opened_patch(path) as patch:
                 if patch.after != at:
-                    raise PolicyError(f"{path} makes another version", hint=_HINT)
+                    raise PolicyError(f"{path} makes another version", hint=AGAIN)
                 at = patch.before
             paths.insert(0, path)
-            base = here(at)
-            if base is None and self.has_whole(at):
-                base = self.whole(at)
+            base = here(at) or self._whole_or_none(at)
             if base is not None:
                 return base, paths
-        raise PolicyError(f"{patch_name(digest)}: more than {CHAIN_MAX} patches", hint=_HINT)
+        raise PolicyError(f"{patch_name(digest)}: more than {CHAIN_MAX} patches", hint=AGAIN)
 
     def _keep_copy(self, path: Path, final: Path) -> None:
         """Give a finished file the name of a copy on this machine."""
@@ -291,6 +353,9 @@ class PolicyStore:
         path = self.blob(kind, sha256)
         if not path.is_file():
             raise PolicyError(f"no {kind} file at {path}")
+        if self._remote and file_sha256(path) != sha256:
+            self._forget(path)
+            path = self.blob(kind, sha256)
         if file_sha256(path) != sha256:
             raise PolicyError(f"{path} was changed: its sha256 is another one")
         return path
@@ -301,8 +366,13 @@ class PolicyStore:
         Raises PolicyError when they are nowhere, or not these.
         """
         final = self.assets_path(digest)
-        if final.is_dir() or not self._remote:
+        if not self._remote:
             return final
+        if final.is_dir():
+            if assets_digest(sorted(final.iterdir())) == digest:
+                return final
+            LOG.warning("%s was damaged on this machine; it is had again", final)
+            shutil.rmtree(final, ignore_errors=True)
         listed = self._files.listed(f"assets/{digest}")
         with self._temporary(final.parent) as path:
             path.mkdir()
@@ -350,6 +420,7 @@ class PolicyStore:
         try:
             if before in ("", digest) or self._patched_before(digest) not in (None, before):
                 return None
+            self.verify(before)  # What is wrong in there would be wrong in every version after it.
             base = self.weights(before)
             with self._temporary(self.root / "patches") as path:
                 change = write_patch(path, base, after, digest_before=before, digest_after=digest)
@@ -366,6 +437,23 @@ class PolicyStore:
             return None
         with opened_patch(self.patch(digest)) as patch:
             return patch.before
+
+    def mend(self, digest: str) -> bool:
+        """Write a version whole into a store elsewhere where that has a damaged file of it; whether
+        it had. Raises PolicyError where this machine cannot have it either, ResourceError."""
+        if not (self._remote and self.has_weights(digest)):
+            return False
+        name, is_it = weights_name(digest), partial(is_weights, digest=digest)
+        if not self.has_whole(digest):
+            name, is_it = patch_name(digest), partial(makes_version, digest=digest)
+        with self._temporary(self.root / "weights") as path:
+            if self._files.get(name, path) and is_it(path):
+                return False
+            self.verify(digest)
+            shutil.copyfile(self.weights(digest), path)
+            self._files.put(path, weights_name(digest))
+        LOG.warning("%s in %s was damaged; the version is there whole again", name, self.where)
+        return True
 
     def publish_patch(self, digest: str, source: Path) -> None:
         """Copy the patch that makes a version, from another store. Raises ResourceError."""
@@ -468,17 +556,21 @@ class PolicyStore:
             touch(path, self._clock)
             return False
         with self._temporary(path.parent) as partial:
-            if not (self._peers(name, partial) and _holds(is_whole, partial)):
-                if not self._files.get(name, partial):
-                    raise PolicyError(f"no {name} in {self.where}")
-                if not is_whole(partial):
-                    raise PolicyError(
-                        f"{name} in {self.where} is not what its name says",
-                        hint=_HINT,
-                    )
+            if not (self._peers(name, partial) and is_whole(partial)):
+                self._get(name, partial, is_whole)
             partial.replace(path)
         shrink(self.root, self._cache_bytes_max, self._clock)
         return True
+
+    def _get(self, name: str, target: Path, is_whole: Callable[[Path], bool]) -> None:
+        """Fetch a file that is what its name says. Raises PolicyError."""
+        for _ in range(FETCHES_MAX):
+            if not self._files.get(name, target):
+                raise PolicyError(f"no {name} in {self.where}")
+            if is_whole(target):
+                return
+            LOG.warning("%s came from %s as something else", name, self.where)
+        raise PolicyError(f"{name} in {self.where} is not what its name says", hint=AGAIN)
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
@@ -500,89 +592,9 @@ def as_store(store: PolicyStore | Path) -> PolicyStore:
     return store if isinstance(store, PolicyStore) else PolicyStore(store)
 
 
-def weights_name(digest: str) -> str:
-    """The name of weights in a store."""
-    return f"weights/{digest}.safetensors"
-
-
-def patch_name(digest: str) -> str:
-    """The name of the patch that makes a version, in a store."""
-    return f"patches/{digest}.patch"
-
-
-def blob_name(kind: BlobKind, sha256: str) -> str:
-    """The name of a blob in a store."""
-    return f"{kind}/{sha256}{_SUFFIX[kind]}"
-
-
-def digest_in(name: str) -> str:
-    """The digest that a name of the store carries; something else for an unfinished file."""
-    return name.split("/")[1].partition(".")[0]
-
-
-def assets_digest(files: Collection[Path]) -> str:
-    """sha256 over the sorted (file name, sha256 of its bytes); hex."""
-    digest = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.name):
-        digest.update(f"{file.name}\0{file_sha256(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file, read piece by piece."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _holds(is_whole: Callable[[Path], bool], path: Path) -> bool:
-    """Whether a peer's file is what its name says; nobody vouches for a peer."""
-    try:
-        return is_whole(path)
-    except PolicyError:
-        return False
-
-
-def _makes(path: Path, digest: str) -> bool:
-    """Whether a patch is one, undamaged, and makes this version."""
-    try:
-        with opened_patch(path) as patch:
-            return patch.after == digest
-    except PolicyError:
-        return False
-
-
 def _place(path: Path, final: Path) -> None:
     """Give a finished directory its name, unless somebody else just has."""
     sync(path)
     if not final.is_dir():
         path.replace(final)
     sync(final.parent)
-
-
-def open_store(
-    root: Path,
-    section: Store,
-    *,
-    run: str,
-    patched: bool = False,
-    clock: Clock | None = None,
-    peers: Callable[[str, Path], bool] | None = None,
-) -> PolicyStore:
-    """The store of a run. `root` is its directory, or where copies of it lie if it is elsewhere.
-
-    `peers` are asked before a store that lies elsewhere; see `PolicyStore`, also for `patched`.
-    Under an address every run has a folder of its own, so that none deletes files of another.
-    Raises ConfigError for an address that cannot be used. Nothing is connected yet.
-    """
-    bytes_max = int(section.cache_gb * 1e9)
-    if not section.url:
-        return PolicyStore(root, cache_bytes_max=bytes_max, clock=clock)
-    from dora_pipe.store.arrow_files import open_files
-
-    remote = open_files(section.url, folder=run, clock=clock)
-    return PolicyStore(
-        root, remote, cache_bytes_max=bytes_max, clock=clock, peers=peers, patched=patched
-    )

@@ -49,11 +49,25 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Another machine may have read other bytes of the same file."""
 
 
+AGAIN: Final = (
+    "a file of the store was changed; `dora-pipe export RUN --policy N DIR` makes version N again"
+)
+"""What is to be done about it."""
+
+
 def need_digest(path: Path, digest: str) -> None:
     """Raise PolicyError unless the file holds the weights of this digest."""
     found = digest_of(path, digest)
     if found != digest:
-        raise PolicyError(f"{path} holds other weights ({found[:12]}...)")
+        raise PolicyError(f"{path} holds other weights ({found[:12]}...)", hint=AGAIN)
+
+
+def is_noted_as(path: Path, digest: str, clock: Clock) -> bool:
+    """As `need_digest`: whether it does. Raises ResourceError where it cannot be read."""
+    try:
+        return digest_of(path, digest, clock) == digest
+    except PolicyError:
+        return False
 
 
 def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:

@@ -28,7 +28,8 @@ from dora_pipe.bus.sqlite_file import SqliteFile
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.store import BlobKind, PolicyStore, PublishedVersion
+from dora_pipe.store.names import BlobKind
+from dora_pipe.store.store import PolicyStore, PublishedVersion
 
 T = TypeVar("T")
 

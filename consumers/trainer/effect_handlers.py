@@ -66,7 +66,8 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory
-from dora_pipe.store.store import BlobKind, PolicyStore, PublishedVersion
+from dora_pipe.store.names import BlobKind
+from dora_pipe.store.store import PolicyStore, PublishedVersion
 
 LOG = logging.getLogger(__name__)
 

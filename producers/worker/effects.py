@@ -266,6 +266,8 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     here: bool = False
     """What failed is this process or machine and not the version: another may host it."""
+    hint: str | None = None
+    """What to do about it."""
 
 
 # KV caches of requests that move

@@ -147,6 +147,7 @@ class WorkerMachine:
         self.error = ""
         self.error_here = False
         """What went wrong is of this process or machine; see `LoadFailed`."""
+        self.error_hint: str | None = None
         self.fenced_for = ""
         """Why the orchestrator has fenced it."""
         self.run_over = False
@@ -221,6 +222,7 @@ class WorkerMachine:
                 self._on_loaded(one, now)
             case LoadFailed():
                 what = f"worker {self.setup.worker} cannot host version {one.version}"
+                self.error_hint = one.hint
                 self._fail(f"{what}: {one.message}", one.here, now)
             case EngineFailed():
                 what = f"the engine of worker {self.setup.worker} failed"

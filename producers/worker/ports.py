@@ -246,7 +246,8 @@ def _not_loaded(effect: LoadWeights, error: Exception) -> list[LoadFailed]:
         raise error
     # What is known to be wrong with a version, or with the run, is wrong everywhere.
     here = not isinstance(error, DoraError) or isinstance(error, ResourceError | BusError)
-    return [LoadFailed(version=effect.version, message=reason(error), here=here)]
+    hint = error.hint if isinstance(error, DoraError) else None
+    return [LoadFailed(version=effect.version, message=reason(error), here=here, hint=hint)]
 
 
 class Tasks(Protocol):

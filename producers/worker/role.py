@@ -72,7 +72,8 @@ from dora_pipe.schemas.metrics import FailingPlace
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.model_dir import asset_files
-from dora_pipe.store.store import PolicyStore, assets_digest
+from dora_pipe.store.names import assets_digest
+from dora_pipe.store.store import PolicyStore
 
 LOG = logging.getLogger(__name__)
 
@@ -365,7 +366,8 @@ def _serve(
     if machine.run_over:
         here.handover.clear()
     if machine.error:
-        raise (ResourceError if machine.error_here else PolicyError)(machine.error)
+        kind = ResourceError if machine.error_here else PolicyError
+        raise kind(machine.error, hint=machine.error_hint)
     if machine.fenced_for.startswith(NO_WORKER_NAME):  # by a rule that this package does not know
         raise ConfigError(machine.fenced_for, hint=RULE)
     LOG.info("worker %s: %s %s", here.name, machine.outcome, dict(machine.requests.counts))

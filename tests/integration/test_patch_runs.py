@@ -21,7 +21,8 @@ from dora_pipe.consumers.trainer.commits import OF_PATCHES
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.store.copies import MADE
-from dora_pipe.store.store import PolicyStore, patch_name, weights_name
+from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 from tests.support.worker import VirtualClock
 
@@ -159,7 +160,7 @@ def test_an_archive_has_the_patches_and_is_audited_by_itself(over: Cluster, tmp_
     store = PolicyStore(tmp_path / POLICIES)
     for digest in digests_of(over):
         assert store.verify(digest).digest == digest
-    wholes = len(list((tmp_path / POLICIES / "weights").iterdir()))
+    wholes = len(list((tmp_path / POLICIES / "weights").glob("*.safetensors")))
     assert wholes == 1 + sum(one.whole for one in commits(over))
 
 

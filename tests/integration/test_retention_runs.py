@@ -17,7 +17,7 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ReplayDiverged, UsageError
 from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.wire import encode
-from dora_pipe.store.store import digest_in
+from dora_pipe.store.names import digest_in
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 from tests.support.stores import Writer
 from tests.support.worker import VirtualClock

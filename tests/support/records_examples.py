@@ -29,7 +29,7 @@ from dora_pipe.schemas.policy import weights_digest
 from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import canonical, sha256_hex
-from dora_pipe.store.store import assets_digest
+from dora_pipe.store.names import assets_digest
 from tests.golden.make import FOLDER, pairs_from_bytes
 from tests.golden.state import FOLDER as STATE
 from tests.golden.values import FOLDED

@@ -10,8 +10,9 @@ import pytest
 
 from dora_pipe.core.errors import PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.names import assets_digest
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
-from dora_pipe.store.store import PolicyStore, assets_digest
+from dora_pipe.store.store import PolicyStore
 
 
 class Writer:

@@ -14,16 +14,12 @@ from pyarrow import fs
 
 from dora_pipe.config.storage import Store
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.launch.run_dir import open_store
 from dora_pipe.store.arrow_files import PAUSES_S, ArrowFiles, open_files
 from dora_pipe.store.copies import KEEP_S, shrink
 from dora_pipe.store.files import Files, LocalFiles
-from dora_pipe.store.store import (
-    PolicyStore,
-    blob_name,
-    digest_in,
-    open_store,
-    weights_name,
-)
+from dora_pipe.store.names import blob_name, digest_in, weights_name
+from dora_pipe.store.store import PolicyStore
 from tests.support.stores import HeldBack, Writer, assets_in, s3_files
 from tests.support.worker import VirtualClock
 

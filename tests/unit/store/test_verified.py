@@ -16,8 +16,9 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store import verified
 from dora_pipe.store.arrow_files import open_files
+from dora_pipe.store.names import weights_name
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
-from dora_pipe.store.store import PolicyStore, weights_name
+from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.verified import OTHERS_S, digest_of, need_digest, note_path
 from tests.support.worker import VirtualClock
 

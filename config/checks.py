@@ -456,6 +456,19 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
 
 
+def _check_tensor_parallel(config: Config) -> Iterator[str | Problem]:
+    workers, many = config.workers, config.workers.vllm.tensor_parallel
+    if many == 1:
+        return
+    if "vllm" in (workers.engine, *workers.engines):
+        yield Problem(
+            text=f"workers.vllm.tensor_parallel: engine vllm is in the worker's process, no {many}",
+            hint='workers.engine = "vllm-server"',
+        )
+    if len(workers.gpus) % many:
+        yield f"workers.gpus: {len(workers.gpus)} GPUs are no workers of {many} each"
+
+
 def _check_gpus(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if not trainer.gpus:
@@ -539,6 +552,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_teacher,
     _check_trainer,
     _check_optimizer,
+    _check_tensor_parallel,
     _check_gpus,
     _check_lora,
     _check_bus,

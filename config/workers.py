@@ -20,6 +20,9 @@ class Vllm(Section, frozen=True, kw_only=True):
     """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
     prefix_cache: bool = True
     """Prompts that begin alike are prefilled once; forgotten whenever the weights change."""
+    tensor_parallel: Positive = 1
+    """GPUs of one worker, each of which has a part of every layer; vLLM makes a process for each,
+    so `vllm-server` alone takes more than one. It must divide the model's attention heads."""
     addresses: tuple[str, ...] = ()
     """http://HOST:PORT of servers that run already, for w0, w1, ...; without one, a worker with
     `vllm-server` starts its own. The key is in the environment (VLLM_API_KEY), never here."""
@@ -36,8 +39,8 @@ class Workers(Section, frozen=True, kw_only=True):
     engines: tuple[str, ...] = ()
     """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
     gpus: tuple[NonNegative, ...] = ()
-    """GPUs of w0, w1, ... in turn, one each, counted from 0 among those that are visible; empty:
-    all take the first. For the vLLM engines."""
+    """GPUs of w0, w1, ... in turn, `vllm.tensor_parallel` each, counted from 0 among those that
+    are visible; empty: all take the first. For the vLLM engines."""
     vllm: Vllm = Vllm()
     slots: Positive = 64
     """Requests that one worker generates at the same time."""

@@ -86,7 +86,8 @@ def need_gpus(config: Config) -> None:
 def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
     """The key that gives a role its GPUs, and their numbers; none: it takes the first it sees.
 
-    Example: with ``workers.gpus = [1, 2]``, w0 and w2 have 1, w1 and w3 have 2.
+    Example: with ``workers.gpus = [1, 2]``, w0 and w2 have 1, w1 and w3 have 2; with
+    ``workers.vllm.tensor_parallel = 2`` all have both.
     """
     if name == TRAINER:
         return "trainer.gpus", config.trainer.gpus
@@ -95,7 +96,9 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
         return "workers.gpus", ()
     if not engine_kind(worker_engine(config, name), config.task.directory).gpus:
         return "workers.gpus", ()
-    return "workers.gpus", (gpus[names.index(name) % len(gpus)],)
+    many = config.workers.vllm.tensor_parallel
+    first = names.index(name) * many % len(gpus)
+    return "workers.gpus", gpus[first : first + many]
 
 
 def visible(key: str, numbers: Iterable[int], seen: str | None) -> str:

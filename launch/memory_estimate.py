@@ -123,8 +123,9 @@ def placement_of(config: Config, count: int) -> Placement:
     if given:
         places, per_gpu = len(given), max(Counter(named.values()).values())
     else:
-        places = min(len(names), max(1, count - 1))
-        per_gpu = math.ceil(len(names) / max(1, places))
+        wanted = len(names) * config.workers.vllm.tensor_parallel
+        places = min(wanted, max(1, count - 1))
+        per_gpu = math.ceil(wanted / max(1, places))
     left = count - places
     overlap = bool(given & set(config.trainer.gpus))
     return Placement(
@@ -154,13 +155,13 @@ def kv_token_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
-    """Of one worker with vLLM, on its GPU."""
-    workers = config.workers
+    """Of one worker with vLLM, on its GPU, or on each of them."""
+    workers, many = config.workers, config.workers.vllm.tensor_parallel
     width, slots = WIDTHS[workers.vllm.dtype], workers.slots
     block = BLOCK_TOKENS["cuda"]
     slot = math.ceil(workers.context_tokens / block) * block
     held = int(workers.vllm.kv_gb * 2**30) or slots * slot * kv_token_bytes(shape, config)
-    parts = [MemoryPart("weights of one version", shape.parameters * width)]
+    parts = [MemoryPart("weights of one version", shape.parameters * width // many)]
     if config.lora.rank:
         resident = versions_resident(config)
         parts.append(
@@ -170,7 +171,7 @@ def worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     step = tokens * _working(shape, width) + 2 * slots * shape.vocabulary * 4
     return [
         *parts,
-        MemoryPart(f"KV cache, {slots} slots of {workers.context_tokens} tokens", held),
+        MemoryPart(f"KV cache, {slots} slots of {workers.context_tokens} tokens", held // many),
         MemoryPart(f"a step of {tokens} tokens and logits of {slots}", step),
         MemoryPart("largest tensor, while a version loads", shape.largest * 4),
     ]

@@ -10,8 +10,11 @@ runs=(--runs "$SCRATCH_DIR/$SLURMD_NODENAME")
 case $role in
   worker)
     command=(dora-pipe worker "$@" "${runs[@]}" --name "${SLURMD_NODENAME//./-}-$SLURM_LOCALID")
-    # One GPU each, where the job has some.
-    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || export CUDA_VISIBLE_DEVICES=$SLURM_LOCALID
+    if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then # its own, where the job has some
+      first=$((SLURM_LOCALID * GPUS_PER_WORKER))
+      CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + GPUS_PER_WORKER - 1)))
+      export CUDA_VISIBLE_DEVICES
+    fi
     ;;
   trainer)
     ranks=$((TRAINER_NODES * TRAINER_RANKS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ from tests.support.engine_moves import CHECKS
 from tests.support.tiers import more
 from tests.support.worker import VirtualClock
 
-SUBJECTS = ("simulated", "qwen2", "llama_gqa", *more(["glm4_moe"]), "vllm", "vllm-server")
+SUBJECTS = (
+    *("simulated", "qwen2", "llama_gqa", *more(["glm4_moe"])),
+    *("vllm", "vllm-server", "vllm-server of two ranks"),
+)
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
@@ -32,12 +36,14 @@ def subject(
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "simulated":
         yield _simulated(folder)
-    elif request.param in ("vllm", "vllm-server"):
+    elif request.param.startswith("vllm"):
         from tests.support.vllm_engines import need_vllm, vllm_subject
         from tests.support.vllm_servers import server_subject
 
         need_vllm()
-        make = vllm_subject if request.param == "vllm" else server_subject
+        ranks = 2 if request.param.endswith("ranks") else 1
+        server = partial(server_subject, tensor_parallel=ranks)
+        make = vllm_subject if request.param == "vllm" else server
         with make(folder) as opened:
             yield opened
     else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from dora_pipe.producers.engines.port import Engine
@@ -24,18 +24,19 @@ ADAPTERS = 3
 """At once, of a server that hosts some."""
 
 
-@functools.cache
-def running_server(lora_rank: int = 0) -> tuple[ServerProcess, Path]:
-    """A server, and the folder of the model that it has; both until the tests end.
+@cache
+def running_server(lora_rank: int = 0, tensor_parallel: int = 1) -> tuple[ServerProcess, Path]:
+    """A server of so many ranks, and the folder of the model that it has; both until the tests end.
 
     Starting one takes half a minute of CPU. Engines that want less take a part of it.
     """
     folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = models.make_qwen2(folder / "seed0", 0, scale=8.0)
+    settings = replace(SETTINGS, tensor_parallel=tensor_parallel)
     server = ServerProcess.start(
         model,
-        replace(SETTINGS, dtype=LORA_DTYPE) if lora_rank else SETTINGS,  # type: ignore[arg-type]
+        replace(settings, dtype=LORA_DTYPE) if lora_rank else settings,  # type: ignore[arg-type]
         slots=SLOTS,
         context_tokens=CONTEXT_TOKENS,
         threads=1,
@@ -47,25 +48,26 @@ def running_server(lora_rank: int = 0) -> tuple[ServerProcess, Path]:
 
 
 def open_shared(
-    *, slots: int, context_tokens: int, decode: Decode | None = None
+    *, slots: int, context_tokens: int, decode: Decode | None = None, tensor_parallel: int = 1
 ) -> VllmServerEngine:
     """An engine of that server, without weights."""
-    server, model = running_server()
+    server, model = running_server(tensor_parallel=tensor_parallel)
     return VllmServerEngine(
         model, slots=slots, context_tokens=context_tokens, address=server.address, decode=decode
     )
 
 
 @contextmanager
-def server_subject(folder: Path) -> Iterator[Subject]:
+def server_subject(folder: Path, tensor_parallel: int = 1) -> Iterator[Subject]:
     """The vllm-server engine under contract, with two policies in a store of their own.
 
     Engines of one server must not run at the same time under other weights; no check does that.
     """
-    _, model = running_server()
+    _, model = running_server(tensor_parallel=tensor_parallel)
     directories = [model, models.make_qwen2(folder / "seed1", 1, scale=8.0)]
     shutil.copytree(model, folder / "seed0")
-    with stored_subject("vllm-server", folder, directories, open_shared) as subject:
+    opener = partial(open_shared, tensor_parallel=tensor_parallel)
+    with stored_subject("vllm-server", folder, directories, opener) as subject:
         yield subject
 
 

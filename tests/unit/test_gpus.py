@@ -52,6 +52,18 @@ def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:
     assert found == [(1,), (2,), (1,), (2,), (), (0, 3), ()]
 
 
+def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
+    pairs = {"tensor_parallel": 2}
+    shared = config(engine="vllm-server", gpus=[1, 2, 3, 5], vllm=pairs)
+    found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
+    assert found == [(1, 2), (3, 5), (1, 2)]
+    with pytest.raises(ConfigError, match="3 GPUs are no workers of 2 each"):
+        config(engine="vllm-server", gpus=[1, 2, 3], vllm=pairs)
+    with pytest.raises(ConfigError, match="engine vllm is in the worker's process") as refused:
+        config(engines=["vllm-server", "vllm"], vllm=pairs)
+    assert refused.value.hint == 'workers.engine = "vllm-server"'
+
+
 def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:
     mixed = config(engines=["vllm", "torch"], gpus=[5, 6])
     assert [gpus_of(mixed, name)[1] for name in ("w0", "w1", "w2")] == [(5,), (), (5,)]

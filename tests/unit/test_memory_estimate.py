@@ -366,6 +366,21 @@ def test_gpus_are_those_of_the_keys_or_one_for_each_worker_and_the_rest_the_trai
         placement_of(run(workers__gpus=[4]), 4)
 
 
+def test_a_worker_of_several_gpus_has_a_share_of_its_memory_on_each() -> None:
+    one = run(workers__count=2, workers__engine="vllm-server")
+    four = run(
+        workers__count=2, workers__engine="vllm-server", workers__vllm={"tensor_parallel": 4}
+    )
+    found = placement_of(four, 16)
+    assert (found.worker_gpus, found.per_gpu, found.trainer_gpus) == (8, 1, 8)
+    whole, share = (
+        {part.what: part.bytes for part in worker_parts(BILLIONS, config)} for config in (one, four)
+    )
+    divided = {what for what in whole if share[what] * 4 == whole[what]}
+    assert {what.split()[0] for what in divided} == {"weights", "KV"}
+    assert all(share[what] == whole[what] for what in set(whole) - divided)
+
+
 def test_more_ranks_than_gpus_do_not_fit() -> None:
     config = run(trainer__kind="deepspeed", trainer__ranks=8)
     found = estimate(shape_of(NETWORKS["llama"]), config, Gpus(8, 80 * 10**9))

@@ -75,12 +75,13 @@ class VllmServerClient:
         self.resume()
 
     def rpc(self, method: str, *words: str) -> dict[str, Any]:
-        """Call a method of the extension. Raises PolicyError when it refuses, ResourceError where
-        its machine does."""
-        (found,) = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
-        if "error" in found:
-            raise (ResourceError if found.get("here") else PolicyError)(str(found["error"]))
-        return dict(found)
+        """Call a method of the extension, in each of its processes; what the first answers. Raises
+        PolicyError when one refuses, ResourceError where its machine does."""
+        results = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
+        for found in results:
+            if "error" in found:
+                raise (ResourceError if found.get("here") else PolicyError)(str(found["error"]))
+        return dict(results[0])
 
     def load_adapter(self, name: str, folder: str) -> str:
         """Have it load an adapter under a name; what it says against that, empty where nothing."""

@@ -80,6 +80,8 @@ class VllmSettings:
     kv_gb: float = 0.0
     """0: what all slots need for whole contexts."""
     prefix_cache: bool = True
+    tensor_parallel: int = 1
+    """Processes of vLLM, each with a part of every layer."""
 
 
 def prepare(threads: int, environment: Mapping[str, str] | None = None) -> Any:
@@ -173,6 +175,7 @@ def arguments(
         wake_bfloat16()
     free = {"gpu_memory_utilization": GPU_FREE_MIN} if device == "cuda" else {}
     return free | {
+        "tensor_parallel_size": settings.tensor_parallel,
         "model": str(model_dir),
         "dtype": settings.dtype,
         "max_model_len": context_tokens,
@@ -217,6 +220,12 @@ def check_heads(head_dim: int) -> None:
         if head_dim not in sizes:
             known = ", ".join(map(str, sizes))
             raise ValueError(f"heads of {head_dim} have no kernel on a CPU, only those of {known}")
+
+
+def check_parts(heads: int, parts: int) -> None:
+    """Raise ValueError for attention heads that cannot be dealt to so many processes."""
+    if heads % parts:
+        raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
 
 
 def install_sampler(core: Any) -> Any:
@@ -330,22 +339,25 @@ def token_seed(seed: int, position: int) -> int:
 def _kv_bytes(
     model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
 ) -> int:
-    """Of the KV cache: what was set, or whole contexts in all slots."""
+    """Of the KV cache of each process: what was set, or whole contexts in all slots, of which each
+    has the heads that are its own."""
     if settings.kv_gb:
-        return int(settings.kv_gb * 2**30)
+        return int(settings.kv_gb * 2**30) // settings.tensor_parallel
     block = BLOCK_TOKENS[device]
     blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
     itemsize = 4 if settings.dtype == "float32" else 2
-    return blocks * block * token_kv_values(read_config(model_dir)) * itemsize
+    values = token_kv_values(read_config(model_dir), settings.tensor_parallel)
+    return blocks * block * values * itemsize
 
 
-def token_kv_values(config: Mapping[str, Any]) -> int:
-    """Numbers that the KV cache holds of one token. Raises PolicyError for a config without."""
+def token_kv_values(config: Mapping[str, Any], parts: int = 1) -> int:
+    """Numbers that the KV cache holds of one token, in each of so many processes; where there are
+    fewer heads than these, several have the same. Raises PolicyError for a config without."""
     try:
         heads = int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        return 2 * int(config["num_hidden_layers"]) * kv_heads * head_dim
+        return 2 * int(config["num_hidden_layers"]) * math.ceil(kv_heads / parts) * head_dim
     except (KeyError, TypeError, ValueError):
         raise PolicyError(
             "the model's config does not tell the sizes of its attention",

@@ -80,6 +80,7 @@ class ServerProcess:
         words += ["--slots", str(slots), "--context-tokens", str(context_tokens)]
         words += ["--threads", str(threads), "--dtype", settings.dtype]
         words += ["--kv-gb", str(settings.kv_gb), "--lora-rank", str(lora_rank)]
+        words += ["--tensor-parallel", str(settings.tensor_parallel)]
         words += ["--versions-resident", str(versions_resident)]
         words += [] if settings.eager else ["--graphs"]
         words += [] if settings.prefix_cache else ["--no-prefix-cache"]

@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-gb", type=float, default=0.0)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="processes, GPUs")
     parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
@@ -161,6 +162,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         eager=not asked.graphs,
         kv_gb=asked.kv_gb,
         prefix_cache=not asked.no_prefix_cache,
+        tensor_parallel=asked.tensor_parallel,
     )
     arguments: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     engine = vllm_core.arguments(
@@ -194,6 +196,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     try:
         model = AsyncEngineArgs.from_cli_args(arguments).create_model_config()
         vllm_core.check_heads(model.get_head_size())
+        vllm_core.check_parts(model.hf_text_config.num_attention_heads, asked.tensor_parallel)
     except vllm_core.REFUSALS as error:
         raise vllm_core.refusal(asked.model, error) from error
     return arguments

@@ -1,0 +1,75 @@
+"""A vLLM server of two ranks, each with a part of every layer, says what one rank says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.vllm.process import ServerProcess
+from tests.contract.test_engine_vllm import (
+    test_draws_follow_the_distribution,
+    test_greedy_tokens_are_those_of_transformers,
+    test_logprobs_are_those_of_transformers,
+    test_no_block_of_older_weights_is_hit_after_a_load,
+    test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay,
+)
+from tests.support import models
+from tests.support.engine_contract import Subject, assert_all_alike, requests, run
+from tests.support.vllm_engines import CONTEXT_TOKENS, SETTINGS, need_vllm
+from tests.support.vllm_servers import running_server, server_subject
+
+__all__ = [
+    "test_draws_follow_the_distribution",
+    "test_greedy_tokens_are_those_of_transformers",
+    "test_logprobs_are_those_of_transformers",
+    "test_no_block_of_older_weights_is_hit_after_a_load",
+    "test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay",
+]
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """The server of two ranks, under the name by which the tests of vLLM ask for theirs."""
+    need_vllm()
+    with server_subject(tmp_path_factory.mktemp("vllm-ranks"), RANKS) as subject:
+        yield subject
+
+
+def test_tokens_of_two_ranks_are_those_of_one(
+    vllm: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wanted = requests(vllm, 24, seed=11)
+    found = run(vllm.open(slots=8), wanted)
+    with server_subject(tmp_path_factory.mktemp("vllm-one")) as one:
+        assert one.policies[0][1] == vllm.policies[0][1]
+        expected = run(one.open(slots=8), wanted)
+    assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), found, expected)
+
+
+def test_each_rank_has_a_process_and_all_end_with_their_server(vllm: Subject) -> None:
+    server, _ = running_server(tensor_parallel=RANKS)
+    in_session = [
+        one
+        for one in Path("/proc").glob("[0-9]*")
+        if (one / "stat").read_text().rpartition(")")[2].split()[3] == str(server.pid)
+    ]
+    assert len(in_session) >= 2 + RANKS  # the front end, the engine core, the ranks
+
+
+def test_heads_that_ranks_cannot_share_are_refused_in_one_line(tmp_path: Path) -> None:
+    need_vllm()
+    model = models.make_qwen2(tmp_path / "model")
+    with pytest.raises(PolicyError, match=r"4 attention heads .* 3"):
+        ServerProcess.start(
+            model,
+            replace(SETTINGS, tensor_parallel=3),
+            slots=4,
+            context_tokens=CONTEXT_TOKENS,
+            threads=1,
+        )

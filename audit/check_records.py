@@ -72,6 +72,8 @@ class Seen:
     """Logged records by the number of versions that sampled them."""
     one_version: int = 0
     """Records all of whose evidence names one version and its published digest."""
+    mixture: tuple[int, int, int] | None = None
+    """Sizes of the mixture that the first record which has some says (`Content.mixture`)."""
 
 
 class RecordCheck:
@@ -265,7 +267,24 @@ class RecordCheck:
             self._wrong(who, content.fault)
         if logged.fact.parts:  # Logs from before control repeated them have none.
             self._same("records", who, "reward parts", logged.fact.parts, content.parts)
+        self._mixture(content, group, who)
         self._versions(content, versions, logged, group)
+
+    def _mixture(self, content: Content, group: GroupEntry, who: str) -> None:
+        """Where the run asks for it, training's records say through which experts tokens went, all
+        of one model. That each is one of its experts was seen when the value was opened."""
+        config = self._ledger.config
+        asked = config is not None and config.sampling.routes and group.spec.purpose == "train"
+        wanted, found = asked and bool(content.sampled), content.mixture
+        if not wanted and found is None:
+            return
+        self._findings.looked["records"] += 1
+        if wanted != (found is not None):
+            message = "says nothing of experts" if wanted else "says of experts what nobody asked"
+            self._wrong(who, message, expected=wanted, found=not wanted)
+        self.seen.mixture = self.seen.mixture or found
+        if found is not None and found != self.seen.mixture:
+            self._wrong(who, "is of a mixture of other sizes", self.seen.mixture, found)
 
     def _versions(
         self, content: Content, versions: set[int], logged: Logged, group: GroupEntry

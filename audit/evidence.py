@@ -29,7 +29,7 @@ from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.contexts import call_fault
 from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.fast_validate import FastValidator
-from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
+from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
 from dora_pipe.schemas.wire import sha256_hex
 
@@ -59,6 +59,9 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     calls: int = 0
     fault: str = ""
     """Why its calls do not follow from its tokens; empty where they do, or there are none."""
+    mixture: tuple[int, int, int] | None = None
+    """Experts, layers that have some, and experts for a token, where it says through which ones its
+    tokens went."""
 
     @property
     def versions(self) -> list[int]:
@@ -164,7 +167,13 @@ def _content(seen: Described, fault: str) -> Content:
         contexts=1 + len(meta.contexts),
         calls=len(meta.calls),
         fault=fault,
+        mixture=_mixture(seen),
     )
+
+
+def _mixture(seen: Described) -> tuple[int, int, int] | None:
+    routes = seen.routed_experts if isinstance(seen, Trajectory) else None
+    return None if routes is None else (routes.experts, routes.layers, routes.per_token)
 
 
 WAITING_MAX: Final = 20_000

@@ -36,8 +36,9 @@ from dora_pipe.producers.engines.port import (
     SamplingParams,
     TokensSampled,
 )
-from dora_pipe.schemas.contexts import Call, bounds, context_at, tokens_before
+from dora_pipe.schemas.contexts import Call, bounds, choices_of, context_at, tokens_before
 from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.routes import GrowingRoutes
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
@@ -90,6 +91,8 @@ class _Run:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler: list[float] = field(default_factory=list)
+    routes: GrowingRoutes = field(default_factory=GrowingRoutes)
+    """Of the whole context that the segment is part of."""
     difference: str = ""
     prefills: int = 0
 
@@ -327,7 +330,7 @@ def _request(run: _Run) -> EngineRequest:
     goes on behind another prefill counts what was sampled of it before. So is every call.
     """
     segment, recorded = run.left[0], run.recorded
-    run.ids, run.logprobs, run.sampler = [], [], []
+    run.ids, run.logprobs, run.sampler, run.routes = [], [], [], GrowingRoutes()
     call, params, most = segment.call, run.params, run.params.max_tokens
     if call is None:
         turn, seed = _turn_start(recorded, segment.start), recorded.meta.seed
@@ -351,6 +354,8 @@ def _take(run: _Run, event: TokensSampled) -> None:
     run.ids.extend(event.token_ids)
     run.logprobs.extend(event.logprobs)
     run.sampler.extend(event.sampler_logprobs)
+    before = run.left[0].start - _context_start(run.recorded, run.left[0].start)
+    run.routes.add(event.routes, before + len(run.ids))
 
 
 def _ended(run: _Run, event: RequestFinished | None) -> bool:
@@ -387,7 +392,32 @@ def _compare(run: _Run, segment: PrefillSegment) -> str:
             place = int(differing[0])
             was, now = getattr(recorded, name)[segment.start + place], values[place]
             return f"{name}[{segment.start + place}] is {now!r}, recorded is {was!r}"
-    return ""
+    return _compare_routes(run, segment)
+
+
+def _context_start(recorded: Trajectory, place: int) -> int:
+    """Where the context of a place begins: in front of the record, where it shares tokens."""
+    number = context_at(recorded.meta.contexts, place)
+    start, _ = bounds(recorded.meta.contexts, recorded.length)[number]
+    return start - recorded.meta.contexts[number - 1].shared if number else start
+
+
+def _compare_routes(run: _Run, segment: PrefillSegment) -> str:
+    """The first token of the context that went through other experts than recorded."""
+    number = context_at(run.recorded.meta.contexts, segment.start)
+    recorded = choices_of(run.recorded, number)
+    if recorded is None:
+        return ""
+    start = _context_start(run.recorded, segment.start)
+    end = segment.end - start
+    found = run.routes.between(0, end)
+    if found is None or found.choices.shape[1:] != recorded.shape[1:]:
+        return "the engine does not say through which experts, or has others"
+    there = recorded[:end] != np.iinfo(recorded.dtype).max
+    differing = ((found.choices != recorded[:end]) & there).any((1, 2))
+    if not differing.any():
+        return ""
+    return f"token {start + int(differing.argmax())} comes through other experts than recorded"
 
 
 def _bits(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:

@@ -89,6 +89,8 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.activation_offload": False,
     "trainer.packing": False,
     "groups.seconds_max": None,
+    "sampling.routes": False,
+    "evaluation.sampling.routes": False,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no
 cell has a weight decay)."""

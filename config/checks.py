@@ -428,6 +428,14 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_routes(config: Config) -> Iterator[Problem]:
+    if config.sampling.routes and config.staleness.interruptible:
+        yield Problem(
+            text="sampling.routes: what goes on under other weights goes through other experts",
+            hint="-o staleness.interruptible=false, or leave the key out",
+        )
+
+
 def _check_optimizer(config: Config) -> Iterator[Problem]:
     if config.trainer.optimizer == "muon" and config.lora.rank:
         yield Problem(
@@ -550,6 +558,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_watched,
     _check_reference,
     _check_teacher,
+    _check_routes,
     _check_trainer,
     _check_optimizer,
     _check_tensor_parallel,

@@ -242,6 +242,9 @@ class Sampling(Section, frozen=True, kw_only=True):
     softmax(logits / temperature), the policy that samples, or softmax(logits), as older logs have
     it. Truncation (top_p, top_k, min_p) is in neither; of a greedy policy both are softmax(logits).
     See docs/objectives.md."""
+    routes: bool = False
+    """Records through which experts of a mixture every token of training went, and the trainer
+    routes by it (docs/large-models.md); nothing is recorded of evaluations."""
 
     @property
     def logprob_temperature(self) -> float:

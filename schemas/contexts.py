@@ -26,6 +26,7 @@ import numpy as np
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import call_seed
+from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.wire import sha256_hex
 
 if TYPE_CHECKING:
@@ -190,6 +191,17 @@ def row_of(trajectory: Trajectory, number: int) -> TrainedRow:
         return trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs
     one = context_of(trajectory, number)
     return one.token_ids.tolist(), one.loss_mask.tolist(), one.logprobs.tolist()
+
+
+def choices_of(trajectory: Trajectory, number: int) -> Choices | None:
+    """Through which experts the tokens of a context went, [tokens, layers, per_token], as
+    `schemas.routes` has it; None where the record does not say."""
+    routes = trajectory.routed_experts
+    if routes is None:
+        return None
+    parts = pieces(trajectory.meta.contexts, number, trajectory.length)
+    whole = routes.choices
+    return np.concatenate([whole[first:last] for first, last in parts])
 
 
 def rows_of(trajectory: Trajectory) -> list[TrainedRow]:

@@ -19,6 +19,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.contexts import Call, Context, check_contexts
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
+from dora_pipe.schemas.routes import Routes
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -148,6 +149,8 @@ class Trajectory:
     """None exactly when `meta.reward_error` says why."""
     segments: Sequence[Segment]
     meta: Meta
+    routed_experts: Routes | None = None
+    """Of a mixture's tokens, where `sampling.routes` asks for it; see `schemas.routes`."""
 
     @property
     def valid(self) -> bool:
@@ -392,6 +395,8 @@ class Progress:
     """Offset of the record before this one in the same partition; -1 for the first."""
     started_ns: int
     """When the request's first token was sampled: wall clock."""
+    routed_experts: Routes | None = None
+    """Of these tokens; of the prompt's before them, too, where `start` is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,6 +434,8 @@ class TurnProgress:
     """When its last token was there."""
     call: Call
     """Its places are those of the context's whole sequence."""
+    routed_experts: Routes | None = None
+    """Of `given_ids` and `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,3 +466,5 @@ class EpisodeProgress:
     """When the request's first token was sampled: wall clock."""
     finish: str
     """How the turn that it ends with has ended: `stop` or `length`; empty: it goes on."""
+    routed_experts: Routes | None = None
+    """Of these tokens."""

@@ -4,7 +4,8 @@ A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`),
 every field of `Trajectory`, `Progress`, `TurnProgress` or `EpisodeProgress`, in their order: a
 field that comes is a column. Log-probs and nothing else are rounded: to float32, once, by the
 writer. `sampler_logprobs` is a null column where it equals `logprobs` (nothing is truncated, and
-they are at the sampler's temperature); reading restores it.
+they are at the sampler's temperature); reading restores it. A record without `routed_experts` has
+no such column: its bytes are those of before there was one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import pyarrow as pa
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
 from dora_pipe.schemas.arrow_frame import Layout, column_names, decompress
-from dora_pipe.schemas.contexts import Call
+from dora_pipe.schemas.contexts import Call, counted_places
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
+from dora_pipe.schemas.routes import Routes, check_routes, need_entries
 from dora_pipe.schemas.trajectory import (
     Arrays,
     EpisodeProgress,
@@ -87,11 +89,14 @@ class RecordLayout(Layout, Generic[T]):
 
     def __init__(self, record: type[T], columns: Mapping[str, Column]) -> None:
         self._record: type[T] = record
-        self.columns = {
-            one.name: columns.get(one.name) or _plain(one.type) for one in fields(record)
+        named = [one for one in fields(record) if one.name != _ROUTED or _ROUTED in columns]
+        self.columns: dict[str, Column] = {
+            one.name: columns.get(one.name) or _plain(one.type) for one in named
         }
-        self._names = tuple((field, one.name or field) for field, one in self.columns.items())
-        self._reads = tuple(
+        self._names: tuple[tuple[str, str], ...] = tuple(
+            (field, one.name or field) for field, one in self.columns.items()
+        )
+        self._reads: tuple[tuple[str, Callable[[Any], Any]], ...] = tuple(
             (field, one.read) for field, one in self.columns.items() if one.read is not _as_it_is
         )
         super().__init__(
@@ -100,6 +105,19 @@ class RecordLayout(Layout, Generic[T]):
                 for field, name in self._names
             )
         )
+
+        self.routed: RecordLayout[T] = (
+            self if _ROUTED in columns else RecordLayout(record, {**columns, _ROUTED: _ROUTES})
+        )
+        """That of records which say which experts their tokens passed."""
+
+    def for_record(self, record: T) -> RecordLayout[T]:
+        """In which a record is written."""
+        return self if record.routed_experts is None else self.routed
+
+    def for_stream(self, raw: bytes) -> RecordLayout[T]:
+        """In which what a frame held is read."""
+        return self if raw.startswith(self.head) else self.routed
 
     def write(self, record: T) -> dict[str, pa.Array]:
         """The columns of a record. Raises SchemaError."""
@@ -157,6 +175,27 @@ def _segments(rows: Sequence[Any]) -> list[Segment]:
         raise wire.schema_error(error, "$.segments") from None
 
 
+def _routes(value: Any) -> Routes | None:
+    try:
+        return msgspec.convert(value, Routes | None)
+    except msgspec.ValidationError as error:
+        raise wire.schema_error(error, f"$.{_ROUTED}") from None
+
+
+_ROUTED: Final = "routed_experts"
+_ROUTES: Final = Column(
+    pa.struct(
+        [
+            ("experts", pa.int32()),
+            ("layers", pa.int32()),
+            ("per_token", pa.int32()),
+            ("data", pa.binary()),
+        ]
+    ),
+    nullable=True,
+    write=lambda routes: None if routes is None else msgspec.structs.asdict(routes),
+    read=_routes,
+)
 _INT32: Final = Column(pa.int32())
 _INT32S: Final = Column(pa.list_(pa.int32()))
 _PLACES: Final = Column(pa.list_(pa.int32()), read=tuple)
@@ -251,19 +290,23 @@ def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple
     Example: ``value, headers = encode_trajectory(trajectory)``, then
     ``Append(value=value, headers=header_pairs(headers), ...)``.
     """
-    columns = TRAJECTORY.write(trajectory)
+    layout = TRAJECTORY.for_record(trajectory)
+    columns = layout.write(trajectory)
     arrays = _arrays(columns)
     check_arrays(arrays)
     check_segments(trajectory.segments, arrays.loss_mask)
     check_fields(trajectory)
-    value = TRAJECTORY.finish(columns, arrays)
+    _check_routed(trajectory)
+    value = layout.finish(columns, arrays)
     return value, describe(trajectory, sha256=wire.sha256_hex(value), traceparent=traceparent)
 
 
 def decode_trajectory(value: bytes) -> Trajectory:
     """A trajectory from its value bytes, checked. Raises SchemaError with a path, nothing else."""
-    columns, values = TRAJECTORY.unseal(value)
-    return _checked(columns, values, _arrays(columns))
+    raw = decompress(value)
+    layout = TRAJECTORY.for_stream(raw)
+    columns, values = layout.opened(raw)
+    return _checked(layout, columns, values, _arrays(columns))
 
 
 def view_trajectory(value: bytes) -> Trajectory:
@@ -271,19 +314,34 @@ def view_trajectory(value: bytes) -> Trajectory:
 
     For who looks at a record as a whole; checks and errors are the same.
     """
-    columns, values = TRAJECTORY.unseal(value, leave=LISTS)
+    raw = decompress(value)
+    layout = TRAJECTORY.for_stream(raw)
+    columns, values = layout.opened(raw, leave=LISTS)
     arrays = _arrays(columns)
     values |= {name: getattr(arrays, name) for name in LISTS}
-    return _checked(columns, values, arrays)
+    return _checked(layout, columns, values, arrays)
 
 
-def _checked(columns: Mapping[str, pa.Array], values: dict[str, Any], arrays: Arrays) -> Trajectory:
+def _checked(
+    layout: RecordLayout[Trajectory],
+    columns: Mapping[str, pa.Array],
+    values: dict[str, Any],
+    arrays: Arrays,
+) -> Trajectory:
     check_arrays(arrays)
     _no_stray_values(columns, arrays.loss_mask)
-    trajectory = TRAJECTORY.read(values)
+    trajectory = layout.read(values)
     check_segments(trajectory.segments, arrays.loss_mask)
     check_fields(trajectory)
+    _check_routed(trajectory)
     return trajectory
+
+
+def _check_routed(trajectory: Trajectory) -> None:
+    """Raise SchemaError unless every token that can be trained says through which experts."""
+    if trajectory.routed_experts is not None:
+        check_routes(trajectory.routed_experts, trajectory.length)
+        need_entries(trajectory.routed_experts, counted_places(trajectory))
 
 
 def encode_progress(progress: Progress) -> bytes:
@@ -308,10 +366,12 @@ def decode_turn_progress(value: bytes) -> TurnProgress:
 
 def encode_episode_progress(progress: EpisodeProgress) -> bytes:
     """The value bytes of an episode's progress record. Raises SchemaError."""
-    columns = EPISODE_PROGRESS.write(progress)
+    layout = EPISODE_PROGRESS.for_record(progress)
+    columns = layout.write(progress)
     arrays = _episode_arrays(columns)
     check_segments(progress.segments, arrays.loss_mask)
-    return EPISODE_PROGRESS.finish(columns, arrays)
+    check_routes(progress.routed_experts, len(arrays.token_ids))
+    return layout.finish(columns, arrays)
 
 
 def decode_episode_progress(value: bytes) -> EpisodeProgress:
@@ -321,11 +381,13 @@ def decode_episode_progress(value: bytes) -> EpisodeProgress:
 
 
 def _episode_progress(raw: bytes) -> EpisodeProgress:
-    columns, values = EPISODE_PROGRESS.opened(raw)
+    layout = EPISODE_PROGRESS.for_stream(raw)
+    columns, values = layout.opened(raw)
     arrays = _episode_arrays(columns)
     _no_stray_values(columns, arrays.loss_mask)
-    progress = EPISODE_PROGRESS.read(values)
+    progress = layout.read(values)
     check_segments(progress.segments, arrays.loss_mask)
+    check_routes(progress.routed_experts, len(arrays.token_ids))
     return progress
 
 
@@ -341,23 +403,38 @@ def encode_any_progress(progress: AnyProgress) -> bytes:
 
 
 def _encoded(layout: RecordLayout[T], record: T, arrays_of: ArraysOf) -> bytes:
+    layout = layout.for_record(record)
     columns = layout.write(record)
     arrays = arrays_of(columns)
     check_arrays(arrays)
+    _check_chunk(record)
     return layout.finish(columns, arrays)
 
 
 def _decoded(layout: RecordLayout[T], raw: bytes, arrays_of: ArraysOf) -> T:
+    layout = layout.for_stream(raw)
     columns, values = layout.opened(raw)
     check_arrays(arrays_of(columns))
-    return layout.read(values)
+    record = layout.read(values)
+    _check_chunk(record)
+    return record
+
+
+def _check_chunk(record: Any) -> None:
+    """Raise SchemaError unless a progress record has entries for as many tokens as it is of."""
+    routes, tokens = record.routed_experts, len(record.token_ids)
+    if isinstance(record, TurnProgress):
+        tokens += len(record.given_ids)
+    elif routes is not None and record.start == 0:
+        tokens = max(tokens, routes.tokens)  # How long the prompt is, it does not say.
+    check_routes(routes, tokens)
 
 
 def decode_any_progress(value: bytes) -> AnyProgress:
     """Whichever this record of the progress topic is. Raises SchemaError, nothing else."""
     raw = decompress(value)
-    heads = (one.head for one in (TURN_PROGRESS, EPISODE_PROGRESS, PROGRESS))
-    turn, episode, plain = map(raw.startswith, heads)
+    kinds = (TURN_PROGRESS, EPISODE_PROGRESS, PROGRESS)
+    turn, episode, plain = (raw.startswith((one.head, one.routed.head)) for one in kinds)
     # Of another version: its columns tell.
     names = () if turn or episode or plain else column_names(raw)
     if turn or "call_json" in names:

@@ -61,6 +61,8 @@ class LearnerKind:
     """Whether it goes on in bfloat16 where version 0 is published so (`policies.dtype`)."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
     """What it takes of `trainer.optimizer`."""
+    routes: bool = False
+    """Whether it sends tokens through the experts that a record names (`sampling.routes`)."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -84,6 +86,11 @@ def need_learner(config: Config) -> None:
     """Raise ConfigError, before anything starts, for a trainer or objective that cannot be used."""
     name = config.trainer.kind
     kind = learner_kind(name, config.task.directory)
+    if config.sampling.routes and not kind.routes:
+        raise ConfigError(
+            f"sampling.routes: trainer `{name}` routes by its own logits",
+            hint="trainer.kind = 'torch', or leave the key out",
+        )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.objective.reference_every is not None and not kind.moving_reference:
         raise ConfigError(
@@ -299,6 +306,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         teacher=True,
         bfloat16=True,
         optimizers=("adamw", "muon", "adamw8bit"),
+        routes=True,
     ),
     "deepspeed": LearnerKind(
         open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True, teacher=True

@@ -24,8 +24,9 @@ from dora_pipe.consumers.objectives.registry import needs_whole
 from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.batch import staleness_of
-from dora_pipe.schemas.contexts import TrainedRow, counted_tokens, lengths, row_of
+from dora_pipe.schemas.contexts import TrainedRow, choices_of, counted_tokens, lengths, row_of
 from dora_pipe.schemas.identity import parse_trajectory_id
+from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -131,6 +132,10 @@ class Unit:
     def sequences(self) -> list[TrainedRow]:
         """Its rows as they are trained."""
         return [row_of(self.item.trajectory, row.context) for row in self.rows]
+
+    def choices(self) -> list[Choices | None]:
+        """Through which experts the tokens of each went, where the record says so."""
+        return [choices_of(self.item.trajectory, row.context) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

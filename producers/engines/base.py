@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines.port import (
+    ROUTES,
     EngineEvent,
     EngineRequest,
     Exported,
@@ -245,6 +246,8 @@ class EngineBase(Generic[R]):
             raise ValueError(
                 f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
             )
+        if request.params.routes and ROUTES not in self.declares:
+            raise ValueError(f"{request.request}: engine {self.name} says nothing of experts")
         self._versions.of(request)
         misfit = self.kv_error(request)
         if misfit is not None:

@@ -15,6 +15,8 @@ What an engine can is declared, and the contract suite asks for exactly that:
 - ``lora``: versions are adapters on one base, of which `versions_resident` live beside each other:
   each row of a batch under its own.
 - ``interruptible``: weights can change under running requests, which are then prefilled again.
+- ``routes``: of a mixture, it says through which experts every token went; where going on by
+  prefill gives the same bits, these are the same too.
 - ``prefix_reuse``: keys and values of sequences are kept when these have left their slot, and of
   prompts for other requests; who begins with the same tokens under the same weights goes on from
   them, with the very bits of a prefill.
@@ -29,6 +31,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from dora_pipe.schemas.routes import Routes
+
 COUNTER_SAMPLING = "counter_sampling"
 BATCH_INVARIANT = "batch_invariant"
 PREFILL_EXACT = "prefill_exact"
@@ -36,6 +40,7 @@ KV_EXPORT = "kv_export"
 INTERRUPTIBLE = "interruptible"
 LORA = "lora"
 PREFIX_REUSE = "prefix_reuse"
+ROUTES = "routes"
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -61,6 +66,8 @@ class SamplingParams:
     """Strings that end the request as soon as the decoded output contains one."""
     logprob_temperature: float = 1.0
     """What logits are divided by before `logprobs` are taken of them."""
+    routes: bool = False
+    """Whether its events say through which experts tokens went; only with `routes` declared."""
 
     def ended_by(self, stop: tuple[str, ...], stop_ids: tuple[int, ...]) -> SamplingParams:
         """The same with more that ends a request."""
@@ -121,6 +128,8 @@ class EngineRequest:
     keep: bool = True
     """Whether a later request may go on from its end: an engine with `prefix_reuse` keeps what it
     has computed of the whole, else of the prompt alone."""
+    routed: int = 0
+    """Of how many first tokens the experts are known (`TokensSampled.routes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +147,9 @@ class TokensSampled:
     sampler_logprobs: Sequence[float]
     first_token_ns: int
     """Wall clock of this request's first token in this stay."""
+    routes: Routes | None = None
+    """Where `SamplingParams.routes` asks for it: of these tokens, and in the first event of a stay
+    of those before them from `EngineRequest.routed` on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from dora_pipe.producers.engines.port import (
     KV_EXPORT,
     LORA,
     PREFILL_EXACT,
+    ROUTES,
     Engine,
 )
 from dora_pipe.producers.engines.requests import Decode
@@ -57,6 +58,8 @@ class EngineKind:
     """Whether it computes on a GPU that `workers.gpus` gives it."""
     lora_rank_max: int | None = None
     """Of an adapter that it hosts; None: as large as one likes."""
+    routes: bool = False
+    """Whether it can say through which experts of a mixture tokens went (`sampling.routes`)."""
 
 
 def engine_kind(name: str, directory: str = "") -> EngineKind:
@@ -103,6 +106,11 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         )
     rank = config.lora.rank
     for name, kind in kinds.items():
+        if config.sampling.routes and not kind.routes:
+            raise ConfigError(
+                f"sampling.routes: engine `{name}` does not say through which experts tokens go",
+                hint="workers.engine = 'torch', or leave the key out",
+            )
         if kind.lora_rank_max is not None and rank > kind.lora_rank_max:
             raise ConfigError(
                 f"lora.rank: {name} hosts adapters of ranks up to {kind.lora_rank_max}, not {rank}"
@@ -137,6 +145,11 @@ def check_capabilities(engine: Engine, config: Config) -> None:
             f"the run trains a LoRA adapter, and engine {engine.name} cannot host one",
             hint="workers.engine = torch or vllm, or start a run with lora.rank = 0",
         )
+    if config.sampling.routes and ROUTES not in engine.declares:
+        raise ConfigError(
+            f"sampling.routes: engine {engine.name} does not say through which experts tokens go",
+            hint="workers.engine = torch, or start a run without the key",
+        )
 
 
 def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
@@ -162,13 +175,20 @@ def _sizes(config: Config, decode: Decode) -> dict[str, Any]:
 def _open_torch(assets: Path, config: Config, decode: Decode) -> Engine:
     from dora_pipe.producers.engines.torch.engine import TorchEngine
 
-    return TorchEngine.open(assets, **_sizes(config, decode), kv_keep=config.workers.kv_keep)
+    return TorchEngine.open(
+        assets,
+        **_sizes(config, decode),
+        kv_keep=config.workers.kv_keep,
+        routes=config.sampling.routes,
+    )
 
 
 def _check_torch_model(directory: Path, config: Config) -> None:
-    from dora_pipe.producers.engines.torch.causal_lm import read_causal_lm
+    from dora_pipe.producers.engines.torch.causal_lm import need_experts, read_causal_lm
 
-    read_causal_lm(directory, context_tokens=config.workers.context_tokens)
+    model = read_causal_lm(directory, context_tokens=config.workers.context_tokens)
+    if config.sampling.routes:
+        need_experts(model, directory)
 
 
 def _vllm_settings(config: Config) -> dict[str, Any]:
@@ -212,6 +232,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         preload=("torch", ROLE, "dora_pipe.producers.engines.torch.engine"),
         check_model=_check_torch_model,
         gpus=False,
+        routes=True,
     ),
     "vllm": EngineKind(
         open=_open_vllm,

@@ -19,6 +19,7 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.requests import StopText
+from dora_pipe.schemas.routes import Choices, Routes, none_of, number_type
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -37,10 +38,59 @@ class Drawn:
     sampler_logprobs: Floats
 
 
+class SlotRoutes:
+    """Through which experts the tokens in the slots went, `layers` times `per_token` numbers each.
+
+    What was computed of position p is the entry of token p + 1, which came from it
+    (`schemas.routes`).
+
+    Example: ``routes.enter(slot, request)``, ``routes.note(slots, positions, choices)`` after each
+    pass, ``routes.since(slot, start, end)`` for what goes out.
+    """
+
+    def __init__(
+        self, *, slots: int, context_tokens: int, experts: int, layers: int, per_token: int
+    ) -> None:
+        self._experts = experts
+        shape = (slots, context_tokens + 1, layers, per_token)
+        self._entries: Choices = np.zeros(shape, number_type(experts))  # Untouched pages.
+        self._entries[:, 0] = none_of(experts)
+        self._routed = np.zeros(slots, np.int64)
+        self._wanted = np.zeros(slots, np.bool_)
+
+    def enter(self, slot: int, request: EngineRequest) -> None:
+        """A request is in a slot."""
+        self._routed[slot], self._wanted[slot] = request.routed, request.params.routes
+
+    def note(self, slots: Integers, positions: Integers, choices: Choices) -> None:
+        """What a pass has chosen at positions of slots: `choices` [rows, layers, per_token]."""
+        self._entries[slots, positions + 1] = choices
+
+    def since(self, slot: int, start: int, end: int, *, first: bool) -> Routes | None:
+        """Of tokens [start, end), and in the `first` event of a stay of those before them that are
+        not known; None where nobody asked."""
+        if not self._wanted[slot]:
+            return None
+        begin = min(start, int(self._routed[slot])) if first else start
+        return Routes.of(self._entries[slot, begin:end], self._experts)
+
+    def adopt(self, slot: int, choices: Choices) -> None:
+        """What was computed of the first positions, as `copied` gave it."""
+        self._entries[slot, 1 : choices.shape[1] + 1] = choices.transpose(1, 0, 2)
+
+    def copied(self, slot: int, start: int, end: int) -> Choices:
+        """A copy of what was computed of positions: [layers, end - start, per_token]."""
+        return self._entries[slot, start + 1 : end + 1].transpose(1, 0, 2).copy()
+
+
 class SlotTable:
     """The requests in the slots of an engine."""
 
-    def __init__(self, *, slots: int, context_tokens: int) -> None:
+    def __init__(
+        self, *, slots: int, context_tokens: int, routes: SlotRoutes | None = None
+    ) -> None:
+        self.routes = routes
+        """Through which experts tokens went, where that is kept."""
         self.length = np.zeros(slots, np.int64)
         """Tokens of the sequence, the last one not yet in the cache."""
         self.cached = np.zeros(slots, np.int64)
@@ -51,6 +101,7 @@ class SlotTable:
         """The tokens a request came with."""
         self._context_tokens = context_tokens
         self._names = [""] * slots
+        self._given = np.zeros(slots, np.int64)  # tokens a request came with
         self._arrivals = np.zeros(slots, np.int64)
         self._arrived = 0
         self._count = np.zeros(slots, np.int64)  # tokens sampled in this stay
@@ -71,7 +122,7 @@ class SlotTable:
         """Take over a checked request, with the first `cached` positions in the cache."""
         params, tokens = request.params, np.array(request.token_ids, np.int64)
         self.prompts[slot] = tokens
-        self.length[slot] = len(tokens)
+        self.length[slot] = self._given[slot] = len(tokens)
         self.cached[slot] = cached
         self.last[slot] = tokens[-1]
         self._names[slot] = request.request
@@ -85,6 +136,8 @@ class SlotTable:
         self._set_stop_ids(slot, params.stop_ids)
         if stops is not None:
             self._stop_texts[slot] = stops
+        if self.routes is not None:
+            self.routes.enter(slot, request)
 
     def leave(self, slot: int) -> str:
         """Forget the request of a slot; its name."""
@@ -107,7 +160,15 @@ class SlotTable:
             logprobs=self._logprobs[slot, start:end].tolist(),
             sampler_logprobs=self._sampler_logprobs[slot, start:end].tolist(),
             first_token_ns=int(self._first_ns[slot]),
+            routes=self._routes_of(slot, start, end),
         )
+
+    def _routes_of(self, slot: int, start: int, end: int) -> Routes | None:
+        """Of the tokens that were sampled as numbers [start, end)."""
+        if self.routes is None:
+            return None
+        given = int(self._given[slot])
+        return self.routes.since(slot, given + start, given + end, first=not start)
 
     def prefill_again(self, slot: int) -> None:
         """Make the whole sequence of a slot its prompt, with nothing of it in the cache."""

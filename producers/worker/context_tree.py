@@ -142,6 +142,6 @@ def _observe(sequence: TokenSequence, turn: TurnProgress, ended_ns: int) -> None
 def _say(sequence: TokenSequence, turn: TurnProgress) -> Call:
     start = len(sequence)
     sequence.start_stay(turn.started_ns, imported=not turn.prefills)
-    sequence.sampled(turn.token_ids, turn.logprobs, turn.sampler_logprobs)
+    sequence.sampled(turn.token_ids, turn.logprobs, turn.sampler_logprobs, turn.routed_experts)
     sequence.end_stay(turn.ended_ns, worker=turn.worker, epoch=turn.epoch, version=turn.version)
     return msgspec.structs.replace(turn.call, start=start, end=len(sequence))

@@ -319,4 +319,5 @@ def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
         kv=request.kv,
         version=request.hosted.version,
         keep=request.episode or request.call is not None,
+        routed=sequence.routes.known,
     )

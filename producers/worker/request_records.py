@@ -38,6 +38,7 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
         loss_mask=sequence.loss_mask,
         reward=request.reward,
         segments=sequence.segments,
+        routed_experts=sequence.routes.between(0, len(sequence)),
         meta=Meta(
             run=setup.topics.run,
             schema_version=SCHEMA_VERSION,
@@ -89,7 +90,8 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
     place, sequence, start = request.place, request.sequence, request.chunk_end
     version, end = sequence.stretch(start, now=request.hosted.version)
     token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
-    prefills = (one for one in sequence.prefills if one < sequence.prompt_tokens + end)
+    prompt = sequence.prompt_tokens
+    prefills = (one for one in sequence.prefills if one < prompt + end)
     assert request.first_token_ns is not None and token_ids
     return Progress(
         trajectory=place.trajectory,
@@ -105,6 +107,7 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
         prefills=tuple(prefills),
         previous=request.resume.offset if request.resume else -1,
         started_ns=request.first_token_ns,
+        routed_experts=sequence.routes.between(prompt + start if start else 0, prompt + end),
     )
 
 
@@ -134,6 +137,7 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
         previous=request.resume.offset if request.resume else -1,
         started_ns=request.first_token_ns,
         finish="stop" if sequence.answered(end) else finish or "",
+        routed_experts=sequence.routes.between(start, end),
     )
 
 
@@ -160,6 +164,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
         previous=request.resume.offset if request.resume else -1,
         started_ns=call.started_ns,
         ended_ns=mine.ended_ns,
+        routed_experts=sequence.routes.between(prompt - len(place.given_ids), end),
         call=Call(
             start=prompt,
             end=end,

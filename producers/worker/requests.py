@@ -81,7 +81,7 @@ from dora_pipe.producers.worker.request_records import (
     released_of,
     trajectory_of,
 )
-from dora_pipe.producers.worker.resume import chain_error
+from dora_pipe.producers.worker.resume import chain_error, prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.rounds import PlacedRequest
@@ -203,7 +203,7 @@ class Requests(ProgressRecords):
         """Why the progress that was fetched cannot be gone on from; None where it can."""
         assert request.resume is not None
         spec = request.place.spec
-        return event.why or chain_error(
+        why = event.why or chain_error(
             event.chunks,
             trajectory=request.place.trajectory,
             version=spec.version,
@@ -211,6 +211,7 @@ class Requests(ProgressRecords):
             tokens=request.resume.tokens,
             newest=self.hosted.version if request.pin == ANY_VERSION else None,
         )
+        return why or prompt_error(event.chunks, len(request.sequence))
 
     def resume_without(self, request: RequestState) -> None:
         """Its progress cannot be used: it begins from the prompt that it has."""
@@ -269,7 +270,9 @@ class Requests(ProgressRecords):
         self.drop_kv(request)
 
     def _sampled(self, request: RequestState, event: TokensSampled, now: Now) -> None:
-        request.sequence.sampled(event.token_ids, event.logprobs, event.sampler_logprobs)
+        request.sequence.sampled(
+            event.token_ids, event.logprobs, event.sampler_logprobs, event.routes
+        )
         self.tokens_total += len(event.token_ids)
         if request.first_token_ns is None:
             request.first_token_ns = event.first_token_ns

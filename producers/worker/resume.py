@@ -19,7 +19,8 @@ from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.schemas.contexts import prompt_digest
-from dora_pipe.schemas.trajectory import EpisodeProgress, TurnProgress
+from dora_pipe.schemas.routes import Routes
+from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, TurnProgress
 from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress
 
 CHAIN_MAX: Final = 4096
@@ -60,11 +61,26 @@ def chain_error(
         version, digest = chunk.version, chunk.digest
         if chunk.start != at:
             return f"a progress record starts at token {chunk.start}, not {at}"
+        if not _alike(chunks[0].routed_experts, chunk.routed_experts):
+            return "the progress records are of models with other experts"
         at += len(chunk.token_ids)
         sampled += sum(chunk.loss_mask) if isinstance(chunk, EpisodeProgress) else at - chunk.start
     if sampled != tokens:
         return f"the progress records reach {sampled} tokens, not {tokens}"
     return None
+
+
+def _alike(one: Routes | None, other: Routes | None) -> bool:
+    return other is None if one is None else other is not None and one.alike(other)
+
+
+def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | None:
+    """Why the first of a request's chunks says of another prompt through which experts it went."""
+    first = chunks[0]
+    routes = first.routed_experts if isinstance(first, Progress) else None
+    if routes is None or routes.tokens == prompt_tokens + len(first.token_ids):
+        return None
+    return f"a progress record has experts of {routes.tokens} tokens"
 
 
 def sequence_of(chunks: Sequence[AnyProgress]) -> TokenSequence | str:

@@ -180,6 +180,7 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
         stop_ids=stop_ids,
         stop=sampling.stop,
         logprob_temperature=sampling.logprob_temperature,
+        routes=sampling.routes,
     )
 
 
@@ -198,7 +199,10 @@ def params_by_source(
 def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
     """The section that says how each source is sampled."""
     train = [(source_of("train", one.name), config.sampling) for one in config.tasks]
-    apart = [(source_of("eval", one.name), one.sampling) for one in config.evaluations]
+    apart = [
+        (source_of("eval", one.name), msgspec.structs.replace(one.sampling, routes=False))
+        for one in config.evaluations
+    ]
     return dict((*train, *apart))
 
 

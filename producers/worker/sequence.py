@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from dora_pipe.schemas.routes import GrowingRoutes, Routes
 from dora_pipe.schemas.trajectory import (
     EpisodeProgress,
     Progress,
@@ -53,6 +54,7 @@ class TokenSequence:
         "loss_mask",
         "prefills",
         "prompt_tokens",
+        "routes",
         "sampled_tokens",
         "sampler_logprobs",
         "segments",
@@ -68,6 +70,8 @@ class TokenSequence:
         self.segments: list[Segment] = []
         self.prefills: list[int] = []
         """Lengths of the sequence at which a KV cache was filled by prefill."""
+        self.routes = GrowingRoutes()
+        """Of a mixture's tokens, where they are asked for."""
         self.sampled_tokens = 0
         self.prompt_tokens = len(prompt)
         self._turn = 0
@@ -86,7 +90,9 @@ class TokenSequence:
         assert self.sampled_tokens == 0 and chunks[0].start == 0
         for chunk in chunks:
             start = len(self.token_ids)
-            self.sampled(chunk.token_ids, chunk.logprobs, chunk.sampler_logprobs)
+            self.sampled(
+                chunk.token_ids, chunk.logprobs, chunk.sampler_logprobs, chunk.routed_experts
+            )
             last = self.segments[-1]
             made_by = (chunk.worker, chunk.epoch, chunk.version)
             if last.kind == "model" and (last.worker, last.epoch, last.version) == made_by:
@@ -120,6 +126,7 @@ class TokenSequence:
         self.logprobs.frombytes(np.asarray(part.logprobs, np.float32).tobytes())  # None is NaN.
         self.sampler_logprobs.frombytes(np.asarray(part.sampler_logprobs, np.float32).tobytes())
         self.loss_mask.extend(part.loss_mask)
+        self.routes.add(part.routed_experts, len(self.token_ids))
         self.sampled_tokens += sum(part.loss_mask)
         for one in part.segments:
             begin = start + one.start
@@ -208,6 +215,7 @@ class TokenSequence:
         end, self._turn = self.segments[-1].end, self.segments[-1].turn
         del self.token_ids[end:], self.logprobs[end:], self.sampler_logprobs[end:]
         del self.loss_mask[end:]
+        self.routes.cut(end)
         self.prefills = [one for one in self.prefills if one < end]
         return answered
 
@@ -223,13 +231,16 @@ class TokenSequence:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         sampler_logprobs: Sequence[float],
+        routes: Routes | None = None,
     ) -> None:
-        """Append tokens that the policy sampled; the three arrays are of equal length."""
+        """Append tokens that the policy sampled; the three arrays are of equal length. `routes` are
+        of them and of what was given before them."""
         assert len(token_ids) == len(logprobs) == len(sampler_logprobs)
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.sampler_logprobs.extend(sampler_logprobs)
         self.loss_mask.extend(b"\x01" * len(token_ids))
+        self.routes.add(routes, len(self.token_ids))
         self.sampled_tokens += len(token_ids)
 
     def end_stay(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:

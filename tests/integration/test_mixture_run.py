@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import export_policy
+from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
@@ -20,15 +21,18 @@ from dora_pipe.consumers.learners.torch.model import build, load_weights
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
 from tests.support.models import make_glm4_moe, make_qwen3_moe
 
 STEPS = 2
-KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype]] = {
-    "qwen3_moe": (make_qwen3_moe, "float32"),
-    "glm4_moe": (make_glm4_moe, "bfloat16"),
+KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
+    "qwen3_moe": (make_qwen3_moe, "float32", True),
+    "glm4_moe": (make_glm4_moe, "bfloat16", False),
 }
+"""The last says whether experts are recorded and trained by."""
 MEMORY = {"gradient_checkpointing": True, "packing": True}
 
 
@@ -36,9 +40,9 @@ MEMORY = {"gradient_checkpointing": True, "packing": True}
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """A finished run on a model that was warmed up, its trainer killed between checkpoints; all its
-    versions but the first are patches."""
-    make, dtype = KINDS[request.param]
+    """A finished run on a model that was warmed up, its trainer killed between checkpoints and its
+    worker between progress records; all its versions but the first are patches."""
+    make, dtype, routes = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     warm = folder / "warm"
     examples = [Example(token_ids=[1, *range(20, 30)], mask=[0, *([1] * 10)])]
@@ -49,6 +53,8 @@ def cluster(
         run__steps=STEPS,
         run__name="mixture",
         sampling__max_tokens=8,
+        sampling__routes=routes,
+        workers__checkpoint_tokens=3,
         groups__size=2,
         groups__per_step=2,
         trainer__checkpoint_every=2,
@@ -61,8 +67,17 @@ def cluster(
     with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
         running.until(lambda: running.version >= 1)
         running.restart(TRAINER)
+        running.until(lambda: bool(progress_of(running)))
+        running.restart("w0")
         running.run()
         yield running
+
+
+def progress_of(cluster: Cluster) -> list[Progress]:
+    """The progress records of requests that go on."""
+    records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.progress))
+    found = [decode_any_progress(record.value) for record in records]
+    return [one for one in found if isinstance(one, Progress) and one.trajectory[0] == "g"]
 
 
 def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
@@ -71,6 +86,12 @@ def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> 
     assert list((cluster.store.root / "patches").glob("*.patch"))
     lines = cluster.replayed(0, STEPS)
     assert [line.equal for line in lines] == [True] * STEPS
+    routed, ends = cluster.config.sampling.routes, ends_of(cluster.bus, cluster.topics.trajectories)
+    for record in records_of(cluster.bus, ends):
+        one = decode_trajectory(record.value)
+        asked = routed and one.meta.purpose == "train"
+        assert (one.routed_experts is not None) == asked
+    assert {one.routed_experts is not None for one in progress_of(cluster)} == {routed}
 
 
 def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(

@@ -238,6 +238,7 @@ class TorchParts:
             decode=Tokenizer(assets).full_text,
             lora_rank=config.lora.rank,
             versions_resident=versions_resident(config),
+            routes=config.sampling.routes,
         )
 
     def texts(self, assets: Path) -> TextCodec:

@@ -31,6 +31,7 @@ from dora_pipe.schemas import (
     metrics,
     policy,
     rounds,
+    routes,
     topics,
     trajectory,
     trajectory_codec,
@@ -138,18 +139,20 @@ def _arrow_topics() -> list[str]:
         "### Headers\n",
         *_fields("Headers", trajectory),
         "### Columns\n",
-        *_columns(trajectory_codec.TRAJECTORY.schema, "Trajectory", trajectory),
+        *_columns(trajectory_codec.TRAJECTORY.routed.schema, "Trajectory", trajectory),
         "### An entry of `segments`\n",
         *_segments(),
+        "### `routed_experts`\n",
+        *_fields("Routes", routes),
         "### The object in `meta_json`\n",
         *_fields("Meta", trajectory),
         "## progress\n",
         "What was sampled of a request of one turn:\n",
-        *_columns(trajectory_codec.PROGRESS.schema, "Progress", trajectory),
+        *_columns(trajectory_codec.PROGRESS.routed.schema, "Progress", trajectory),
         "A call of an agent; it has a column `call_json`:\n",
-        *_columns(trajectory_codec.TURN_PROGRESS.schema, "TurnProgress", trajectory),
+        *_columns(trajectory_codec.TURN_PROGRESS.routed.schema, "TurnProgress", trajectory),
         "A part of an episode that can be told again; it has a column `segments`:\n",
-        *_columns(trajectory_codec.EPISODE_PROGRESS.schema, "EpisodeProgress", trajectory),
+        *_columns(trajectory_codec.EPISODE_PROGRESS.routed.schema, "EpisodeProgress", trajectory),
     ]
 
 
@@ -205,6 +208,8 @@ def _segments() -> list[str]:
 
 
 def _arrow_type(kind: pa.DataType) -> str:
+    if pa.types.is_struct(kind):
+        return "struct"
     if pa.types.is_list(kind):
         inner = kind.value_type
         return f"list<{'struct' if pa.types.is_struct(inner) else _arrow_type(inner)}>"

@@ -10,12 +10,12 @@ import re
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 103_300
-WITH_BENCHES_LINES_MAX = 119_850
-TESTS_LINES_MAX = 102_200
+INSTALLED_LINES_MAX = 104_400
+WITH_BENCHES_LINES_MAX = 121_000
+TESTS_LINES_MAX = 103_100
 SMALL_MODULES_MAX = 14
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_400
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_800
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

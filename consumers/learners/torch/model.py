@@ -27,10 +27,12 @@ from dora_pipe.consumers.learners.torch.memory import (
     head_logprobs,
     token_logprobs,
 )
+from dora_pipe.consumers.learners.torch.routing import RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
+from dora_pipe.schemas.routes import Choices
 from dora_pipe.store.network_names import parameters_in, stored
 from dora_pipe.store.safetensors_file import Entry, TensorSource, mapped, read_entries
 
@@ -75,6 +77,9 @@ class Passage:
     positions: Tensor | None = None  # [rows, width] int64
     """Of each token in its own sequence, where a row holds several; None: a row is one. A position
     that does not follow the one before it begins a sequence, and attention stays within it."""
+    routes: Tensor | None = None  # [rows * width, layers, per_token] int64
+    """Through which experts of a mixture each token goes, -1 where its own router chooses; None:
+    all choose."""
 
 
 class TorchModel:
@@ -103,6 +108,7 @@ class TorchModel:
         self.vocabulary: int = self.network.config.vocab_size
         self.mlp_width = mlp_width(self.network)
         self._memory = memory
+        self._routed: RoutedExperts | None = None
         self.lean = False
 
     def load(self, weights: Path) -> None:
@@ -118,6 +124,8 @@ class TorchModel:
         Rows are padded on the right and attention is causal, so padding reaches no counted token
         and needs no mask.
         """
+        if passage.routes is not None or self._routed is not None:
+            self.routed.take(passage.routes)
         return score(
             self.network,
             passage.ids,
@@ -128,6 +136,13 @@ class TorchModel:
             chunks=self._memory.head_chunks(len(passage.targets), self.vocabulary),
             positions=passage.positions,
         )
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """Through which experts tokens go. Raises PolicyError for a model that cannot be told."""
+        if self._routed is None:
+            self._routed = RoutedExperts(self.network)
+        return self._routed
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and parameter, tied ones once; the network's own names, not those of files."""
@@ -219,9 +234,11 @@ def passage_of(
     width: int,
     device: str,
     lines: Sequence[Sequence[int]] | None = None,
+    choices: Sequence[Choices | None] = (),
 ) -> Passage:
     """Rows of (token ids, loss mask, log-probs) as one pass, padded to `width`; `lines` are the
-    rows that stand in each of its lines, one after the other, by index.
+    rows that stand in each of its lines, one after the other, by index. `choices` are the experts
+    of each row's tokens, as `schemas.routes` has them.
 
     The first token of a row is predicted by nothing and never counts.
     """
@@ -245,7 +262,24 @@ def passage_of(
         behaviour=torch.from_numpy(np.concatenate(behaviour)).to(device),
         lengths=tuple(lengths),
         positions=_positions(starts, len(lines), width).to(device) if shared else None,
+        routes=_routes(starts, choices, len(lines) * width, device),
     )
+
+
+def _routes(
+    starts: Sequence[int], choices: Sequence[Choices | None], tokens: int, device: str
+) -> Tensor | None:
+    """Of every place of a pass: what stands at a token is what the one before it went through."""
+    known = [one for one in choices if one is not None]
+    if not known:
+        return None
+    flat = np.full((tokens, *known[0].shape[1:]), -1, dtype=np.int64)
+    for start, one in zip(starts, choices, strict=True):
+        if one is not None:
+            given = one[1:].astype(np.int64)
+            given[one[1:] == np.iinfo(one.dtype).max] = -1
+            flat[start : start + len(given)] = given
+    return torch.from_numpy(flat).to(device)
 
 
 def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) -> list[int]:
@@ -336,16 +370,26 @@ def _line(error: Exception) -> str:
 
 def passages_of(one: Pass, device: str) -> list[Passage]:
     """The parts of a pass, ready to be computed."""
-    return cut_passages([row for unit in one.units for row in unit.sequences()], one.parts, device)
+    rows = [row for unit in one.units for row in unit.sequences()]
+    choices = [found for unit in one.units for found in unit.choices()]
+    return cut_passages(rows, one.parts, device, choices)
 
 
-def cut_passages(rows: Sequence[TrainedRow], parts: Sequence[Part], device: str) -> list[Passage]:
-    """Rows as the parts that they are computed in."""
+def cut_passages(
+    rows: Sequence[TrainedRow],
+    parts: Sequence[Part],
+    device: str,
+    choices: Sequence[Choices | None] = (),
+) -> list[Passage]:
+    """Rows, and the experts of their tokens, as the parts that they are computed in."""
     found, at = [], 0
     for part in parts:
         own = rows[at : at + part.rows]
         shared = lines_of([len(ids) for ids, _, _ in own], part.width) if part.lines else None
-        found.append(passage_of(own, width=part.width, device=device, lines=shared))
+        through = choices[at : at + part.rows]
+        found.append(
+            passage_of(own, width=part.width, device=device, lines=shared, choices=through)
+        )
         at += part.rows
     return found
 
@@ -454,6 +498,7 @@ def score_rows(
     *,
     padded_tokens_max: int,
     device: str,
+    choices: Sequence[Choices | None] = (),
 ) -> list[list[float]]:
     """Log-probs of rows (token ids, mask) where the mask is 1, in passes as a step packs them.
 
@@ -466,7 +511,8 @@ def score_rows(
         for micro in pack(sized, padded_tokens_max=padded_tokens_max):
             places = [chosen[row] for row in micro.rows]
             parts = [(*rows[place], [0.0] * len(rows[place][0])) for place in places]
-            passage = passage_of(parts, width=micro.width, device=device)
+            through = [choices[place] for place in places] if choices else ()
+            passage = passage_of(parts, width=micro.width, device=device, choices=through)
             scored = torch.split(logprobs(passage), list(passage.lengths))
             for place, part in zip(places, scored, strict=True):
                 found[place] = part.tolist()

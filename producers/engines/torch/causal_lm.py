@@ -176,6 +176,14 @@ class CausalLM:
         return shapes
 
 
+def need_experts(model: CausalLM, where: Path) -> None:
+    """Raise PolicyError for a model that is no mixture."""
+    if model.experts is None or not model.experts.layers:
+        raise PolicyError(
+            f"sampling.routes: {where} is no mixture of experts", hint="leave the key out"
+        )
+
+
 def read_causal_lm(model_dir: Path, *, context_tokens: int) -> CausalLM:
     """The model of a directory, to be run with sequences of up to `context_tokens`.
 

@@ -33,6 +33,7 @@ from dora_pipe.producers.engines.port import (
     LORA,
     PREFILL_EXACT,
     PREFIX_REUSE,
+    ROUTES,
     EngineEvent,
     EngineRequest,
     Kv,
@@ -41,10 +42,10 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.engines.prefixes import KeptPrefixes, common_prefix
 from dora_pipe.producers.engines.requests import Decode, stop_text
-from dora_pipe.producers.engines.slots import Integers, SlotTable
+from dora_pipe.producers.engines.slots import Integers, SlotRoutes, SlotTable
 from dora_pipe.producers.engines.torch import probe as torch_probe
 from dora_pipe.producers.engines.torch.attention import Piece, Run, StepAttention, split_pieces
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, read_causal_lm
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM, need_experts, read_causal_lm
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN
 from dora_pipe.producers.engines.torch.kv import KvCache
 from dora_pipe.producers.engines.torch.lora import AdapterVersions, is_invariant
@@ -107,6 +108,7 @@ class TorchEngine(EngineBase[int]):
         lora_rank: int = 0,
         versions_resident: int = 1,
         kv_keep: float = 0.0,
+        routes: bool = False,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -119,6 +121,7 @@ class TorchEngine(EngineBase[int]):
         )
         kept_max = int(kv_keep * slots * context_tokens) if PREFILL_EXACT in declares else 0
         self.declares = declares | ({PREFIX_REUSE} if kept_max else set())
+        self.declares |= {ROUTES} if routes else set()
         self.version = str(torch.__version__)
         self._model = model
         self._weights = weights
@@ -128,12 +131,15 @@ class TorchEngine(EngineBase[int]):
         self._kv = KvCache(model, slots=slots, context_tokens=context_tokens)
         self._turns = rotations(model, context_tokens)[:, None]
         self._sampler = Sampler(slots=slots)
-        self._table = SlotTable(slots=slots, context_tokens=context_tokens)
+        self._routes = _slot_routes(model, slots, context_tokens) if routes else None
+        self._table = SlotTable(slots=slots, context_tokens=context_tokens, routes=self._routes)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[int] = deque()
         """Slots whose prompt is not complete in the cache, in the order they came."""
         self._changed = False
         self._kept = KeptPrefixes(tokens_max=kept_max)
+        self._kept_routes = KeptPrefixes(tokens_max=kept_max if routes else 0)
+        """Of the same sequences: it is always asked the same."""
         self._keeps = np.zeros(slots, np.bool_)
         """Slots whose sequences may be gone on with."""
         self._imported: set[int] = set()
@@ -154,19 +160,23 @@ class TorchEngine(EngineBase[int]):
         lora_rank: int = 0,
         versions_resident: int = 1,
         kv_keep: float = 0.0,
+        routes: bool = False,
     ) -> TorchEngine:
         """An engine for a model directory, with its weights if it holds any (else `load` some).
 
         With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
         that rank on one base. `decode` gives the text of tokens; without it requests with stop
         strings are refused. Of sequences that have left, and of prompts, `kv_keep` times the tokens
-        of all slots are kept, beside these.
+        of all slots are kept, beside these. With `routes` requests may ask through which experts
+        their tokens go.
         Sets the number of torch's threads in this process. Raises PolicyError for a model that
         the engine does not take, ConfigError for sizes that cannot be, ResourceError.
         """
         check_sizes(slots, context_tokens, threads)
         torch.set_num_threads(threads)
         model = read_causal_lm(model_dir, context_tokens=context_tokens)
+        if routes:
+            need_experts(model, model_dir)
         files = weight_files(model_dir)
         weights, digest = _directory_weights(model, files, model_dir) if files else (None, "")
         try:
@@ -181,6 +191,7 @@ class TorchEngine(EngineBase[int]):
                 lora_rank=lora_rank,
                 versions_resident=versions_resident,
                 kv_keep=kv_keep,
+                routes=routes,
             )
         except MemoryError as error:
             raise ResourceError(
@@ -202,6 +213,17 @@ class TorchEngine(EngineBase[int]):
             self._imported.add(slot)
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port; nor is one taken of tokens whose experts nobody would know."""
+        why = super().kv_error(request)
+        if why is None and request.kv is not None and request.params.routes:
+            return (
+                "tokens whose experts are not known"
+                if request.routed <= request.kv.tokens
+                else None
+            )
+        return why
 
     def step(self) -> list[EngineEvent]:
         """See the port; a prompt beyond PREFILL_TOKENS_MAX is prefilled over several steps."""
@@ -251,6 +273,7 @@ class TorchEngine(EngineBase[int]):
 
     def _versions_changed(self) -> None:
         self._kept.retain(self._versions.digests)
+        self._kept_routes.retain(self._versions.digests)
 
     def _interrupt(self, slot: int) -> None:
         self._take_out(slot)
@@ -332,6 +355,10 @@ class TorchEngine(EngineBase[int]):
         data = self._kept.longest(weights, ids) if known else None
         if data is not None:
             self._kv.adopt(slot, torch.from_numpy(data))
+            if self._routes is not None:
+                choices = self._kept_routes.longest(weights, ids)
+                assert choices is not None
+                self._routes.adopt(slot, choices)
             self._table.cached[slot] = known
             self._reused += known
         return True
@@ -358,12 +385,12 @@ class TorchEngine(EngineBase[int]):
 
     def _keep(self, slot: int, ids: Integers) -> None:
         """Keep the first tokens of a dense row."""
-        if slot not in self._imported:
-            self._kept.keep(
-                self._versions.digest_in(slot),
-                ids,
-                lambda start, end: self._kv.copied(slot, end, start).numpy(),
-            )
+        if slot in self._imported:
+            return
+        weights, routes = self._versions.digest_in(slot), self._routes
+        self._kept.keep(weights, ids, lambda start, end: self._kv.copied(slot, end, start).numpy())
+        if routes is not None:
+            self._kept_routes.keep(weights, ids, lambda *part: routes.copied(slot, *part))
 
     def _forward(self, order: Integers, positions: Integers, runs: Sequence[Run]) -> torch.Tensor:
         """Logits of the rows of `order`, after prefilling `runs`; see `model.forward`."""
@@ -373,7 +400,7 @@ class TorchEngine(EngineBase[int]):
         places = [positions, *(np.arange(r.start, r.end) for r in runs)]
         slots = [order, *(np.full(r.end - r.start, r.slot) for r in runs)]
         padding = np.zeros(max(0, ROWS_MIN - sum(map(len, places))), np.int64)
-        return forward(
+        logits, chosen = forward(
             self._weights,
             torch.from_numpy(np.concatenate([*tokens, padding])),
             self._turns[torch.from_numpy(np.concatenate([*places, padding]))],
@@ -381,6 +408,21 @@ class TorchEngine(EngineBase[int]):
             len(order),
             self._versions.rows_of(np.concatenate(slots)),
         )
+        if self._routes is not None:
+            rows, at = np.concatenate(slots), np.concatenate(places)
+            self._routes.note(rows, at, torch.stack(chosen, 1)[: len(at)].numpy())
+        return logits
+
+
+def _slot_routes(model: CausalLM, slots: int, context_tokens: int) -> SlotRoutes:
+    assert model.experts is not None
+    return SlotRoutes(
+        slots=slots,
+        context_tokens=context_tokens,
+        experts=model.experts.count,
+        layers=len(model.experts.layers),
+        per_token=model.experts.per_token,
+    )
 
 
 def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:

@@ -86,9 +86,13 @@ def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
     return torch.softmax(pairs, -1)[..., 0]
 
 
-def mixed(experts: Experts, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
-    """What the experts make of rows `x` [rows, hidden], of the same shape."""
+def mixed(
+    experts: Experts, weights: ExpertWeights, x: torch.Tensor, chosen: list[torch.Tensor]
+) -> torch.Tensor:
+    """What the experts make of rows `x` [rows, hidden], of the same shape; which experts those were
+    is added to `chosen`, int64 [rows, per_token]."""
     choice, counts = routed(experts, weights, x)
+    chosen.append(choice)
     flat, shares = choice.reshape(-1), counts.reshape(-1, 1)
     parts = torch.empty(len(flat), x.shape[1])
     for number in sorted(set(flat.tolist())):

@@ -148,17 +148,18 @@ def forward(
     attention: Attention,
     wanted: int,
     added: Sequence[Added] = (),
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits [max(wanted, ROWS_MIN), vocabulary] of the first token rows.
 
     `tokens` int64 [rows], `turns` complex64 [rows, 1, head_dim / 2] (rows of `rotations`); there
-    are at least ROWS_MIN rows. `added` changes what it says of some of them.
+    are at least ROWS_MIN rows. `added` changes what it says of some of them. Beside the logits:
+    through which experts each row went, int64 [rows, per_token] for each layer that has some.
     """
     model = weights.model
     rows, turned = len(tokens), (model.heads + model.kv_heads) * model.head_dim
     assert rows >= ROWS_MIN
     attended = torch.zeros(rows, model.heads * model.head_dim)
-    x = F.embedding(tokens, weights.embedding)
+    x, chosen = F.embedding(tokens, weights.embedding), list[torch.Tensor]()
     for number, layer in enumerate(weights.layers):
         normed = _norm(x, layer.attention_norm, model)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
@@ -179,12 +180,12 @@ def forward(
             x = _gated(number, layer, normed, added).add_(x)
             continue
         assert model.experts is not None
-        made = mixed(model.experts, layer.experts, normed)
+        made = mixed(model.experts, layer.experts, normed, chosen)
         if len(layer.gate_up):
             made.add_(_gated(number, layer, normed, added))
         x = made.add_(x)
     last = _norm(x[: max(wanted, ROWS_MIN)], weights.norm, model)
-    return F.linear(last, weights.head)
+    return F.linear(last, weights.head), chosen
 
 
 def _gated(number: int, layer: Layer, normed: torch.Tensor, added: Sequence[Added]) -> torch.Tensor:

@@ -49,12 +49,12 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(
     model, weights, x = layer
     assert model.experts is not None
     with deterministic(threads=1):
-        whole = mixed(model.experts, weights, x)
+        whole = mixed(model.experts, weights, x, [])
         counts = routed(model.experts, weights, x)[1]
         for count in COUNTS:
             for start in {0, min(3, ROWS - count), ROWS - count}:
                 some, end = x[start : start + count], start + count
-                assert torch.equal(mixed(model.experts, weights, some), whole[start:end])
+                assert torch.equal(mixed(model.experts, weights, some, []), whole[start:end])
                 assert torch.equal(routed(model.experts, weights, some)[1], counts[start:end])
 
 
@@ -77,7 +77,10 @@ def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
             pairs = counts.gather(1, order), shares.gather(1, their_order)
             torch.testing.assert_close(*pairs, rtol=1e-6, atol=1e-7)
             theirs = block.experts(x, chosen, shares)
-        torch.testing.assert_close(mixed(model.experts, weights, x), theirs, rtol=1e-4, atol=1e-5)
+        chosen_too = list[torch.Tensor]()
+        made = mixed(model.experts, weights, x, chosen_too)
+        assert torch.equal(chosen_too[0], ours)
+        torch.testing.assert_close(made, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_without_experts_has_none(tmp_path: Path) -> None:

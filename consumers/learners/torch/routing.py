@@ -1,0 +1,159 @@
+"""Sends the tokens of a network through the experts that a record names; decides nothing.
+
+Which experts a token passes is a choice of the k highest of a router's scores. Near a tie two
+computations of the same weights choose differently, and log-probs then differ by more than
+rounding. Here the choice is the one of the log, and all else is the network's own: scores are
+computed by its router, and gradients flow through those of the experts that were chosen (rollout
+routing replay, arXiv 2510.11370).
+
+No family is known by name: inside a block with experts, `topk` over the scores of all experts is
+the choice, whatever a family makes of it before and after. A probe finds out whether that is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dora_pipe.consumers.learners.torch.memory import decoder_layers
+from dora_pipe.core.errors import PolicyError
+
+_TOPK: Final = (torch.topk, torch.Tensor.topk)
+_PROBE_TOKENS: Final = 4
+
+
+class RoutedExperts:
+    """The blocks with experts of a network, and through which ones tokens go.
+
+    Example: ``RoutedExperts(network).take(routes)`` before a pass; they hold until others do, so
+    that what is computed again on the way back goes the same way.
+    """
+
+    def __init__(self, network: Any) -> None:
+        """Raises PolicyError for a network without such blocks, or with blocks of another kind."""
+        self._routes: Tensor | None = None
+        self.differing = self.seen = 0
+        """Of the choices that were taken from a record those in which the router's own experts were
+        others; and all of them. A choice is of a token in a layer."""
+        self._blocks = list(_sparse_blocks(network))
+        config = network.config.get_text_config()
+        self.per_token = int(getattr(config, "num_experts_per_tok", 0) or 0)
+        self.experts = _experts(config)
+        self._found = [0] * len(self._blocks)
+        for number, block in enumerate(self._blocks):
+            block.forward = self._routed(number, block.forward)
+        self._need_choices(network)
+
+    @property
+    def layers(self) -> int:
+        """Those that have experts."""
+        return len(self._blocks)
+
+    def take(self, routes: Tensor | None) -> None:
+        """Send the tokens of the passes to come through these experts, [tokens, layers, per_token]
+        int64, -1 for a token whose own router chooses; None: all choose. Raises PolicyError."""
+        if routes is not None:
+            shape, wanted = tuple(routes.shape[1:]), (self.layers, self.per_token)
+            if shape != wanted or (len(routes) and int(routes.max()) >= self.experts):
+                raise PolicyError(
+                    f"experts of {shape[0]} layers, {shape[1]} for a token, are in the record; the"
+                    f" model has {self.layers} layers of {self.experts}, and {self.per_token} each"
+                )
+        self._routes = routes
+
+    def _routed(self, number: int, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*given: Any, **named: Any) -> Any:
+            if self._routes is None:
+                return compute(*given, **named)
+            with _Choosing(self, number):
+                return compute(*given, **named)
+
+        return forward
+
+    def choice(self, number: int, scores: Tensor, own: Tensor) -> Tensor:
+        """The experts [tokens, per_token] of a layer, whose router would choose its `own`."""
+        assert self._routes is not None
+        self._found[number] += 1
+        logged = self._routes[:, number]
+        if len(logged) != len(scores):
+            raise PolicyError(f"experts of {len(logged)} tokens for {len(scores)}")
+        there = logged >= 0
+        known = there[:, 0]
+        if not torch.is_grad_enabled():
+            odd = (logged.sort(-1).values != own.sort(-1).values).any(-1) & known
+            self.differing += int(odd.sum())
+            self.seen += int(known.sum())
+        return torch.where(there, logged, own)
+
+    def is_choice(self, scores: Any, count: Any) -> bool:
+        """Whether the highest of these are the experts that tokens go through."""
+        return (
+            isinstance(scores, Tensor)
+            and scores.dim() == 2
+            and scores.shape[1] == self.experts
+            and count == self.per_token
+        )
+
+    def _need_choices(self, network: Any) -> None:
+        """Raise PolicyError unless each block makes one choice, which decides what it computes."""
+        if not (self._blocks and self.per_token and self._chooses(network)):
+            raise PolicyError(
+                f"this {network.config.model_type} does not choose experts in a way that can be"
+                " taken from a record",
+                hint="sampling.routes = false",
+            )
+        self.differing = self.seen = 0
+
+    def _chooses(self, network: Any) -> bool:
+        ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
+        ids = ids.to(next(network.parameters()).device)
+        shape = (_PROBE_TOKENS, self.layers, self.per_token)
+        with torch.no_grad():
+            before = network(input_ids=ids, use_cache=False).logits
+            self.take(torch.full(shape, -1, device=ids.device))
+            after = network(input_ids=ids, use_cache=False).logits
+        self.take(None)
+        same = torch.equal(before, after) or not bool(before.isfinite().all())
+        return self._found == [1] * self.layers and same
+
+
+class _Choosing(TorchFunctionMode):
+    """While a block computes, its choice is the one of the record."""
+
+    def __init__(self, routed: RoutedExperts, number: int) -> None:
+        super().__init__()
+        self._of, self._number = routed, number
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        found = func(*args, **named)
+        if func not in _TOPK:
+            return found
+        scores: Any = args[0] if args else named.get("input")
+        if not self._of.is_choice(scores, args[1] if len(args) > 1 else named.get("k")):
+            return found
+        choice = self._of.choice(self._number, scores, found[1])
+        return torch.return_types.topk((scores.gather(-1, choice), choice))
+
+
+def _sparse_blocks(network: Any) -> Iterator[Any]:
+    """Of each layer, in order, the block with experts, if it has one."""
+    for layer in decoder_layers(network):
+        for child in layer.children():
+            if any("expert" in name for name, _ in child.named_modules()):
+                yield child
+
+
+def _experts(config: Any) -> int:
+    """That each layer has."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        count = getattr(config, name, None)
+        if count:
+            return int(count)
+    return 0

@@ -1,0 +1,167 @@
+"""Which experts of a mixture the tokens of a sequence passed; decides how that is written.
+
+An entry of a token says through which experts the token *before* it went: those that its own
+log-prob came from. So every sampled token has an entry, made by whoever sampled it, and a sequence
+that ends with a sampled token has all that a trainer computes it from. The first token of a
+sequence, and tokens behind which nothing was sampled, have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from dora_pipe.core.errors import SchemaError
+
+Choices = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+"""[tokens, layers, per_token], `none_of` its type where there is no entry."""
+
+BYTE_EXPERTS_MAX: Final = 255
+"""Experts whose numbers are bytes: the highest byte says that there is none."""
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The entries of consecutive tokens. Example: ``routes.choices[token, layer]``."""
+
+    experts: int
+    """That each layer has."""
+    layers: int
+    """Those that have experts, in their order."""
+    per_token: int
+    """Experts that a token passes in each."""
+    data: bytes
+    """Numbers of experts, uint8 or (of more than 255) little-endian uint16, row-major:
+    [tokens, layers, per_token], those of a token in the order of its router's choice; the type's
+    highest number where there is no entry."""
+
+    @classmethod
+    def of(cls, choices: Choices, experts: int) -> Routes:
+        """Of an array of numbers in the type of `number_type`."""
+        _, layers, per_token = choices.shape
+        data = np.ascontiguousarray(choices, number_type(experts)).tobytes()
+        return cls(experts=experts, layers=layers, per_token=per_token, data=data)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of an entry."""
+        return self.layers * self.per_token * number_type(self.experts).itemsize
+
+    @property
+    def tokens(self) -> int:
+        """How many have an entry, or a place for one."""
+        return len(self.data) // size if (size := self.token_bytes) > 0 else 0
+
+    @property
+    def choices(self) -> Choices:
+        """[tokens, layers, per_token]; not to be written to."""
+        flat: Choices = np.frombuffer(self.data, number_type(self.experts))
+        return flat.reshape(-1, self.layers, self.per_token)
+
+    def part(self, start: int, end: int | None = None) -> Routes:
+        """Entries [start, end), counted as slices are."""
+        places = slice(start, end).indices(self.tokens)
+        size = self.token_bytes
+        part = self.data[places[0] * size : max(places[:2]) * size]
+        return msgspec.structs.replace(self, data=part)
+
+    def alike(self, other: Routes) -> bool:
+        """Whether both are of models with as many experts, layers and experts for a token."""
+        return msgspec.structs.replace(self, data=other.data) == other
+
+
+def number_type(experts: int) -> np.dtype[Any]:
+    """Of the numbers of so many experts."""
+    return np.dtype("u1" if experts <= BYTE_EXPERTS_MAX else "<u2")
+
+
+def none_of(experts: int) -> int:
+    """What stands where there is no entry."""
+    return int(np.iinfo(number_type(experts)).max)
+
+
+def check_routes(routes: Routes | None, tokens: int) -> None:
+    """Raise SchemaError unless these are entries, or places for them, of so many tokens."""
+    if routes is None:
+        return
+    sizes = (routes.experts, routes.layers, routes.per_token)
+    if min(sizes) < 1 or not routes.per_token <= routes.experts <= np.iinfo("<u2").max:
+        raise SchemaError(f"{sizes} are no sizes of a mixture", path="$.routed_experts")
+    if len(routes.data) != tokens * routes.token_bytes:
+        why = f"{len(routes.data)} bytes for {tokens} tokens of {routes.token_bytes}"
+        raise SchemaError(why, path="$.routed_experts")
+    choices = routes.choices
+    there = _there(routes)
+    rows = choices[there]
+    odd = np.any(rows >= routes.experts, axis=(1, 2))
+    ordered = np.sort(rows, axis=2)
+    odd |= np.any(ordered[:, :, 1:] == ordered[:, :, :-1], axis=(1, 2))
+    if odd.any():
+        at = int(np.flatnonzero(there)[odd.argmax()])
+        raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{at}]")
+
+
+def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, Any]) -> None:
+    """Raise SchemaError unless the tokens at these places have entries."""
+    if routes is None:
+        return
+    missing = ~_there(routes)[np.asarray(places, np.int64)]
+    if missing.any():
+        at = int(np.asarray(places)[int(missing.argmax())])
+        raise SchemaError("a sampled token without experts", path=f"$.routed_experts[{at}]")
+
+
+def _there(routes: Routes) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which tokens have an entry."""
+    none = routes.choices == none_of(routes.experts)
+    found: np.ndarray[Any, np.dtype[np.bool_]] = ~none.all(axis=(1, 2))
+    return found
+
+
+class GrowingRoutes:
+    """The entries of a sequence that grows; none until there are some. Decides nothing.
+
+    Example: ``growing.add(routes, length)`` with the entries of the last tokens of so many.
+    """
+
+    __slots__ = ("_data", "_kind")
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._kind: Routes | None = None
+
+    @property
+    def known(self) -> int:
+        """How many first tokens have entries, or will never have any."""
+        return 0 if self._kind is None else len(self._data) // self._kind.token_bytes
+
+    def add(self, routes: Routes | None, length: int) -> None:
+        """These are of the last of `length` tokens. Tokens before them that are not known yet have
+        none."""
+        if routes is None:
+            return
+        self._kind = self._kind or msgspec.structs.replace(routes, data=b"")
+        assert self._kind.alike(routes)
+        self._pad(length - routes.tokens)
+        assert self.known + routes.tokens == length
+        self._data += routes.data
+
+    def cut(self, length: int) -> None:
+        """Forget those behind the first tokens."""
+        if self._kind is not None:
+            del self._data[length * self._kind.token_bytes :]
+
+    def between(self, start: int, end: int) -> Routes | None:
+        """Of tokens [start, end), perhaps beyond what is known; None where nothing is."""
+        if self._kind is None:
+            return None
+        self_bytes = self._kind.token_bytes
+        data = bytes(self._data[start * self_bytes : end * self_bytes])
+        data += b"\xff" * ((end - start) * self_bytes - len(data))
+        return msgspec.structs.replace(self._kind, data=data)
+
+    def _pad(self, length: int) -> None:
+        assert self._kind is not None
+        self._data += b"\xff" * ((length - self.known) * self._kind.token_bytes)

@@ -1,0 +1,155 @@
+"""A step sends tokens through the experts that the log names; the router's weights stay live."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions
+from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.port import TokensSampled
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.schemas.routes import Routes
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.engine_contract import request as engine_request
+from tests.support.models import make_qwen2
+from tests.support.torch_engines import make
+
+PROMPT = [1, *range(20, 36)]
+NEAR = 1e-5
+"""Nats: what an engine and a trainer of the same weights and experts may differ by."""
+
+
+class Policy:
+    """A mixture in a store, and trainers of it."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.kind, self.directory = kind, make(kind, root / "model")
+        self.store = PolicyStore(root / "policies")
+        self.manifest, assets = import_model(self.store, self.directory)
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def model(self) -> TorchModel:
+        made = TorchModel(self.assets, device="cpu")
+        made.load(self.weights)
+        return made
+
+    def trainer(self, micro_batch_tokens: int = 4096, **memory: Any) -> TorchLearner:
+        options = TorchOptions(
+            micro_batch_tokens=micro_batch_tokens, memory=MemoryOptions(**memory)
+        )
+        made = TorchLearner(self.assets, reference=self.weights, options=options)
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+    def sampled(self) -> TokensSampled:
+        engine = TorchEngine.open(
+            self.directory, slots=1, context_tokens=64, threads=1, routes=True
+        )
+        engine.add(engine_request("r", PROMPT, max_tokens=20, routes=True))
+        events = [event for _ in range(20) for event in engine.step()]
+        (found,) = [one for one in events if isinstance(one, TokensSampled)]
+        return found
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy("qwen3_moe", tmp_path_factory.mktemp("one"))
+
+
+def logprobs(model: TorchModel, said: TokensSampled, routes: Routes | None) -> torch.Tensor:
+    ids = [*PROMPT, *said.token_ids]
+    mask = [0] * len(PROMPT) + [1] * len(said.token_ids)
+    row = (ids, mask, [0.0] * len(ids))
+    choices = [None if routes is None else routes.choices]
+    with torch.no_grad():
+        return model.logprobs(passage_of([row], width=40, device="cpu", choices=choices))
+
+
+def turned(routes: Routes) -> Routes:
+    """Every token through the next experts: a choice that no router has made."""
+    choices = np.array(routes.choices)
+    choices[1:] = (choices[1:] + 1) % routes.experts
+    return Routes.of(choices, routes.experts)
+
+
+def test_under_equal_weights_log_probs_are_those_of_the_engine(policy: Policy) -> None:
+    said, model = policy.sampled(), policy.model()
+    assert said.routes is not None
+    recorded = torch.tensor(said.logprobs)
+    assert float((logprobs(model, said, said.routes) - recorded).abs().max()) < NEAR
+    assert (model.routed.differing, model.routed.seen) == (0, model.routed.layers * 36)
+    elsewhere = logprobs(model, said, turned(said.routes))
+    assert float((elsewhere - recorded).abs().max()) > 1e-3
+    assert model.routed.differing > 0
+    assert float((logprobs(model, said, None) - recorded).abs().max()) < NEAR
+
+
+def test_the_probe_refuses_what_makes_no_choice(tmp_path: Path) -> None:
+    dense = TorchModel(make_qwen2(tmp_path), device="cpu")
+    with pytest.raises(PolicyError, match="does not choose experts"):
+        _ = dense.routed
+
+
+def test_experts_of_another_model_are_refused(qwen3: Policy) -> None:
+    said, model = qwen3.sampled(), qwen3.model()
+    assert said.routes is not None
+    many = Routes.of(said.routes.choices[:, :1], 8)
+    with pytest.raises(PolicyError, match="experts of 1 layers, 2 for a token"):
+        logprobs(model, said, many)
+
+
+def routed_batch() -> TrainBatch:
+    """A batch whose every token has experts drawn at random."""
+    chance, batch = np.random.default_rng(5), make_batch(seed=0)
+    groups = []
+    for group in batch.groups:
+        made = []
+        for one in group.trajectories:
+            drawn = chance.random((one.length, 2, 8)).argsort(-1)[:, :, :2]
+            made.append(replace(one, routed_experts=Routes.of(drawn.astype("u1"), 8)))
+        groups.append(replace(group, trajectories=made))
+    return replace(batch, groups=groups)
+
+
+def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, torch.Tensor]:
+    trainer = policy.trainer(**options)
+    step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
+    trainer.train(batch, {**step, "trainer.grad_norm_max": 1e9})
+    return {
+        name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None
+    }
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Relative distance of all gradients together."""
+    pairs = [(one[name].double(), other[name].double()) for name in other]
+    gap = sum(float((a - b).square().sum()) for a, b in pairs)
+    return float(np.sqrt(gap / sum(float(b.square().sum()) for _, b in pairs)))
+
+
+def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) -> None:
+    batch = routed_batch()
+    logged = gradients(qwen3, batch)
+    assert apart(gradients(qwen3, make_batch(seed=0)), logged) > 1e-2
+    assert float(logged["model.layers.1.mlp.gate.weight"].abs().max()) > 0
+    again = gradients(qwen3, batch, gradient_checkpointing=True)
+    assert all(torch.equal(again[name], one) for name, one in logged.items())
+    for options in ({"packing": True}, {"micro_batch_tokens": 60}):
+        assert apart(gradients(qwen3, batch, **options), logged) < 1e-5

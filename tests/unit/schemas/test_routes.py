@@ -1,0 +1,178 @@
+"""Through which experts tokens went: what is written comes back, and nothing that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.registry import need_learner
+from dora_pipe.core.errors import ConfigError, SchemaError
+from dora_pipe.producers.engines.registry import check_engines
+from dora_pipe.producers.worker.context_tree import ContextTree, placed
+from dora_pipe.producers.worker.resume import prompt_error
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.schemas.contexts import choices_of, contexts_of
+from dora_pipe.schemas.routes import GrowingRoutes, Routes, none_of
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import (
+    decode_any_progress,
+    decode_trajectory,
+    encode_any_progress,
+    encode_trajectory,
+    view_trajectory,
+)
+from tests.support.batches import make_trajectory
+from tests.unit.producers.test_context_tree import turn_of
+
+NAME = "g0000000001-002"
+
+
+def entries(ids: Sequence[int], *, experts: int = 8, start: int = 0) -> Routes:
+    """Of the tokens from `start` on: each a function of all tokens before it."""
+    choices = np.full((len(ids) - start, 2, 2), none_of(experts), "u1")
+    for at in range(max(1, start), len(ids)):
+        seed = crc32(repr(list(ids[:at])).encode())
+        drawn = np.random.default_rng(seed).random((2, experts)).argsort(-1)
+        choices[at - start] = drawn[:, :2]
+    return Routes.of(choices, experts)
+
+
+def test_a_record_comes_back_with_its_experts_and_without_them_has_the_bytes_it_had() -> None:
+    plain = make_trajectory(NAME)
+    routed = replace(plain, routed_experts=entries(plain.token_ids))
+    value = encode_trajectory(routed)[0]
+    assert decode_trajectory(value).routed_experts == routed.routed_experts
+    assert view_trajectory(value).routed_experts == routed.routed_experts
+    assert decode_trajectory(encode_trajectory(plain)[0]).routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda one: one.part(1), "bytes for 6 tokens"),
+        (lambda one: Routes.of(one.choices * 0, 8), "each once"),
+        (lambda one: msgspec.structs.replace(one, experts=4), "each once"),
+        (lambda one: Routes.of(one.choices * 0 + 255, 8), "a sampled token without experts"),
+        (lambda one: msgspec.structs.replace(one, layers=0), "no sizes of a mixture"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_writer(change: object, why: str) -> None:
+    plain = make_trajectory(NAME)
+    found = change(entries(plain.token_ids))  # type: ignore[operator]
+    with pytest.raises(SchemaError, match=why):
+        encode_trajectory(replace(plain, routed_experts=found))
+
+
+@given(st.data())
+def test_a_sequence_that_grows_has_what_came_and_nothing_else(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=20))
+    whole, growing, known = entries(ids), GrowingRoutes(), 0
+    while known < len(ids) and data.draw(st.booleans()):
+        end = data.draw(st.integers(known + 1, len(ids)))
+        growing.add(whole.part(known, end), end)
+        known = end
+        if data.draw(st.booleans()):
+            known = data.draw(st.integers(0, known))
+            growing.cut(known)
+    assert growing.known == known
+    found = growing.between(0, len(ids))
+    if found is not None:
+        assert found.part(0, known) == whole.part(0, known)
+        assert (found.choices[known:] == none_of(8)).all()
+
+
+def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
+    prompt, sampled = [5, 6, 7], [1, 2, 3, 4]
+    whole = entries([*prompt, *sampled])
+    chunks = []
+    for start, end in ((0, 3), (3, 4)):
+        first = len(prompt) + start if start else 0
+        progress = Progress(
+            trajectory=NAME,
+            attempt=1,
+            version=0,
+            digest="0" * 64,
+            worker="w0",
+            epoch=3,
+            start=start,
+            token_ids=sampled[start:end],
+            logprobs=[-1.0] * (end - start),
+            sampler_logprobs=[-1.0] * (end - start),
+            prefills=(3,),
+            previous=-1,
+            started_ns=1,
+            routed_experts=whole.part(first, len(prompt) + end),
+        )
+        read = decode_any_progress(encode_any_progress(progress))
+        assert isinstance(read, Progress)
+        chunks.append(read)
+    assert prompt_error(chunks, 3) is None
+    assert prompt_error(chunks, 4) == "a progress record has experts of 6 tokens"
+    sequence = TokenSequence(prompt, at_ns=1)
+    sequence.resume(chunks)
+    assert sequence.routes.between(0, 7) == whole
+    assert sequence.routes.known == 7
+
+
+def test_every_context_has_the_experts_of_all_its_tokens() -> None:
+    tree = ContextTree()
+    calls = [
+        ([1, 2, 3], [4, 5]),
+        ([1, 2, 3, 4, 5, 6], [7]),
+        ([1, 2, 3, 4, 9], [8, 8]),
+        ([30], [31]),
+        ([1, 2, 3, 4, 9, 8, 8, 2], [3]),
+    ]
+    for prompt, sampled in calls:
+        place = tree.place(prompt)
+        routes = entries([*prompt, *sampled], start=len(prompt) - len(place.given_ids))
+        turn = placed(replace(turn_of(tree, prompt, sampled), routed_experts=routes), place)
+        assert tree.add(turn) == ""
+    record = tree.record()
+    sequence, plain = record.sequence, make_trajectory(NAME)
+    found = replace(
+        plain,
+        token_ids=sequence.token_ids,
+        logprobs=sequence.logprobs,
+        sampler_logprobs=sequence.sampler_logprobs,
+        loss_mask=sequence.loss_mask,
+        segments=sequence.segments,
+        routed_experts=sequence.routes.between(0, len(sequence)),
+        meta=msgspec.structs.replace(plain.meta, contexts=record.contexts),
+    )
+    read = view_trajectory(encode_trajectory(found)[0])
+    assert len(record.contexts) == 2
+    for one in contexts_of(read):
+        choices = choices_of(read, one.number)
+        assert choices is not None
+        assert np.array_equal(choices, entries(one.token_ids.tolist()).choices)
+
+
+def config(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[run]\nname = "r"\nsteps = 1\n[model]\npath = "model"\n[task]\nkind = "arithmetic"\n'
+    )
+    return load_config(file, ["sampling.routes=true", *overrides])
+
+
+def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.routes: what goes on under other weights"):
+        config(tmp_path, "staleness.interruptible=true")
+    with pytest.raises(ConfigError, match=r"sampling\.routes: engine `vllm` does not say"):
+        check_engines(config(tmp_path), ["vllm"])
+    check_engines(config(tmp_path), ["torch"])
+    deepspeed = config(tmp_path, "trainer.kind=deepspeed")
+    with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `deepspeed` routes by"):
+        need_learner(deepspeed)

@@ -13,13 +13,21 @@ pi and pi' are at the temperature of the run (`sampling.logprobs`), so that samp
 alone; in runs whose log-probs are raw, temperature is in it too.
 pi_s is that of the step's first weights: what later minibatches move is the step's own doing.
 
+Where the log says through which experts of a mixture tokens went, all of these pi went through the
+same ones, as the step does, and there is a fourth cause:
+
+    log pi_w(o), experts by the trainer's own router  - log pi_w(o)     routing
+
+It is in no ratio of the step. In the sum it stands for what the step would see without the log's
+choice.
+
 Tokenisation is no part of this sum, since a step trains the ids that were sampled. What it would
 add is measured apart: who encodes the recorded text again gets other ids for some trajectories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +37,14 @@ import numpy as np
 
 from dora_pipe.consumers.learners.port import TrainBatch
 from dora_pipe.schemas.batch import staleness_of
-from dora_pipe.schemas.contexts import bounds, counted_places, rows_of, tokens_before
+from dora_pipe.schemas.contexts import (
+    bounds,
+    choices_of,
+    counted_places,
+    rows_of,
+    tokens_before,
+)
+from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.trajectory import Segment, Trajectory
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -37,6 +52,7 @@ Row = tuple[Sequence[int], Sequence[int]]
 """Token ids, and 1 where a log-prob is wanted."""
 
 CAUSES: Final = ("staleness", "numerics", "sampling")
+ROUTING: Final = "routing"
 
 
 class Scorer(Protocol):
@@ -48,6 +64,13 @@ class Scorer(Protocol):
 
     def score(self, rows: Sequence[Row]) -> list[list[float]]:
         """Log-probs of the tokens of each row whose mask is 1, but the first of a row."""
+        ...
+
+    def score_through(
+        self, rows: Sequence[Row], choices: Sequence[Choices | None]
+    ) -> tuple[list[list[float]], int, int]:
+        """The same with tokens sent through these experts; in how many choices, each of a token in
+        a layer, the router's own would be others, and of how many. Raises PolicyError."""
         ...
 
 
@@ -71,11 +94,14 @@ class Split:
     staleness: Numbers
     numerics: Numbers
     sampling: Numbers
+    routing: Numbers | None = None
+    """None where the log does not say through which experts tokens went."""
 
     @property
     def total(self) -> Numbers:
-        """log pi_s - log q_w."""
-        return self.staleness + self.numerics + self.sampling
+        """log pi_s - log q_w, and what the log's choice of experts keeps away."""
+        found = self.staleness + self.numerics + self.sampling
+        return found if self.routing is None else found + self.routing
 
     @property
     def trained(self) -> Numbers:
@@ -125,6 +151,16 @@ class Retokenised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rerouted:
+    """Choices of experts, each of a token in a layer, under the weights that sampled."""
+
+    choices: int
+    """That the log has."""
+    differing: int
+    """In which the trainer's own router chooses others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """The report on one step."""
 
@@ -137,6 +173,8 @@ class Mismatch:
     """Of the part that staleness made, by the staleness of the token."""
     tokenisation: Retokenised | None
     """None where there was no tokenizer."""
+    rerouted: Rerouted | None = None
+    """None where the log does not say through which experts tokens went."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -148,6 +186,7 @@ class Mismatch:
             "causes": {one.cause: _plain(one) for one in self.figures},
             "by_staleness": {str(key): _plain(one) for key, one in self.by_staleness.items()},
             "tokenisation": None if retokenised is None else _plain(retokenised),
+            **({} if self.rerouted is None else {"rerouted": _plain(self.rerouted)}),
         }
 
 
@@ -168,37 +207,103 @@ def measure(
     again = [None if texts is None else encoded_again(one, texts) for one in trajectories]
     changed = {place: row for place, row in enumerate(again) if row is not None}
     then = [np.zeros(len(versions)) for versions in wanted.values()]
+    routes = _Routes(scorer, trajectories, rows)
     trained: list[Numbers] = []
     gaps: dict[int, float] = {}
     for version in sorted(now):
         path, digest = weights_of(version)
         scorer.load(path, digest=digest, optimizer=None)
         places = sorted(set(now[version]))
-        scored = _scored(scorer, [rows[place] for place in places])
+        scored = routes.scored(places)
         if version == batch.step:
             trained = scored
         for place, values in zip(places, scored, strict=True):
             own = wanted[place] == version
             then[place][own] = values[own]
+        routes.compare({place: wanted[place] == version for place in places}, then)
         mine = [place for place in places if place in changed and _only(wanted[place], version)]
         again_scored = _scored(scorer, [changed[place] for place in mine])
         for place, one in zip(mine, again_scored, strict=True):
             gaps[place] = float(np.sum(one) - np.sum(then[place]))
     splits = [
-        split(one, batch.step, trained=trained[place], then=then[place])
+        split(
+            one,
+            batch.step,
+            trained=trained[place],
+            then=then[place],
+            routing=routes.gaps[place] if routes.there else None,
+        )
         for place, one in enumerate(trajectories)
     ]
     retokenised = None if texts is None else _retokenised(trajectories, changed, gaps)
-    return report(batch.step, splits, retokenised)
+    return report(batch.step, splits, retokenised, routes.rerouted)
+
+
+class _Routes:
+    """Scores trajectories as a step computes them, and compares with what their own routers do."""
+
+    def __init__(
+        self, scorer: Scorer, trajectories: Sequence[Trajectory], rows: Sequence[Sequence[Row]]
+    ) -> None:
+        self._scorer, self._rows = scorer, rows
+        self._choices = [
+            [choices_of(one, number) for number in range(len(of_one))]
+            for one, of_one in zip(trajectories, rows, strict=True)
+        ]
+        self.there = any(one.routed_experts is not None for one in trajectories)
+        self.gaps = [np.zeros(len(counted_places(one))) for one in trajectories]
+        self._seen = self._differing = 0
+
+    @property
+    def rerouted(self) -> Rerouted | None:
+        """None where the log does not say."""
+        return Rerouted(choices=self._seen, differing=self._differing) if self.there else None
+
+    def scored(self, places: Sequence[int]) -> list[Numbers]:
+        """Log-probs of these trajectories' tokens, through the log's experts."""
+        rows = [self._rows[place] for place in places]
+        return self._through(places)[0] if self.there else _scored(self._scorer, rows)
+
+    def compare(self, own: Mapping[int, np.ndarray[Any, Any]], then: Sequence[Numbers]) -> None:
+        """What experts of the routers' own would do, of those tokens that the present weights have
+        sampled; `then` is what they have through the log's."""
+        places = [place for place, mine in own.items() if mine.any()]
+        if not self.there or not places:
+            return
+        _, differing, seen = self._through(places)
+        self._differing += differing
+        self._seen += seen
+        free = _scored(self._scorer, [self._rows[place] for place in places])
+        for place, values in zip(places, free, strict=True):
+            self.gaps[place][own[place]] = (values - then[place])[own[place]]
+
+    def _through(self, places: Sequence[int]) -> tuple[list[Numbers], int, int]:
+        rows = [row for place in places for row in self._rows[place]]
+        choices = [one for place in places for one in self._choices[place]]
+        found, differing, seen = self._scorer.score_through(rows, choices)
+        following = iter(found)
+        sizes = [len(self._rows[place]) for place in places]
+        return [_joined(islice(following, size)) for size in sizes], differing, seen
+
+
+def _joined(contexts: Iterable[Sequence[float]]) -> Numbers:
+    return _join([np.array(one) for one in contexts])
 
 
 def _scored(scorer: Scorer, trajectories: Sequence[Sequence[Row]]) -> list[Numbers]:
     """Log-probs of each trajectory's tokens, context after context."""
     following = iter(scorer.score([row for rows in trajectories for row in rows]))
-    return [_join([np.array(one) for one in islice(following, len(rows))]) for rows in trajectories]
+    return [_joined(islice(following, len(rows))) for rows in trajectories]
 
 
-def split(trajectory: Trajectory, step: int, *, trained: Numbers, then: Numbers) -> Split:
+def split(
+    trajectory: Trajectory,
+    step: int,
+    *,
+    trained: Numbers,
+    then: Numbers,
+    routing: Numbers | None = None,
+) -> Split:
     """One trajectory's log ratios by cause.
 
     `trained` and `then` are the trainer's log-probs of its sampled tokens (but a first token of
@@ -214,15 +319,22 @@ def split(trajectory: Trajectory, step: int, *, trained: Numbers, then: Numbers)
         staleness=trained - then,
         numerics=then - recorded,
         sampling=recorded - sampler,
+        routing=routing,
     )
 
 
-def report(step: int, splits: Sequence[Split], tokenisation: Retokenised | None) -> Mismatch:
+def report(
+    step: int,
+    splits: Sequence[Split],
+    tokenisation: Retokenised | None,
+    rerouted: Rerouted | None = None,
+) -> Mismatch:
     """Figures over all tokens of a batch."""
-    joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in CAUSES}
+    causes = CAUSES if rerouted is None else (*CAUSES, ROUTING)
+    joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in causes}
     total = _join([one.total for one in splits])
     stale = np.concatenate([one.stale for one in splits]) if splits else np.zeros(0, np.int64)
-    figures = [figures_of(cause, joined[cause], total) for cause in CAUSES]
+    figures = [figures_of(cause, joined[cause], total) for cause in causes]
     figures.append(figures_of("trained", _join([one.trained for one in splits]), total))
     figures.append(figures_of("all", total, total))
     by_staleness = {
@@ -236,6 +348,7 @@ def report(step: int, splits: Sequence[Split], tokenisation: Retokenised | None)
         figures=tuple(figures),
         by_staleness=by_staleness,
         tokenisation=tokenisation,
+        rerouted=rerouted,
     )
 
 
@@ -345,5 +458,5 @@ def _share(values: Numbers, total: Numbers) -> float | None:
     return float(values @ total) / square if square else None
 
 
-def _plain(value: Figures | Retokenised) -> dict[str, Any]:
+def _plain(value: Figures | Retokenised | Rerouted) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__ if name != "cause"}

@@ -23,6 +23,7 @@ MEANINGS = {
     "staleness": "other weights than those that sampled",
     "numerics": "the same weights, computed by the trainer and by the engine",
     "sampling": "what top-k, top-p, min-p leave of the policy (raw log-probs: and temperature)",
+    "routing": "the same weights, through the experts that the trainer's own router chooses",
     "trained": "staleness and numerics: the ratio that the objective sees",
     "all": "trained policy to what was drawn from",
 }
@@ -98,6 +99,12 @@ def print_mismatch(found: Mismatch) -> None:
         ],
         title="What staleness did, by how stale",
     )
+    if found.rerouted is not None:
+        one = found.rerouted
+        emit_line(
+            f"routing: {one.differing} of {one.choices} choices of experts (a token in a layer)"
+            " would be others; the step follows those of the log, so that it is in `all` alone"
+        )
     again = found.tokenisation
     if again is None:
         return

@@ -61,6 +61,7 @@ from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.routes import Choices
 from dora_pipe.store.safetensors_file import manifest_in_memory, write_tensors
 from dora_pipe.store.verified import need_digest
 
@@ -224,8 +225,13 @@ class TorchLearner:
         }
         return step_settings({**own, **settings})
 
-    def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """Log-probs under the present weights of rows (token ids, mask), where the mask is 1.
+    def score(
+        self,
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+        choices: Sequence[Choices | None] = (),
+    ) -> list[list[float]]:
+        """Log-probs under the present weights of rows (token ids, mask), where the mask is 1;
+        `choices` are the experts of their tokens, where routers do not choose.
 
         The first token of a row is predicted by nothing and has none.
         """
@@ -237,7 +243,21 @@ class TorchLearner:
                 self._model.logprobs,
                 padded_tokens_max=options.micro_batch_tokens,
                 device=options.device,
+                choices=choices,
             )
+
+    def score_through(
+        self,
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+        choices: Sequence[Choices | None],
+    ) -> tuple[list[list[float]], int, int]:
+        """As `score`, with tokens sent through these experts (`schemas.routes`); in how many
+        choices, each of a token in a layer, the router's own would be others, and of how many.
+        Raises PolicyError for a model that cannot be told."""
+        routed = self._model.routed
+        before = routed.differing, routed.seen
+        found = self.score(rows, choices)
+        return found, routed.differing - before[0], routed.seen - before[1]
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights; what was computed ahead is none of theirs."""

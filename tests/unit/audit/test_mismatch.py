@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,6 +46,11 @@ class Table:
             [logprob(token, self.version) for token, one in list(zip(*row, strict=True))[1:] if one]
             for row in rows
         ]
+
+    def score_through(
+        self, rows: Sequence[Row], choices: Sequence[Any]
+    ) -> tuple[list[list[float]], int, int]:
+        raise AssertionError("nothing here is a mixture")
 
 
 class Letters:

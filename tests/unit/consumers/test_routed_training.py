@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.audit.mismatch import measure
+from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import TokensSampled
 from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, make_trajectory
 from tests.support.engine_contract import request as engine_request
 from tests.support.models import make_qwen2
 from tests.support.torch_engines import make
@@ -113,6 +115,50 @@ def test_experts_of_another_model_are_refused(qwen3: Policy) -> None:
     many = Routes.of(said.routes.choices[:, :1], 8)
     with pytest.raises(PolicyError, match="experts of 1 layers, 2 for a token"):
         logprobs(model, said, many)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_disturbance_of_the_router_is_called_routing(
+    planted: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    policy = Policy("glm4_moe", tmp_path_factory.mktemp("planted"))
+    engine = TorchEngine.open(policy.directory, slots=4, context_tokens=64, threads=1, routes=True)
+    experts = engine._weights.layers[1].experts if engine._weights else None
+    assert experts is not None and experts.choice_bias is not None
+    if planted:  # Other experts are chosen, and those that are chosen weigh what they did.
+        experts.choice_bias.add_(torch.linspace(0, 0.2, 8))
+    names = [trajectory_id(group_id("train", 0), sibling) for sibling in range(4)]
+    for seed, name in enumerate(names):
+        engine.add(engine_request(name, PROMPT, seed=seed, max_tokens=20, routes=True))
+    events = [event for _ in range(20) for event in engine.step()]
+    said = {one.request: one for one in events if isinstance(one, TokensSampled)}
+    made = [
+        replace(
+            make_trajectory(
+                name,
+                prompt=PROMPT,
+                sampled=said[name].token_ids,
+                logprobs=said[name].logprobs,
+            ),
+            routed_experts=said[name].routes,
+        )
+        for name in names
+    ]
+    batch = TrainBatch(
+        step=0, groups=[TrainGroup(group=names[0][:11], version=0, trajectories=made)]
+    )
+    found = measure(batch, policy.trainer(), lambda _: (policy.weights, policy.manifest.digest))
+    causes = {one.cause: one for one in found.figures}
+    assert found.rerouted is not None and found.rerouted.choices == 4 * 36
+    assert causes["numerics"].largest < NEAR and causes["trained"].largest < NEAR
+    if not planted:
+        assert found.rerouted.differing == 0 and causes["routing"].largest < NEAR
+        return
+    assert found.rerouted.differing > 0
+    assert causes["routing"].largest > 100 * NEAR
+    share = causes["routing"].share
+    assert share is not None and share > 0.99
+    assert found.plain()["causes"]["routing"]["share"] == share
 
 
 def routed_batch() -> TrainBatch:

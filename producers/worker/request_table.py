@@ -264,9 +264,10 @@ class RequestTable:
         return bool(self.versions) if request.pin == ANY_VERSION else request.pin in self.versions
 
     def hand_back(self, request: RequestState, now: Now) -> None:
-        """A request cannot have its version here any more: somebody else may."""
+        """A request cannot have its version here any more: somebody else may, with its episode."""
         message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
-        self.give_up(request, now, "Retargeted", message, retryable=True)
+        self.fail(request.place, now, "Retargeted", message, retryable=True)
+        self.abandon(request, keep=True)
 
     def starts_again(
         self, request: RequestState, event: EpisodeLost, now: Now, allowed: bool

@@ -24,6 +24,7 @@ from tests.support.phases import (
     EVENTS,
     KEY,
     MAKE,
+    NOW,
     RESUME,
     TRAJECTORY,
     after,
@@ -250,6 +251,19 @@ def test_leaving_waits_for_a_progress_record_that_is_under_way_and_writes_the_re
     give(requests, "chunk", "chunk there")
     assert requests.by_key == {}
     assert requests.left == {TRAJECTORY: Resume(tokens=40, partition=0, offset=4)}
+
+
+@pytest.mark.parametrize("phase", ["ENVIRONMENT", "WAITING", "RUNNING"])
+def test_episode_of_a_version_that_is_not_held_any_more_stays_open_for_who_goes_on(
+    phase: str,
+) -> None:
+    requests = MAKE[phase]()
+    requests.by_key[KEY].episode = True
+    requests.out = Outputs()
+    requests.hold_versions(NOW, 1)
+    record = decode_control(requests.out.publish[0].record.value)
+    assert isinstance(record, RequestFailed) and record.error == "Retargeted"
+    assert Forget(request=KEY, source="train", keep=True) in requests.out.effects
 
 
 def test_lost_episode_of_a_version_that_is_not_held_any_more_is_handed_back() -> None:

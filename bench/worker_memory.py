@@ -36,8 +36,9 @@ from dora_pipe.producers.worker.effects import (
     OpenSession,
     RefuseCall,
 )
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.ports import CodecPort, EnginePort
+from dora_pipe.producers.worker.ports import CodecPort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Round

@@ -62,8 +62,9 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker.effects import LoadWeights
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
-from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import DataSet, RunStarted

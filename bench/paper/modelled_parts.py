@@ -15,7 +15,7 @@ from math import ceil
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.simulated import Lengths
 from dora_pipe.producers.worker.effects import LoadWeights
-from dora_pipe.producers.worker.ports import EnginePort
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.sim.modelled_worker import EngineRates
 from dora_pipe.sim.paced_port import PacedPort
 from dora_pipe.sim.parts import PlainParts, Site, WorkerPlan

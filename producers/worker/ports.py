@@ -1,15 +1,14 @@
-"""The worker's ports: to its engine, its task pool, the handover of KV caches, and its records.
+"""The worker's ports: to its task pool, the handover of KV caches, and its records. The one to its
+engine is `engine_port`.
 
-Weights and KV caches are moved in threads; the rest in the loop's own, in bounded bits.
+KV caches are moved in a thread; the rest in the loop's own, in bounded bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dora_pipe.core.clock import Clock
@@ -22,16 +21,11 @@ from dora_pipe.core.effect_runner import (
     unanswered,
 )
 from dora_pipe.core.errors import (
-    BusError,
-    DoraError,
-    InvariantBroken,
     PolicyError,
-    ResourceError,
     reason,
 )
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.chat.chat import Chat, Conversation
-from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
@@ -40,24 +34,15 @@ from dora_pipe.producers.worker.effects import (
     AgentCall,
     AgentEnded,
     DropKv,
-    DropWeights,
     EncodeFailed,
     EncodeProgress,
     EncodeTrajectory,
-    EngineAdd,
-    EngineCancel,
-    EngineExport,
-    EngineExported,
-    EngineFailed,
-    EngineStarted,
     EnvObserved,
     EnvStep,
     FetchKv,
     GroupCall,
     KvFetched,
     KvPut,
-    LoadFailed,
-    LoadWeights,
     ProgressEncoded,
     PromptReady,
     PutKv,
@@ -73,181 +58,7 @@ from dora_pipe.schemas.trajectory_codec import (
 )
 from dora_pipe.store.transfers.port import Lost
 
-STEP_NS: Final = 10_000_000
-"""The engine steps until so much time has passed, so that a turn of the loop costs little beside
-it; no slot waits for that, the port has requests ahead."""
-
-STEPS_MAX: Final = 64
-"""Steps in one poll, also where no time passes."""
-
-CLOSE_S: Final = 30.0
-"""Closing waits so long for weights that are being loaded."""
-
 CODEC_BUDGET_NS: Final = 5_000_000
-
-
-class EnginePort:
-    """Drives an engine, and refills its slots between two steps from the requests it was handed.
-
-    With `in_thread`, weights are loaded beside the loop. An engine that fails in the loop is not
-    touched any more: its worker hears `EngineFailed` and leaves.
-    """
-
-    effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, DropWeights, LoadWeights)
-
-    def __init__(
-        self,
-        engine: Engine,
-        weights_path: Callable[[str], Path],
-        *,
-        clock: Clock,
-        in_thread: bool = True,
-        steps_max: int = STEPS_MAX,
-    ) -> None:
-        self._engine = engine
-        self._weights_path = weights_path
-        self._clock = clock
-        self._steps_max = steps_max
-        self._events: list[Any] = []
-        self._ahead: dict[str, EngineRequest] = {}
-        self._later: list[Any] = []  # weights are being loaded
-        self._gone = False
-        self._handlers: Handlers = {
-            EngineAdd: Handler(do=self._add, failed=self._failed),
-            EngineCancel: Handler(do=self._cancel, failed=self._failed),
-            EngineExport: Handler(do=self._export, failed=self._not_exported),
-            DropWeights: Handler(do=self._drop, failed=self._failed),
-        }
-        loading: Handlers = {LoadWeights: Handler(do=self._load, failed=_not_loaded)}
-        self._loading = EffectRunner("load-weights", loading, in_thread=in_thread)
-
-    def start(
-        self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | LoadWeights
-    ) -> None:
-        """See the effects."""
-        if isinstance(effect, LoadWeights):
-            assert not self._loading.working, "weights are loaded one version at a time"
-            self._loading.start(effect)
-        elif self._loading.working and not self._is_ahead(effect):
-            self._later.append(effect)  # the thread has the engine
-        else:
-            self._events += run_effect(self._handlers, effect)
-
-    def poll(self) -> list[Any]:
-        """Steps for the budget; or whether loading has come to an end."""
-        if self._loading.working:
-            events, self._events = self._events, []
-            return events
-        self._events += self._loading.poll()
-        later, self._later = self._later, []
-        for effect in later:
-            self._events += run_effect(self._handlers, effect)
-        if not self._gone and (self._ahead or self._engine.active):
-            self._events += attempt(
-                "a step of the engine", self._steps, partial(self._failed, None)
-            )
-        events, self._events = self._events, []
-        return events
-
-    @property
-    def busy(self) -> bool:
-        """Whether there are tokens to sample."""
-        if self._events or self._loading.busy:
-            return True
-        return not self._gone and (bool(self._ahead) or self._engine.active > 0)
-
-    def close(self) -> None:
-        """Wait a while for weights under way. Who made the engine closes it."""
-        self._loading.close(wait_s=CLOSE_S)
-
-    def _is_ahead(self, effect: Any) -> bool:
-        """Whether it concerns no slot: a request to come, or one that has none yet."""
-        return isinstance(effect, EngineAdd) or (
-            isinstance(effect, EngineCancel) and effect.request in self._ahead
-        )
-
-    def _steps(self) -> Iterator[Any]:
-        until_ns = self._clock.now_ns() + STEP_NS
-        for _ in range(self._steps_max):
-            yield from self._refill()
-            if not self._engine.active:
-                break
-            yield from self._engine.step()
-            if self._clock.now_ns() >= until_ns:
-                break
-
-    def _refill(self) -> Iterator[Any]:
-        """Fill free slots in order. A request that the engine refuses has ended with an error."""
-        while self._ahead and self._engine.active < self._engine.slots:
-            name = next(iter(self._ahead))
-            request, why = self._ahead.pop(name), None
-            if request.kv is not None:
-                why = self._engine.kv_error(request)
-                request = request if why is None else replace(request, kv=None)
-            yield EngineStarted(
-                request=name,
-                at_ns=self._clock.wall_ns(),
-                imported=request.kv is not None,
-                why=why or "",
-            )
-            try:
-                self._engine.add(request)
-            except ValueError as error:
-                yield RequestFinished(request=name, reason="error", error=str(error))
-
-    def _add(self, effect: EngineAdd) -> Iterator[Any]:
-        self._ahead[effect.request.request] = effect.request
-        yield from ()
-
-    def _cancel(self, effect: EngineCancel) -> Iterator[Any]:
-        if self._ahead.pop(effect.request, None) is None and not self._gone:
-            self._engine.cancel(effect.request)
-        yield from ()
-
-    def _drop(self, effect: DropWeights) -> Iterator[Any]:
-        for version in effect.versions:
-            if not self._gone:
-                self._engine.drop(version)
-        yield from ()
-
-    def _export(self, effect: EngineExport) -> Iterator[Any]:
-        """Take a request out. One that has ended tells of that itself."""
-        if self._gone:
-            yield EngineExported(request=effect.request, kv=None)
-            return
-        found = self._engine.export(effect.request)
-        if found is None:
-            return
-        if found.sampled is not None:
-            yield found.sampled
-        yield EngineExported(request=effect.request, kv=found.kv)
-
-    def _load(self, effect: LoadWeights) -> Iterator[Any]:
-        path = self._weights_path(effect.digest)
-        load = self._engine.reload_keeping if effect.keep else self._engine.load
-        loaded = load(path, version=effect.version, digest=effect.digest)
-        yield from loaded if isinstance(loaded, list) else [loaded]
-
-    def _failed(self, effect: Any, error: Exception) -> list[Any]:
-        """The engine is in no state that anybody knows. Raises InvariantBroken."""
-        if isinstance(error, InvariantBroken):
-            raise error
-        self._gone = True
-        self._ahead.clear()
-        return [EngineFailed(message=reason(error))]
-
-    def _not_exported(self, effect: EngineExport, error: Exception) -> list[Any]:
-        return [EngineExported(request=effect.request, kv=None), *self._failed(effect, error)]
-
-
-def _not_loaded(effect: LoadWeights, error: Exception) -> list[LoadFailed]:
-    """Raises InvariantBroken: no other worker would help."""
-    if isinstance(error, InvariantBroken):
-        raise error
-    # What is known to be wrong with a version, or with the run, is wrong everywhere.
-    here = not isinstance(error, DoraError) or isinstance(error, ResourceError | BusError)
-    hint = error.hint if isinstance(error, DoraError) else None
-    return [LoadFailed(version=effect.version, message=reason(error), here=here, hint=hint)]
 
 
 class Tasks(Protocol):

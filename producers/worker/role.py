@@ -54,15 +54,10 @@ from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data, packages_of, reward_digest_of
 from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
-from dora_pipe.producers.worker.ports import (
-    CodecPort,
-    EnginePort,
-    HandoverPort,
-    TaskPort,
-    TaskPorts,
-)
+from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TaskPorts
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort

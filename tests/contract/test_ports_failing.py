@@ -61,8 +61,9 @@ from dora_pipe.producers.worker.effects import (
     RewardCall,
     SampledTurns,
 )
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import KvLabel
-from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import Resume, TakenTrajectory

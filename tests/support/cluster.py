@@ -47,14 +47,9 @@ from dora_pipe.producers.engines.simulated import (
     long_tailed_length,
 )
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import MemoryHandover
-from dora_pipe.producers.worker.ports import (
-    CodecPort,
-    EnginePort,
-    HandoverPort,
-    TaskPort,
-    TextCodec,
-)
+from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TextCodec
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.metrics import FailingPlace

@@ -16,9 +16,10 @@ from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort

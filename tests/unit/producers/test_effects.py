@@ -6,8 +6,9 @@ from typing import get_args
 from dora_pipe.producers.sessions.port import SessionPort
 from dora_pipe.producers.worker import effects
 from dora_pipe.producers.worker.effects import Effect, LoadFailed, RequestEvent
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import NoHandover
-from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 

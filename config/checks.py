@@ -129,6 +129,24 @@ def round_bytes(config: Config) -> int:
     )
 
 
+def commit_problem(config: Config, manifest_bytes: int) -> Problem | None:
+    """A run whose commits would not fit into a record: each names its batch, and in a manifest of
+    so many bytes the tensors of a version. An adapter has few of them."""
+    if config.lora.rank:
+        return None
+    batch = config.groups.per_step * _taken_bytes(config)
+    need, limit = _ROUND_BYTES + batch + manifest_bytes, config.bus.record_bytes_max
+    if need <= limit:
+        return None
+    what = (
+        f"bus.record_bytes_max: a commit has up to {need} bytes, {manifest_bytes} of them the names"
+        f" of the model's tensors, and a record may have {limit}"
+    )
+    fits = need <= RECORD_BYTES_MAX
+    hint = f"bus.record_bytes_max = {need} or more, or smaller batches"
+    return Problem(text=what, hint=hint if fits else "fewer groups per step, or smaller ones")
+
+
 def _names_bytes(config: Config) -> int:
     """What a spec has more where tasks and evaluations have names."""
     both = config.tasks, config.evaluations

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.schemas.topics import PATTERN
+from dora_pipe.schemas.wire import RECORD_BYTES_MAX
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -28,7 +29,7 @@ RunName = Annotated[str, Meta(pattern=PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 OptimizerName = Literal["adamw", "muon", "adamw8bit"]
 WeightDecayExclude = Literal["vectors", "none"]
-RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
+RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=RECORD_BYTES_MAX)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ from dora_pipe import __version__
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config.changes import LOGGED
+from dora_pipe.config.checks import commit_problem
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
@@ -136,6 +137,9 @@ def _plan_new(config: Config, root: Path, parent: str) -> Plan:
         model = store.assets(policy[1]) if policy else Path(config.model.path)
         config = with_digest(config, model)
         first = run_started(config, store, policy=policy, lineage=lineage)
+        refused = commit_problem(config, len(encode(first.policy)))
+        if refused is not None:
+            raise ConfigError(refused.text, hint=refused.hint)
         if config.bus.url:
             _make_topics(bus, config)
         create(config, root)

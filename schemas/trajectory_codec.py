@@ -61,6 +61,7 @@ __all__ = [
 AnyProgress = Progress | TurnProgress | EpisodeProgress
 """The records of the progress topic."""
 
+S = TypeVar("S", Meta, Call)
 T = TypeVar("T", Trajectory, Progress, TurnProgress, EpisodeProgress)
 ArraysOf = Callable[[Mapping[str, pa.Array]], Arrays]
 
@@ -233,6 +234,11 @@ _SEQUENCE: Final[Mapping[str, Column]] = {
     ),
 }
 
+
+def _decoded_text(text: str, decoder: msgspec.json.Decoder[S], root: str) -> S:
+    return wire.decode(text.encode(), decoder, root, bytes_max=wire.TEXT_BYTES_MAX)
+
+
 TRAJECTORY: Final = RecordLayout(
     Trajectory,
     {
@@ -241,7 +247,7 @@ TRAJECTORY: Final = RecordLayout(
             pa.utf8(),
             "meta_json",
             write=lambda meta: wire.encode(meta).decode(),
-            read=lambda text: wire.decode(text.encode(), META, "$.meta"),
+            read=lambda text: _decoded_text(text, META, "$.meta"),
         ),
     },
 )
@@ -269,7 +275,7 @@ TURN_PROGRESS: Final = RecordLayout(
             pa.utf8(),
             "call_json",
             write=lambda call: wire.encode(call).decode(),
-            read=lambda text: wire.decode(text.encode(), CALL, "$.call"),
+            read=lambda text: _decoded_text(text, CALL, "$.call"),
         ),
     },
 )

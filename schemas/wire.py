@@ -25,8 +25,13 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 """Written into `run started` and every trajectory; grows only by additive changes."""
 
-RECORD_BYTES_MAX = 8 * 1024 * 1024
-"""JSON records above this are refused before they are parsed."""
+RECORD_BYTES_MAX = 31 * 1024 * 1024
+"""JSON records above this are refused before they are parsed: what `bus.record_bytes_max` may be at
+most. A commit names all tensors of a version (6 MB in a mixture of 43 000 experts' matrices) and
+all trajectories of its batch."""
+
+TEXT_BYTES_MAX = 8 * 1024 * 1024
+"""The same of JSON inside a trajectory."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _NULL = b"null"
@@ -74,10 +79,16 @@ def sha256_hex(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def decode(data: bytes, decoder: msgspec.json.Decoder[T], root: str = "$") -> T:
+def decode(
+    data: bytes,
+    decoder: msgspec.json.Decoder[T],
+    root: str = "$",
+    *,
+    bytes_max: int = RECORD_BYTES_MAX,
+) -> T:
     """One record of a fixed type. Raises SchemaError with the path inside the record."""
-    if len(data) > RECORD_BYTES_MAX:
-        raise SchemaError(f"record of {len(data)} bytes is above {RECORD_BYTES_MAX}", path=root)
+    if len(data) > bytes_max:
+        raise SchemaError(f"record of {len(data)} bytes is above {bytes_max}", path=root)
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.config.checks import Problem
 from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, LogTruncated, UsageError
+from dora_pipe.launch import plan
 from dora_pipe.launch.fork_server import ForkServer
 from dora_pipe.launch.plan import check_data, check_log, run_started
 from dora_pipe.launch.run import load_again
@@ -84,6 +87,22 @@ def test_task_that_cannot_be_opened_leaves_no_directory_behind(place: Path, call
     code, _, err = call("run", "config.toml")
     assert code in (3, 10), err
     assert not (place / "runs").exists()
+
+
+def test_commits_that_would_not_fit_into_a_record_leave_nothing_behind(
+    place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(config: Config, manifest_bytes: int) -> Problem:
+        asked.append(manifest_bytes)
+        return Problem(text="bus.record_bytes_max: a commit is too large", hint="smaller batches")
+
+    monkeypatch.setattr(plan, "commit_problem", refuse)
+    code, _, err = call("run", "config.toml")
+    assert (code, "a commit is too large" in err, "smaller batches" in err) == (3, True, True), err
+    assert not (place / "runs").exists()
+    assert asked[0] > 1000, "the names of the model's tensors were counted"
 
 
 def test_a_finished_run_is_not_changed_and_the_hint_says_how_to_go_on(

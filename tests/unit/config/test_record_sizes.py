@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.config.checks import ROUND_DECISIONS_MAX, round_bytes
+from dora_pipe.config.checks import ROUND_DECISIONS_MAX, commit_problem, round_bytes
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
@@ -89,8 +89,8 @@ def test_a_batch_beyond_the_records_of_the_log_is_refused_with_the_size_that_it_
 
 
 def test_a_batch_beyond_any_decision_is_refused_whatever_the_log_takes(file: Path) -> None:
-    error = refusal(file, "groups.per_step=9000", "bus.record_bytes_max=32505856")
-    assert error.message.startswith("groups.per_step: a round of 9000 groups of 8")
+    error = refusal(file, "groups.per_step=40000", "bus.record_bytes_max=32505856")
+    assert error.message.startswith("groups.per_step: a round of 40000 groups of 8")
     assert f"a decision may have {RECORD_BYTES_MAX}" in error.message
     assert error.hint is not None and "fewer groups" in error.hint
 
@@ -98,3 +98,29 @@ def test_a_batch_beyond_any_decision_is_refused_whatever_the_log_takes(file: Pat
 def test_an_evaluation_counts_too_for_its_groups_are_dispatched_at_once(file: Path) -> None:
     error = refusal(file, "bus.record_bytes_max=262144", "evaluation.prompts=2000")
     assert "2000 evaluation.prompts" in error.message
+
+
+def test_a_commit_names_the_tensors_too_and_is_refused_with_the_size_that_it_needs(
+    file: Path,
+) -> None:
+    small, names = ["bus.record_bytes_max=131072", "evaluation.prompts=0"], 200_000
+    config = load_config(file, [*small, "groups.per_step=8"])
+    assert commit_problem(config, 1000) is None
+    found = commit_problem(config, names)
+    assert found is not None and found.hint is not None
+    assert f"{names} of them the names of the model's tensors" in found.text
+    needed = found.hint.split(" = ")[1].split()[0]
+    raised = load_config(file, [*small, "groups.per_step=8", f"bus.record_bytes_max={needed}"])
+    assert commit_problem(raised, names) is None
+    assert commit_problem(raised, names + 1) is not None
+
+
+def test_no_key_makes_a_commit_fit_that_no_reader_would_take(file: Path) -> None:
+    config = load_config(file, ["evaluation.prompts=0"])
+    found = commit_problem(config, RECORD_BYTES_MAX)
+    assert found is not None and found.hint is not None and "fewer groups" in found.hint
+
+
+def test_commits_of_an_adapter_name_few_tensors(file: Path) -> None:
+    config = load_config(file, ["lora.rank=8"])
+    assert commit_problem(config, RECORD_BYTES_MAX) is None

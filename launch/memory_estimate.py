@@ -264,12 +264,14 @@ def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     whole = stage < 2 and here
     halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0  # bfloat16 beside float32
     gradients = (4 + halves) * count if whole else _ceil(4 * count, trainer.ranks) if here else 0
+    remainders = 2 * count if here and _remainders(shape, config) else 0
     return [
         MemoryPart("weights", _ceil(weights, _shards(config, 3))),
         MemoryPart("weights that are gathered", live * width if stage == 3 else 0),
         MemoryPart(
             "masters, float32", _ceil(4 * count, _shards(config, 1)) if stage and here else 0
         ),
+        MemoryPart("remainders of masters", _ceil(remainders, _shards(config, 1))),
         MemoryPart("gradients", gradients),
         MemoryPart("moments of the optimizer", _ceil(8 * count, _shards(config, 1)) if here else 0),
         MemoryPart("buckets", 2 * min(BUCKET_ELEMENTS, count) * 4 if trainer.ranks > 1 else 0),
@@ -280,7 +282,8 @@ def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
     """What all ranks together hold in the host's memory; the network once each when they start."""
     trainer, count = config.trainer, trained(shape, config)
     start = 4 * shape.parameters * _ranks(config)
-    offloaded = 0 if trainer.offload == "none" else 16 * count
+    held = 18 if _remainders(shape, config) else 16
+    offloaded = 0 if trainer.offload == "none" else held * count
     weights = WIDTHS[trainer.dtype] * shape.parameters if trainer.offload == "all" else 0
     inputs = _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _width(config)
     return max(start, offloaded + weights + (inputs if trainer.activation_offload else 0))

@@ -9,6 +9,7 @@ one changes the network, and what is read from one is the network's.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.core.errors import PolicyError
@@ -50,6 +51,32 @@ def stored(network: Any) -> dict[str, Any]:
         what = odd[0] if odd else network.config.model_type
         raise PolicyError(f"the network holds {what} in another form than its files", hint=_HINT)
     return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a tensor of a file is of one of the network's: all of it, or a part."""
+
+    name: str
+    """The network's own."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int = 0
+
+    def of(self, whole: Any) -> Any:
+        """The same of a tensor that lies as the network's does: a view."""
+        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.start)
+
+
+def pieces(network: Any) -> dict[str, Piece]:
+    """What each of `stored` is, for networks whose tensors are then taken apart."""
+    owners = {_storage(one): (name, one) for name, one in untied(network).items()}
+    found = {}
+    for name, view in stored(network).items():
+        own, whole = owners[_storage(view)]
+        start = view.storage_offset() - whole.storage_offset()
+        found[name] = Piece(own, tuple(view.shape), tuple(view.stride()), start)
+    return found
 
 
 def parameters_in(network: Any, names: Collection[str]) -> frozenset[str]:

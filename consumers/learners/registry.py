@@ -309,6 +309,11 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         routes=True,
     ),
     "deepspeed": LearnerKind(
-        open=_deepspeed, packages=(NAME,), hint=HINT, moving_reference=True, teacher=True
+        open=_deepspeed,
+        packages=(NAME,),
+        hint=HINT,
+        moving_reference=True,
+        teacher=True,
+        bfloat16=True,
     ),
 }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
@@ -23,9 +24,12 @@ def _installed() -> None:
 class Bench:
     """A policy, a log, and trainers of either kind on them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, model: Path | None = None, *, dtype: PolicyDtype = "float32"
+    ) -> None:
         self.store = PolicyStore(root / "policies")
-        self.policy, assets = import_model(self.store, make_llama_gqa(root / "model"))
+        model = model or make_llama_gqa(root / "model")
+        self.policy, assets = import_model(self.store, model, dtype)
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.policy.digest)
         self.log = deepspeed.BatchLog(root / "log.sqlite")

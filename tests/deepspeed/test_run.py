@@ -5,14 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
+from dora_pipe.consumers.learners.torch.model import build, load_weights
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted
 from dora_pipe.store.adapters import stands_on
+from dora_pipe.store.safetensors_file import read_manifest
 from tests.support import deepspeed
+from tests.support.models import make_glm4_moe, make_qwen3_moe
 from tests.support.user_run import assert_clean, facts, furnish, start, steps
 
 pytestmark = pytest.mark.slow
@@ -21,6 +28,15 @@ LIMIT_S = 400
 TRAINER = ["-o", "trainer.kind=deepspeed", "-o", "trainer.ranks=2", "-o", "trainer.zero_stage=2"]
 IN_PARTS = ["-o", "groups.per_step=6", "-o", "trainer.parts=3"]
 """More groups than there are slots for: those of a step never end all at once."""
+VARIED = """
+def score(row, text):
+    return len(set(text)) / 12
+"""
+"""A reward that tells siblings apart from the first step on."""
+RUNS = [
+    pytest.param(make_glm4_moe, 2, "bfloat16", id="glm4_moe"),
+    pytest.param(make_qwen3_moe, 3, "float32", id="qwen3_moe"),
+]
 COMMAND = str(Path(sys.executable).parent / "dora-pipe")
 
 
@@ -132,6 +148,46 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
     assert "3 of 3 steps bit-equal" in done.stderr
     again = _call(place, "replay", "tiny", "--random", "8")
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(("make", "stage", "dtype"), RUNS)
+def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
+    make: Callable[..., Path], stage: int, dtype: str, tmp_path: Path
+) -> None:
+    """From a warm start; all versions between checkpoints are patches."""
+    place = furnish(tmp_path)
+    (place / "judge.py").write_text(VARIED)
+    examples = [Example(token_ids=[1, *range(20, 30)], mask=[0, *([1] * 10)])]
+    cold, warm = make(tmp_path / "cold"), tmp_path / "warm"
+    options = SftOptions(steps=2, batch=2)
+    train_sft(cold, examples, warm, encode=lambda example: example, options=options)
+    words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.learning_rate=1e-3"]
+    words += ["-o", f"policies.dtype={dtype}", "-o", "policies.whole_every=4"]
+    words += ["-o", "model.path=warm"]
+    assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
+    assert_clean(place, "tiny")
+    assert list((place / "runs" / "tiny" / "policies" / "patches").glob("*.patch"))
+    commits = [one for one in facts(place, "tiny") if isinstance(one, StepCommitted)]
+    assert {one.policy.dtype for one in commits} == {dtype}
+    assert len({one.policy.digest for one in commits}) == len(commits) == 3
+    for more in ([], ["--random", "4"]):
+        done = _call(place, "replay", "tiny", *more)
+        assert done.returncode == 0, done.stderr
+    done = _call(place, "export", "tiny", "exported", "--policy", "3")
+    assert done.returncode == 0, done.stderr
+    assert read_manifest(place / "exported/model.safetensors").digest == commits[-1].policy.digest
+    assert_same_logits(place / "exported", place / "exported" / "model.safetensors")
+
+
+def assert_same_logits(directory: Path, weights: Path) -> None:
+    """transformers computes with a directory what the trainer's network does with its file."""
+    network = build(directory)
+    load_weights(network, weights)
+    read: Any = AutoModelForCausalLM.from_pretrained
+    theirs = read(directory, dtype=torch.float32).eval()
+    ids = torch.arange(30).reshape(2, -1)
+    with torch.no_grad():
+        assert torch.equal(network(ids).logits, theirs(ids).logits)
 
 
 def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> None:

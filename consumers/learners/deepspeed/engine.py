@@ -21,6 +21,7 @@ from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
+from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
@@ -30,10 +31,12 @@ from dora_pipe.consumers.learners.torch.model import (
     score,
 )
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
-from dora_pipe.consumers.learners.torch.optimizer import decay_groups
-from dora_pipe.store.network_names import untied
+from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
+from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.store.network_names import Piece, pieces, untied
 
-Moment = Literal["exp_avg", "exp_avg_sq"]
+Moment = Literal["exp_avg", "exp_avg_sq", "remainder"]
+"""What a checkpoint has beside each weight: AdamW's two, and what a master is beyond its weight."""
 
 BUCKET_ELEMENTS: Final = {"cpu": 1_000_000, "cuda": 50_000_000}
 """Elements that are reduced and gathered together, by device. DeepSpeed's own default fills 2 GB
@@ -47,6 +50,9 @@ class EngineOptions:
     zero_stage: int = 2
     offload: Literal["none", "optimizer", "all"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What passes compute in."""
+    published: PolicyDtype = "float32"
+    """What weights are when they leave (`policies.dtype`); passes compute with what left."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     weight_decay_exclude: WeightDecayExclude = "none"
@@ -129,10 +135,17 @@ class Engine:
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
         self.mlp_width = mlp_width(network)
+        whole = pieces(network)
+        adapter = {name: _all_of(name, one) for name, one in _named(self.pairs).items()}
+        self.files: dict[str, Piece] = whole if self.pairs is None else adapter
+        """What is stored, by its name in a file, sorted."""
+        self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
+        """What the adapter stands on, likewise."""
         module = _Scored(network, self.pairs, options, lean=lean)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
-        """Of what is stored, sorted: parameters and persistent buffers, or the adapter's."""
+        """The network's own, of what is stored, sorted: parameters and persistent buffers, or the
+        adapter's."""
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
         groups = decay_groups(parameters, options.weight_decay, options.weight_decay_exclude)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
@@ -150,6 +163,9 @@ class Engine:
         """What the adapter stands on: it is loaded, and is neither trained nor read."""
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._shards = {name: self._shard(one) for name, one in self.parameters()}
+        self._flats = {str(id(one.flat)): one.flat for one in self._shards.values()}
+        self._narrow = options.published == "bfloat16"
+        self._masters = Masters(self._flats if self._narrow else {})
         self.forget()
 
     @property
@@ -192,6 +208,14 @@ class Engine:
         Collective."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+        with self._masters.present():
+            norm = self._step(norm_max, divisor)
+        if self._narrow:  # What ZeRO has copied from its masters are the masters.
+            for one in self.weights():
+                one.copy_(one.to(torch.bfloat16))
+        return norm
+
+    def _step(self, norm_max: float, divisor: float) -> float:
         if self.options.zero_stage == 0:
             own = [one for _, one in self.parameters()]
             for one in own:
@@ -217,21 +241,43 @@ class Engine:
         return 0
 
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
-        """A whole tensor: weights, or one of AdamW's moments of them, float32; collective."""
+        """A whole tensor as it is stored: weights, or what a checkpoint has beside them;
+        collective."""
+        kind = self.stored_dtype(name, moment)
+        whole = self._whole(name, moment)
+        return whole.view(torch.int32).to(kind) if moment == REMAINDER else whole.to(kind)
+
+    def _whole(self, name: str, moment: Moment | None) -> Tensor:
+        """In float32; remainders as bits of such numbers, which cross between ranks like all."""
         tensor = self._stored[name]
         shard = self._shards.get(name)
         if shard is None:  # a buffer
             return tensor.detach()
         part = shard.of(self._within(shard, moment)).detach()
+        if moment == REMAINDER:
+            part = part.to(torch.int32).view(torch.float32)
         if self._ranks == 1 or self.options.zero_stage == 0:
             return part[: _size(tensor)].reshape(_shape(tensor))
         if self.options.zero_stage < 3:
             if moment is None and self.options.dtype == "float32":
                 return tensor.detach()  # every rank has the whole of it beside its shard
             return _added(part, shard, tensor).reshape(_shape(tensor))
-        pieces = torch.empty(self._ranks * len(part), dtype=part.dtype, device=self.options.device)
-        dist.all_gather_single(pieces, part.to(self.options.device).contiguous())
-        return pieces[: _size(tensor)].reshape(_shape(tensor))
+        found = torch.empty(self._ranks * len(part), dtype=part.dtype, device=self.options.device)
+        dist.all_gather_single(found, part.to(self.options.device).contiguous())
+        return found[: _size(tensor)].reshape(_shape(tensor))
+
+    def read_files(self) -> Iterator[Tensor]:
+        """Every tensor of `files`, in their order; collective. A tensor of the network is put
+        together once, and held until its last piece has left."""
+        last = {piece.name: name for name, piece in self.files.items()}
+        held: dict[str, Tensor] = {}
+        for name, piece in self.files.items():
+            if piece.name not in held:
+                held[piece.name] = self.read(piece.name)
+            found: Tensor = piece.of(held[piece.name])
+            if last[piece.name] == name:
+                del held[piece.name]
+            yield found
 
     def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
         """Take a whole tensor; the rank keeps its shard of it. The shape must be right."""
@@ -261,18 +307,30 @@ class Engine:
         """Of the whole tensor."""
         return _shape(self._tensor(name))
 
-    def dtype(self, name: str) -> torch.dtype:
-        """As it crosses: what is trained as float32, the rest as it is held."""
-        return torch.float32 if name in self._shards else self._tensor(name).dtype
+    def dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
+        """As it crosses from rank 0: what is trained as float32, the rest as it is held."""
+        if moment == REMAINDER:
+            return torch.int32  # gloo knows no int16
+        found: torch.dtype = self._tensor(name).dtype
+        return torch.float32 if name in self._shards else found
+
+    def stored_dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
+        """As it stands in a file."""
+        if moment == REMAINDER:
+            return torch.int16
+        found = self.dtype(name, moment)
+        narrow = self._narrow and moment is None and found.is_floating_point
+        return torch.bfloat16 if narrow else found
 
     def _tensor(self, name: str) -> Any:
         return self._stored[name] if name in self._stored else self._base[name]
 
     @property
     def moments(self) -> list[tuple[Moment, str]]:
-        """Every moment of every parameter, in the order of their names in a checkpoint."""
+        """All that a checkpoint has beside each weight, in the order of their names there."""
         found: list[tuple[Moment, str]] = []
-        for moment in ("exp_avg", "exp_avg_sq"):
+        kept: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq", "remainder")
+        for moment in kept if self._narrow else kept[:2]:
             found += [(moment, name) for name in self._shards]
         return sorted(found, key=lambda one: f"{one[0]}/{one[1]}")
 
@@ -282,11 +340,17 @@ class Engine:
 
     def forget(self, updates: int = 0) -> None:
         """Begin with empty moments, as if there had been so many updates."""
-        for flat in {id(one.flat): one.flat for one in self._shards.values()}.values():
+        for one in self._masters.remainders.values():
+            one.zero_()
+        for flat in self._flats.values():
             state: dict[str, Tensor] = {"step": torch.tensor(float(updates))}
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(flat, memory_format=torch.preserve_format)
             self._adamw.state[flat] = state
+
+    def fit(self) -> None:
+        """All of a checkpoint is written: let go of remainders that are not of these weights."""
+        self._masters.fit()
 
     def weights(self) -> list[Tensor]:
         """What this rank holds of the weights that log-probs are computed with."""
@@ -301,13 +365,15 @@ class Engine:
         """All that an update changes on this rank: `weights`, as they are updated too, moments,
         counts of updates."""
         found = self.weights()
-        for flat in {id(one.flat): one.flat for one in self._shards.values()}.values():
+        for flat in self._flats.values():
             found += [flat.data, *self._adamw.state[flat].values()]
-        return found
+        return [*found, *self._masters.remainders.values()]
 
     def _within(self, shard: _Shard, moment: Moment | None) -> Tensor:
         if moment is None:
             return shard.flat.data.reshape(-1)
+        if moment == REMAINDER:
+            return self._masters.remainders[str(id(shard.flat))].reshape(-1)
         found: Tensor = self._adamw.state[shard.flat][moment].reshape(-1)
         return found
 
@@ -338,8 +404,17 @@ class Engine:
 
 
 def _stored(network: Any, pairs: Pairs | None) -> dict[str, Tensor]:
-    """What is published, by its name in a file, sorted."""
-    return untied(network) if pairs is None else dict(sorted(pairs.named()))
+    """What is published, by its name here, sorted."""
+    return untied(network) if pairs is None else _named(pairs)
+
+
+def _named(pairs: Pairs | None) -> dict[str, Tensor]:
+    """An adapter's matrices by name, sorted; files have the same names."""
+    return {} if pairs is None else dict(sorted(pairs.named()))
+
+
+def _all_of(name: str, tensor: Tensor) -> Piece:
+    return Piece(name, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _part(value: Tensor, start: int, elements: int) -> Tensor:

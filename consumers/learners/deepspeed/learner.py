@@ -12,7 +12,7 @@ import math
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -63,6 +63,7 @@ from dora_pipe.consumers.learners.torch.lora import AdapterBase
 from dora_pipe.consumers.learners.torch.model import (
     DTYPES,
     NAMES,
+    published_dtype,
     read_tensor,
     temperature_numerics,
     tensor_source,
@@ -72,6 +73,7 @@ from dora_pipe.consumers.objectives.registry import needs_reference
 from dora_pipe.core.errors import InvariantBroken, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.log_location import LogLocation
+from dora_pipe.store.network_names import Piece
 from dora_pipe.store.safetensors_file import (
     Entry,
     TensorSource,
@@ -132,7 +134,7 @@ class DeepspeedLearner:
         options: DeepspeedOptions | None = None,
     ) -> None:
         """Raises PolicyError, ConfigError, ResourceError when ranks do not come."""
-        self._options = options or DeepspeedOptions()
+        self._options = _publishing(options or DeepspeedOptions(), reference)
         self._group = rank_group(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
         self._first = reference
@@ -166,6 +168,9 @@ class DeepspeedLearner:
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         need_digest(weights, digest)
+        engine = self._options.engine
+        if engine.lora is None and published_dtype(weights) != engine.published:
+            raise PolicyError(f"{weights} has weights of another type than version 0")
         self._parts.loaded()
         moments: dict[str, Entry] = {}
         updates = 0
@@ -341,16 +346,22 @@ class DeepspeedLearner:
         if not updates:
             write_tensors(path, [steps])
             return
-        names = [(f"{moment}/{name}", name) for moment, name in self._engine.moments]
+        engine = self._engine
+        kept = [
+            (f"{moment}/{name}", engine.stored_dtype(name, moment), engine.shape(name))
+            for moment, name in engine.moments
+        ]
         with self._one_by_one:
-            self._whole(lambda sources: write_tensors(path, [*sources, steps]), names, moments=True)
+            self._whole(lambda sources: write_tensors(path, [*sources, steps]), kept, moments=True)
 
     def numerics(self) -> dict[str, str]:
         """What the bits of a step depend on beside its inputs."""
         options, engine = self._options, self._options.engine
         lora = engine.lora.numerics if engine.lora else {}
+        narrow = {} if engine.published == "float32" else {"policies": engine.published}
         return (
             lora
+            | narrow
             | temperature_numerics(engine.temperature)
             | engine.memory.numerics(
                 self._engine.vocabulary, self._engine.mlp_width, options.micro_batch_tokens
@@ -384,73 +395,83 @@ class DeepspeedLearner:
             layers = self._engine.pairs.layers
             yield self._adapter_base.take(weights, layers=layers, have=self._have_base).__getitem__
             return
-        entries = self._fitting(weights, self._engine.names)
-        with mapped(weights) as data:
-            yield lambda name: read_tensor(data, entries[name])
+        with self._whole_tensors(weights, self._engine.files) as whole:
+            yield whole
 
     def _have_base(self, weights: Path) -> None:
         """Give every rank what the adapter stands on. Raises PolicyError."""
-        entries = self._fitting(weights, self._engine.base_names)
-        self._group.send(LoadBase(learner=self._number, retired=_retired()))
-        with mapped(weights) as data:
-            self._rank.load_base(lambda name: read_tensor(data, entries[name]))
+        with self._whole_tensors(weights, self._engine.base_files) as whole:
+            self._group.send(LoadBase(learner=self._number, retired=_retired()))
+            self._rank.load_base(whole)
 
-    def _fitting(self, weights: Path, names: Sequence[str]) -> dict[str, Entry]:
-        """The tensors of a file that has what the model has. Raises PolicyError."""
-        engine = self._engine
-        entries = {entry.name: entry for entry in read_entries(weights)}
-        odd = sorted(entries.keys() ^ set(names))
-        if odd:
-            raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
-        for name, entry in entries.items():
-            if entry.shape != engine.shape(name) or entry.dtype not in DTYPES:
-                raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
-        return entries
+    @contextmanager
+    def _whole_tensors(
+        self, weights: Path, files: Mapping[str, Piece]
+    ) -> Iterator[Callable[[str], Tensor]]:
+        """The network's tensors, each put together of what a file has of it. Raises PolicyError."""
+        entries = _fitting(weights, files)
+        of: dict[str, list[str]] = {}
+        for name, piece in files.items():
+            of.setdefault(piece.name, []).append(name)
+
+        def whole(name: str) -> Tensor:
+            parts = [(entries[one], files[one]) for one in of[name]]
+            if len(parts) == 1:
+                return read_tensor(data, parts[0][0])
+            found = torch.empty(self._engine.shape(name), dtype=DTYPES[parts[0][0].dtype])
+            for entry, piece in parts:
+                piece.of(found).copy_(read_tensor(data, entry))
+            return found
+
+        with mapped(weights) as data:
+            yield whole
 
     def _state(self, path: Path) -> dict[str, Entry]:
         """The tensors of an optimizer state of this model. Raises PolicyError."""
         entries = {entry.name: entry for entry in read_entries(path)}
-        shapes = {f"{moment}/{name}": name for moment, name in self._engine.moments}
+        shapes = {f"{moment}/{name}": (name, moment) for moment, name in self._engine.moments}
         if entries.keys() not in ({STEPS}, {STEPS} | shapes.keys()):
             raise PolicyError(f"{path} is not the optimizer state of this model")
-        for wanted, name in shapes.items():
+        for wanted, (name, moment) in shapes.items():
             entry = entries.get(wanted)
-            if entry is not None and entry.shape != self._engine.shape(name):
-                raise PolicyError(f"{path}: {wanted} has shape {entry.shape}")
+            if entry is None:
+                continue
+            kind = NAMES[self._engine.stored_dtype(name, moment)]
+            if (entry.shape, entry.dtype) != (self._engine.shape(name), kind):
+                raise PolicyError(f"{path}: {wanted} is {entry.dtype} {entry.shape}")
         return entries
 
     def _weights(self, use: Callable[[list[TensorSource]], Manifest]) -> Manifest:
-        names, adapter_base = [(name, name) for name in self._engine.names], self._adapter_base
+        engine, adapter_base = self._engine, self._adapter_base
+        kept = [
+            (name, engine.stored_dtype(piece.name), piece.shape)
+            for name, piece in engine.files.items()
+        ]
         if adapter_base is None:
-            return self._whole(use, names, moments=False)
+            return self._whole(use, kept, moments=False)
         if adapter_base.updated:
             base_tensors = adapter_base.base_tensors()
-            return self._whole(lambda sources: use([*sources, *base_tensors]), names, moments=False)
+            return self._whole(lambda sources: use([*sources, *base_tensors]), kept, moments=False)
         with file_sources(adapter_base.base) as sources:
             return use(sources)
 
     def _whole(
         self,
         use: Callable[[list[TensorSource]], Manifest],
-        names: Sequence[tuple[str, str]],
+        kept: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
         *,
         moments: bool,
     ) -> Manifest:
-        """Let `use` have every tensor, (name in the file, name), whole, one after the other.
+        """Let `use` have every tensor, (name in the file, dtype, shape), whole, one after the
+        other.
 
         However it ends, all of them are read: the other ranks are in the middle of it.
         """
         self._group.send(Read(learner=self._number, retired=_retired(), moments=moments))
         following = self._rank.read(moments=moments)
-        engine = self._engine
         sources = [
-            TensorSource(
-                name=stored,
-                dtype="F32" if moments else NAMES[engine.dtype(name)],
-                shape=engine.shape(name),
-                data=_next(following),
-            )
-            for stored, name in names
+            TensorSource(name=name, dtype=NAMES[kind], shape=shape, data=_next(following))
+            for name, kind, shape in kept
         ]
         try:
             return use(sources)
@@ -479,6 +500,26 @@ class DeepspeedLearner:
         replies = [self._rank.compute(command, trajectories)]
         replies += [_REPLY.decode(data) for data in group.replies()]
         return replies
+
+
+def _fitting(weights: Path, files: Mapping[str, Piece]) -> dict[str, Entry]:
+    """The tensors of a file that has what the model has. Raises PolicyError."""
+    entries = {entry.name: entry for entry in read_entries(weights)}
+    odd = sorted(entries.keys() ^ files.keys())
+    if odd:
+        raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
+    for name, entry in entries.items():
+        if entry.shape != files[name].shape or entry.dtype not in DTYPES:
+            raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
+    return entries
+
+
+def _publishing(options: DeepspeedOptions, first: Path) -> DeepspeedOptions:
+    """These, with the type that version 0 has. Raises PolicyError where an adapter has another."""
+    published = published_dtype(first)
+    if published == "bfloat16" and options.engine.lora is not None:
+        raise PolicyError(f"{first} is bfloat16; an adapter and its base are float32")
+    return replace(options, engine=replace(options.engine, published=published))
 
 
 def _retired() -> tuple[int, ...]:

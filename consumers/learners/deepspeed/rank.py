@@ -205,8 +205,10 @@ class Rank:
             engine.forget(command.updates)
             if command.moments:
                 for moment, name in engine.moments:
-                    value = self._shared(f"{moment}/{name}", name, torch.float32, given)
+                    kind = engine.dtype(name, moment)
+                    value = self._shared(f"{moment}/{name}", name, kind, given)
                     engine.write(name, value, moment)
+            engine.fit()
 
     def _shared(
         self,
@@ -229,8 +231,7 @@ class Rank:
                 for moment, name in self.engine.moments:
                     yield self.engine.read(name, moment)
             else:
-                for name in self.engine.names:
-                    yield self.engine.read(name)
+                yield from self.engine.read_files()
 
     # A training step
 

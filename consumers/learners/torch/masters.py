@@ -54,15 +54,14 @@ class Masters:
         for one, before in zip(self.remainders.values(), kept, strict=True):
             one.copy_(before)
 
-    def take(self, name: str, remainder: Tensor) -> None:
-        """Have the remainder of a checkpoint; none where a value with it is no master of that value
-        (a checkpoint of other weights)."""
-        value = self._parameters[name].detach()
-        master = value.clone()
-        _bits(master).add_(remainder.to(value.device))
-        _round(master)
-        fits = _bits(master) == _bits(value)
-        self.remainders[name].copy_(remainder.to(value.device) * fits)
+    def fit(self) -> None:
+        """Let go of remainders that were taken from a checkpoint of other weights: where a value
+        with its remainder is no master of that value."""
+        for name, one in self._parameters.items():
+            master = one.detach().clone()
+            _bits(master).add_(self.remainders[name])
+            _round(master)
+            self.remainders[name].mul_(_bits(master) == _bits(one))
 
 
 def _bits(tensor: Tensor) -> Tensor:

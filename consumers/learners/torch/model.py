@@ -32,6 +32,7 @@ from dora_pipe.consumers.objectives.registry import needs_proximal, needs_refere
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.routes import Choices
 from dora_pipe.store.network_names import parameters_in, stored
 from dora_pipe.store.safetensors_file import Entry, TensorSource, mapped, read_entries
@@ -226,6 +227,15 @@ def bfloat16_names(weights: Path) -> frozenset[str]:
     return frozenset(
         one.name for one in read_entries(weights) if one.dtype == NAMES[torch.bfloat16]
     )
+
+
+def published_dtype(weights: Path) -> PolicyDtype:
+    """Which one type a file's weights have, for who publishes all in one. Raises PolicyError."""
+    kinds = {one.dtype for one in read_entries(weights) if DTYPES[one.dtype].is_floating_point}
+    narrow = NAMES[torch.bfloat16]
+    if narrow in kinds and len(kinds) > 1:
+        raise PolicyError(f"{weights} has bfloat16 beside {min(kinds - {narrow})}")
+    return "bfloat16" if narrow in kinds else "float32"
 
 
 def passage_of(

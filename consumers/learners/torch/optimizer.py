@@ -181,7 +181,8 @@ class Optimizer:
             value = tensors[f"{REMAINDER}/{name}"]
             if (value.shape, value.dtype) != (held.shape, held.dtype):
                 raise PolicyError(f"{path}: the remainder of {name!r} is none")
-            self._masters.take(name, value)
+            held.copy_(value)
+        self._masters.fit()
 
     def _forget(self) -> None:
         """Be as before the first update."""

@@ -15,7 +15,7 @@ from dora_pipe.consumers.learners.torch.model import build, load_weights
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.weights import weight_files
 from dora_pipe.producers.engines.vllm.weights import expected_tensors
-from dora_pipe.store.network_names import parameters_in, stored, untied
+from dora_pipe.store.network_names import parameters_in, pieces, stored, untied
 from dora_pipe.store.safetensors_file import read_entries
 from tests.support.models import make_glm4_moe, make_llama_gqa, make_qwen3_moe
 
@@ -53,6 +53,17 @@ def test_a_mixture_has_the_names_of_its_files_and_what_is_loaded_by_them_is_in_i
     theirs = read(tmp_path, dtype=torch.float32).eval()
     ids = torch.arange(24).reshape(2, -1)
     assert torch.equal(network(ids).logits, theirs(ids).logits)
+
+
+def test_pieces_are_cut_likewise_from_copies_that_lie_anywhere(tmp_path: Path) -> None:
+    network = build(make_glm4_moe(tmp_path))
+    copies = {}
+    for name, one in untied(network).items():
+        copies[name] = torch.cat([torch.ones(3), one.detach().reshape(-1)])[3:].reshape(one.shape)
+    wanted, found = stored(network), pieces(network)
+    assert found.keys() == wanted.keys()
+    for name, piece in found.items():
+        assert torch.equal(piece.of(copies[piece.name]), wanted[name])
 
 
 def test_what_changes_in_a_mixture_changes_in_its_parts_which_are_no_copies(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Mixtures of experts on ranks: the torch trainer's steps, by the names of files."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.store.adapters import base_of
+from tests.deepspeed.conftest import Bench
+from tests.deepspeed.test_arithmetic import (
+    DISTANCE_MAX,
+    assert_same_steps,
+    three_batches,
+)
+from tests.support import deepspeed
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_glm4_moe, make_qwen3_moe
+
+KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype]] = {
+    "qwen3_moe": (make_qwen3_moe, "float32"),
+    "glm4_moe": (make_glm4_moe, "bfloat16"),
+}
+WAYS: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in range(4)),
+    {"zero_stage": 3, "offload": "all", "memory": {"gradient_checkpointing": True}},
+]
+STEP = {**SETTINGS, "objective.kl": 0.2}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def mixture(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    deepspeed.need_deepspeed()
+    make, dtype = KINDS[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    yield Bench(root, make(root / "model", scale=20.0), dtype=dtype)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_steps_are_those_of_the_torch_trainer_whose_checkpoint_is_gone_on_with(
+    mixture: Bench, options: dict[str, Any], tmp_path: Path
+) -> None:
+    ours, theirs = mixture.deepspeed(**options), mixture.torch()
+    assert ours.manifest() == mixture.policy
+    first, second, _ = three_batches()
+    assert_same_steps([ours.train(first, STEP)], [theirs.train(first, STEP)])
+    expected = mixture.tensors(theirs, tmp_path / "theirs")
+    found = mixture.tensors(ours, tmp_path / "ours")
+    assert found.keys() == expected.keys()
+    assert any(".experts.7.up_proj" in name for name in found)
+    rough = 2.0**-7 if mixture.policy.dtype == "bfloat16" else 0.0
+    for name, tensor in found.items():
+        wide = expected[name].float()
+        assert bool(((tensor.float() - wide).abs() <= DISTANCE_MAX + rough * wide.abs()).all()), (
+            name
+        )
+    digest = theirs.save_weights(tmp_path / "theirs").digest
+    theirs.save_optimizer(tmp_path / "state")
+    ours.load(tmp_path / "theirs", digest=digest, optimizer=tmp_path / "state")
+    assert ours.manifest().digest == digest
+    ours.save_optimizer(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "state").read_bytes()
+    assert_same_steps([ours.train(second, STEP)], [theirs.train(second, STEP)])
+
+
+def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(
+    mixture: Bench,
+) -> None:
+    """One trajectory: a rank without one computes two tokens, which few experts see."""
+    for stage in (2, 3):
+        trainer = mixture.deepspeed(zero_stage=stage)
+        batch = make_batch(seed=8, groups=1, siblings=3)
+        digests = set()
+        for _ in range(2):
+            trainer.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)
+            trainer.train(batch, {**STEP, "trainer.minibatches": 1})
+            digests.add(trainer.manifest().digest)
+        assert len(digests) == 1
+
+
+def test_adapter_stands_on_a_mixture_as_it_is_in_the_store(mixture: Bench, tmp_path: Path) -> None:
+    from dora_pipe.consumers.learners.torch.lora import LoraOptions
+
+    if mixture.policy.dtype == "bfloat16":
+        pytest.skip("an adapter and its base are float32")
+    lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
+    for stage in (2, 3):
+        ours, theirs = mixture.deepspeed(zero_stage=stage, lora=lora), mixture.torch(lora=lora)
+        assert ours.manifest() == mixture.policy
+        batch = three_batches()[0]
+        assert_same_steps([ours.train(batch, STEP)], [theirs.train(batch, STEP)])
+        ours.save_weights(tmp_path / "weights")
+        assert base_of(tmp_path / "weights") == mixture.policy.digest

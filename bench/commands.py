@@ -22,6 +22,7 @@ RECORD_BYTES = (2_000, 65_536, 1_048_576)
 AUDITED_TOKENS = (2_048, 16_384)
 WEIGHTS_WORKERS = (1, 4, 8)
 STORE_MB_S = (0, 200)
+WAY_MB_S = 200
 ARCHIVED_BYTES = (1_000, 4_000, 64_000)
 TOKENS = (30, 256, 2_048, 16_384)
 RESTART = (20_000, 100_000)
@@ -254,14 +255,28 @@ def policies(
         list[int] | None, typer.Option(min=1, help="That get the last version; may be repeated.")
     ] = None,
     store_mb_s: Annotated[int, typer.Option(min=0, help="Of a store that they share.")] = 200,
+    stages: Annotated[
+        bool,
+        typer.Option("--stages", help="Only: the way of a version, from its step to a token."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Versions of 25 million weights in bfloat16 as patches, beside whole files: how much changes
-    in a step, how large patches are, how long they take, and when workers have a version."""
+    in a step, how large patches are, how long they take, and when workers have a version.
+
+    With --stages: where the time goes from the end of a step to the first token that a worker
+    samples under its version, by every way to it; --steps so many versions, --store-mb-s the link.
+    """
     from dora_pipe.bench.policies import bench_hosts, bench_steps
 
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as name:
         folder = Path(name).resolve()
+        if stages:
+            from dora_pipe.bench.version_way import bench_way
+
+            figures = bench_way(folder, versions=steps, mb_s=store_mb_s or WAY_MB_S)
+            _emit_figures(list(figures), as_json=as_json)
+            return
         figure, digests = bench_steps(
             folder,
             steps=steps,

@@ -38,6 +38,7 @@ from dora_pipe.store.safetensors_file import (
     write_tensors,
 )
 from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.transfers.coming import Coming
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
 from dora_pipe.store.transfers.peers import PeerWeights
@@ -184,12 +185,13 @@ def run_all(tasks: Sequence[Task]) -> list[Took]:
             child.communicate(timeout=WAIT_S)
 
 
-def serve(root: Path, stack: ExitStack) -> FlightTransfers:
-    """A process that serves the weights below `root`."""
+def serve(root: Path, stack: ExitStack, coming: Coming | None = None) -> FlightTransfers:
+    """A process that serves the weights below `root`, and the version that it writes."""
     transfers = FlightTransfers(
         MappedFiles(root / "handover", clock=SystemClock()),
         Identity(token=TOKEN, run=RUN, host=HOST),
         stored=lambda name: root / name,
+        coming=coming,
     )
     stack.callback(transfers.close)
     return transfers
@@ -200,7 +202,7 @@ class Metered:
 
     def __init__(self, files: Files, mb_s: float) -> None:
         self._files = files
-        self._mb_s = mb_s
+        self.mb_s = mb_s
         self.where = files.where
         self.bytes = 0
 
@@ -210,8 +212,8 @@ class Metered:
         found = self._files.get(name, target)
         size = target.stat().st_size if found else 0
         self.bytes += size
-        if self._mb_s:
-            time.sleep(max(0.0, began_s + size / (self._mb_s * 1e6) - time.monotonic()))
+        if self.mb_s:
+            time.sleep(max(0.0, began_s + size / (self.mb_s * 1e6) - time.monotonic()))
         return found
 
     def put(self, source: Path, name: str) -> None:

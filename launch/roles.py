@@ -10,7 +10,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from random import random
 from typing import Final
@@ -38,8 +38,7 @@ from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.open import open_transfers
-from dora_pipe.store.transfers.port import Transfers
+from dora_pipe.store.transfers.open import Opened, open_transfers
 
 NS_PER_HOUR: Final = 3600 * 10**9
 
@@ -169,7 +168,7 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 
     stop = settle(name, config.run.name)
     with (
-        transferring(directory, config) as (transfers, store),
+        transferring(directory, config, pulls=True) as (opened, store),
         closing(directory.open_bus(config)) as bus,
     ):
         run_worker(
@@ -178,17 +177,21 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
             worker=name,
             store=store,
             engine_factory=open_engine,
-            handover=KvHandover(transfers),
-            transfers=transfers.address,
+            handover=KvHandover(opened.transfers),
+            transfers=opened.transfers.address,
             stop=stop,
             config=config,
         )
 
 
 @contextmanager
-def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Transfers, PolicyStore]]:
-    """How this process hands bytes to others, and the policy store behind its peers."""
+def transferring(
+    directory: RunDir, config: Config, *, pulls: bool = False
+) -> Iterator[tuple[Opened, PolicyStore]]:
+    """How this process hands bytes to others, and the policy store behind its peers; with `pulls`
+    it may get versions while they are written."""
     root = directory.store(config)
+    far, whole = bool(config.store.url), config.policies.whole_every == 1
     opened = open_transfers(
         config.transfers,
         directory.handover,
@@ -196,9 +199,14 @@ def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Transfers,
         open_bus=lambda: directory.open_bus(config),
         stored=lambda name: root / name,
         clock=SystemClock(),
+        ahead=config.transfers.ahead and far and whole,
     )
-    with closing(opened.transfers):
-        yield opened.transfers, directory.policies(config, opened.peers)
+    with ExitStack() as stack:
+        stack.callback(opened.transfers.close)
+        if pulls and opened.ahead is not None:
+            stack.callback(opened.ahead.close)
+            opened.ahead.start()
+        yield opened, directory.policies(config, opened.peers)
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
@@ -211,7 +219,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     if follows(config, log, directory.policies(config)):
         return
     try:
-        with transferring(directory, config) as (transfers, store):
+        with transferring(directory, config) as (opened, store):
             run_trainer(
                 lambda: directory.open_bus(config),
                 Topics(config.run.name),
@@ -220,7 +228,8 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
                 learner_factory=partial(make_learner, log=log),
                 config=config,
                 adopt=adopt,
-                transfers=transfers.address,
+                transfers=opened.transfers.address,
+                coming=opened.coming,
             )
     finally:
         end_ranks()

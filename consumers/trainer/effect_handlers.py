@@ -68,6 +68,7 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.store.names import BlobKind
 from dora_pipe.store.store import PolicyStore, PublishedVersion
+from dora_pipe.store.transfers.coming import Coming
 
 LOG = logging.getLogger(__name__)
 
@@ -101,8 +102,11 @@ class EffectHandlers:
         make_learner: Callable[[], Learner],
         clock: Clock,
         meter: Meter,
+        coming: Coming | None = None,
     ) -> None:
+        """`coming` is told of a version that is being written."""
         self._setup = setup
+        self._coming = coming or Coming()
         self._bus = bus
         self._store = store
         self._make_learner = make_learner
@@ -337,7 +341,7 @@ class EffectHandlers:
     ) -> Generator[None, None, PublishedVersion]:
         """Publish the learner's weights, as soon as there is room; see `PublishPolicy`. Raises
         NoRoom."""
-        save = self.learner.save_weights
+        save = partial(self._coming.write, self.learner.save_weights)
         publish = partial(self._store.publish_version, save, before=before, whole=whole)
         return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 

@@ -48,6 +48,7 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.transfers.coming import Coming
 
 LOG = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class _Trainer:
     config: Config
     adopt: bool
     transfers: str
+    coming: Coming | None
 
 
 def run_trainer(
@@ -88,6 +90,7 @@ def run_trainer(
     config: Config | None = None,
     adopt: bool = False,
     transfers: str = "",
+    coming: Coming | None = None,
     clock: Clock | None = None,
     meter: Meter | None = None,
 ) -> None:
@@ -96,7 +99,8 @@ def run_trainer(
     `open_bus` is called twice: the loop and the working thread have a bus each. `config` is this
     machine's: free keys (timing, checkpoints, threads) are taken from it, everything else from the
     log. With `adopt`, a step that cannot be reproduced here is taken as it was committed.
-    `transfers` is the address at which this process serves weights.
+    `transfers` is the address at which this process serves weights; `coming` what it serves while
+    that is written.
 
     Raises UsageError when the run does not start, ReplayDiverged, NonFinite, Fenced when a
     successor took over, OutcomeUnknown, PolicyError, ResourceError, BusError.
@@ -123,6 +127,7 @@ def run_trainer(
                 config=_config_of(history.run_started, config),
                 adopt=adopt,
                 transfers=transfers,
+                coming=coming,
             )
             role_epoch = _announce(writer, topics, history, clock)
             _serve(here, bus, writer, history, role_epoch, meter, stop)
@@ -196,6 +201,7 @@ def _opener(
                 make_learner=lambda: _make(here),
                 clock=here.clock,
                 meter=meter,
+                coming=here.coming,
             )
             with closing(handlers):
                 yield handlers

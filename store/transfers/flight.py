@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from dora_pipe.schemas.policy import Blob
+from dora_pipe.store.transfers.coming import Coming, Written, followed, written_of
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.port import (
     BROKEN_OFF,
@@ -50,6 +51,7 @@ from dora_pipe.store.transfers.port import (
     UNREADABLE,
     Array,
     Lost,
+    Sink,
     misnamed,
 )
 
@@ -74,9 +76,13 @@ STREAMS_MAX: Final = 8
 DROP: Final = "drop"
 
 SIZE: Final = "size"
-"""The two actions: forget a blob; how many bytes a name has."""
 
-NAME: Final = re.compile(r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)")
+COMING: Final = "coming"
+"""The three actions: forget a blob; how many bytes a name has; which version is being written."""
+
+NAME: Final = re.compile(
+    r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)|(coming)/(\.tmp-[\d-]{3,41})"
+)
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
@@ -102,6 +108,9 @@ WAIT_S: Final = 5.0
 
 BYTES_PER_S_MIN: Final = 20_000_000
 """Weights that come more slowly than this, after `WAIT_S`, are read from the store instead."""
+
+WRITING_S: Final = 120.0
+"""Longer than that a version that comes while it is written may take because it is."""
 
 LINGER_S: Final = 5.0
 """A process that ends serves what it offered for so long; behind that, requests are prefilled."""
@@ -183,10 +192,12 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         paths: Mapping[str, PathOf],
         drop: Callable[[str], None],
         sent: Callable[[str], None],
+        coming: Coming,
         streams_max: int = STREAMS_MAX,
         **tls: Any,
     ) -> None:
         self._paths = paths
+        self._coming = coming
         self._drop = drop
         self._sent = sent
         self._streams = threading.BoundedSemaphore(streams_max)
@@ -196,6 +207,8 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Stream a file. Raises FlightServerError: it is not here, or there are too many."""
         name = ticket.ticket
+        if _split(name)[0] == COMING:
+            return self._follow(_split(name)[1])
         data = self._mapped(name)
         if not self._streams.acquire(blocking=False):
             data.close()
@@ -206,15 +219,38 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
             if kind == "kv":
                 self._sent(leaf)
 
-        return flight.GeneratorStream(SCHEMA, _Chunks(data, sent, self._streams.release))
+        whole, size = pa.py_buffer(data), len(data)
+        pieces = (
+            whole.slice(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)
+        )
+        return flight.GeneratorStream(SCHEMA, _Chunks(pieces, sent, self._streams.release))
+
+    def _follow(self, leaf: str) -> Any:
+        """Stream a version while it is written. Raises FlightServerError."""
+        try:
+            file, size = self._coming.opened(leaf)
+        except OSError:
+            raise flight.FlightServerError(GONE) from None
+        if not self._streams.acquire(blocking=False):
+            file.close()
+            raise flight.FlightServerError(BUSY)
+        pieces = map(pa.py_buffer, followed(file, size))
+
+        def done() -> None:
+            file.close()
+            self._streams.release()
+
+        return flight.GeneratorStream(SCHEMA, _Chunks(pieces, lambda: None, done))
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """Say hello to anybody; drop a blob, or say how large a file is."""
+        """Say hello to anybody; drop a blob, say how large a file is, or what is being written."""
         name = action.body.to_pybytes()
         if action.type == HELLO:
             return iter([self._gate.hello(name)])
         if context.get_middleware(GATE) is None:
             raise flight.FlightUnauthenticatedError(WRONG_TOKEN)
+        if action.type == COMING:
+            return iter([msgspec.json.encode(self._coming.written())])
         if action.type == SIZE:
             with self._mapped(name) as data:
                 return iter([str(len(data)).encode()])
@@ -235,11 +271,13 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
 
 
 class _Chunks:
-    """The chunks of a file. `sent` is called behind the last one; `done` once at the end, whatever
-    becomes of the stream."""
+    """Pieces of a file on their way. `sent` is called behind the last one; `done` once at the end,
+    whatever becomes of the stream."""
 
-    def __init__(self, data: mmap.mmap, sent: Callable[[], None], done: Callable[[], None]) -> None:
-        self._data = pa.py_buffer(data)
+    def __init__(
+        self, pieces: Iterator[Any], sent: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        self._pieces = pieces
         self._sent = sent
         self._done: Callable[[], None] | None = done
         self._at = 0
@@ -248,11 +286,11 @@ class _Chunks:
         return self
 
     def __next__(self) -> Any:
-        if self._at >= self._data.size:
+        part = next(self._pieces, None)
+        if part is None:
             self._sent()
             self._end()
             raise StopIteration
-        part = self._data.slice(self._at, min(CHUNK_BYTES, self._data.size - self._at))
         self._at += part.size
         column = pa.Array.from_buffers(pa.uint8(), part.size, [None, part])
         return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
@@ -271,7 +309,7 @@ def _split(name: bytes) -> tuple[str, str]:
     found = NAME.fullmatch(name.decode("ascii", "replace"))
     if found is None:
         raise flight.FlightServerError(GONE)
-    return found[1], found[2]
+    return (found[1], found[2]) if found[1] else (found[3], found[4])
 
 
 class Client:
@@ -302,6 +340,13 @@ class Client:
             return found
         text = b"".join(found)
         return int(text) if text.isdigit() else Lost(UNREADABLE)
+
+    def coming(self, peer: str) -> Written | Lost:
+        """The version that a peer is writing."""
+        found = self._call(peer, lambda client, options: _act(client, COMING, "", options), CALL_S)
+        if isinstance(found, Lost):
+            return found
+        return written_of(b"".join(found)) or Lost(UNREADABLE)
 
     def drop(self, peer: str, name: str) -> Lost | None:
         """Let a peer forget a blob."""
@@ -412,6 +457,7 @@ class FlightTransfers:
         identity: Identity,
         *,
         stored: Callable[[str], Path],
+        coming: Coming | None = None,
         streams_max: int = STREAMS_MAX,
         linger_s: float = LINGER_S,
     ) -> None:
@@ -431,6 +477,7 @@ class FlightTransfers:
             },
             drop=lambda leaf: place.drop(Blob(sha256=leaf, bytes=1)),
             sent=self._sent.add,
+            coming=coming or Coming(),
             streams_max=streams_max,
             **dict(identity.server_tls),
         )
@@ -482,7 +529,7 @@ class FlightTransfers:
         self._server.shutdown()
         self._server.wait()
 
-    def copy(self, peer: str, name: str, target: BinaryIO) -> Lost | None:
+    def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
         """Write the bytes of a peer's file of weights, or a patch; they are not compared here.
 
         None when all of it was written.
@@ -490,6 +537,20 @@ class FlightTransfers:
         size = self._client.size(peer, name)
         if isinstance(size, Lost):
             return size
+        return self._received(peer, name, size, target, WAIT_S)
+
+    def coming(self, peer: str) -> Written | Lost:
+        """See `Client`."""
+        return self._client.coming(peer)
+
+    def follow(self, peer: str, written: Written, target: Sink) -> Lost | None:
+        """As `copy`, of a version that the peer is writing, while it does."""
+        name = f"{COMING}/{written.name}"
+        return self._received(peer, name, written.bytes, target, WRITING_S)
+
+    def _received(
+        self, peer: str, name: str, size: int, target: Sink, wait_s: float
+    ) -> Lost | None:
         written, full = 0, False
 
         def take(chunk: Array) -> bool:
@@ -500,7 +561,7 @@ class FlightTransfers:
                 full = True
             return written <= size and not full
 
-        timeout_s = WAIT_S + size / BYTES_PER_S_MIN
+        timeout_s = wait_s + size / BYTES_PER_S_MIN
         lost = self._client.receive(peer, name, take, timeout_s=timeout_s)
         if full:
             return Lost(NO_ROOM)

@@ -10,14 +10,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import Final, Protocol
 
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import BusError, SchemaError
 from dora_pipe.schemas.metrics import TrainerStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.transfers.port import Lost
+from dora_pipe.store.transfers.ahead import WeightsAhead
+from dora_pipe.store.transfers.port import Lost, Sink
 
 TAIL_RECORDS: Final = 4000
 """Of each partition of the metrics topic; hundreds of roles in a quiet period (`pace`)."""
@@ -56,6 +57,19 @@ class PeerFinder:
         peers = {peer for peer, url in found.items() if url == f"{peer}/{name}"} - {self._own}
         return sorted(peers, key=lambda peer: sha256_hex(self._own.encode(), peer.encode()))
 
+    def trainer(self) -> str:
+        """The address of the trainer, as it said last; empty where it said none, or without a
+        log."""
+        found = ""
+        try:
+            for record in self._tail():
+                status = _serving(record)
+                if isinstance(status, TrainerStatus):
+                    found = status.weights_at.partition("/weights/")[0]
+        except BusError:
+            return ""
+        return found
+
     def _tail(self) -> Iterator[Record]:
         with closing(self._open_bus()) as bus:
             tps = [TopicPartition(self._topic, one) for one in range(bus.partitions(self._topic))]
@@ -70,34 +84,47 @@ class PeerFinder:
 
 def _note(found: dict[str, str], record: Record) -> None:
     """Take the newest word of each peer: by address, the URL of its weights."""
+    status = _serving(record)
+    if status is not None:
+        address, _, _ = status.weights_at.partition("/weights/")
+        found[address] = status.weights_at
+
+
+def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:
+    """The status of a peer that serves weights."""
     if b'"weights_at":"grpc' not in record.value:  # most cost no decoding
-        return
+        return None
     try:
         status = decode_metrics(record.value)
     except SchemaError:
-        return
-    if isinstance(status, WorkerStatus | TrainerStatus):
-        address, _, _ = status.weights_at.partition("/weights/")
-        found[address] = status.weights_at
+        return None
+    return status if isinstance(status, WorkerStatus | TrainerStatus) else None
 
 
 class PeerFiles(Protocol):
     """What gets a file from a peer; see `FlightTransfers.copy`."""
 
-    def copy(self, peer: str, name: str, target: BinaryIO) -> Lost | None:
+    def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
         """Write a peer's file; None when all of it was written."""
         ...
 
 
 class PeerWeights:
-    """What a `PolicyStore` asks first. `having` says which peers may have a name.
+    """What a `PolicyStore` asks first. `having` says which peers may have a name; `ahead` may have
+    it here already.
 
     Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, finder.having))``
     """
 
-    def __init__(self, source: PeerFiles, having: Callable[[str], list[str]]) -> None:
+    def __init__(
+        self,
+        source: PeerFiles,
+        having: Callable[[str], list[str]],
+        ahead: WeightsAhead | None = None,
+    ) -> None:
         self._source = source
         self._having = having
+        self._ahead = ahead
 
     def __call__(self, name: str, target: Path) -> bool:
         """Write the file of this name; False when no peer gave it. Who has weights may have the
@@ -105,6 +132,8 @@ class PeerWeights:
         folder, _, leaf = name.partition("/")
         if folder not in ("patches", "weights"):
             return False
+        if self._ahead is not None and self._ahead.take(name, target):
+            return True
         weights = f"weights/{leaf.partition('.')[0]}.safetensors"
         for peer in self._having(weights)[:PEERS_MAX]:
             with target.open("wb") as file:

@@ -51,6 +51,14 @@ class Lost:
     why: str
 
 
+class Sink(Protocol):
+    """What takes the bytes of a file as they come."""
+
+    def write(self, data: Any, /) -> int:
+        """Take a piece; how much of it was taken. Raises OSError."""
+        ...
+
+
 class Transfers(Protocol):
     """Keeps blobs until they are dropped. Calls may block; any thread may call."""
 

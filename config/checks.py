@@ -482,7 +482,7 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
 
 
-def _check_tensor_parallel(config: Config) -> Iterator[str | Problem]:
+def _check_tensor_parallel(config: Config) -> Iterator[Problem]:
     workers, many = config.workers, config.workers.vllm.tensor_parallel
     if many == 1:
         return
@@ -492,7 +492,7 @@ def _check_tensor_parallel(config: Config) -> Iterator[str | Problem]:
             hint='workers.engine = "vllm-server"',
         )
     if len(workers.gpus) % many:
-        yield f"workers.gpus: {len(workers.gpus)} GPUs are no workers of {many} each"
+        yield Problem(text=f"workers.gpus: {len(workers.gpus)} GPUs are no workers of {many} each")
 
 
 def _check_gpus(config: Config) -> Iterator[str]:

@@ -26,7 +26,7 @@ LIMIT_S = 300.0
 def job(tmp_path: Path) -> Iterator[SlurmJob]:
     made = SlurmJob(tmp_path, WORKERS_PER_NODE="2")
     yield made
-    assert not made.processes([]), "a job leaves nobody behind"
+    assert not made.processes(), "a job leaves nobody behind"
 
 
 def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: SlurmJob) -> None:

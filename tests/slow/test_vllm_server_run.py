@@ -59,8 +59,8 @@ def _alive(pid: int) -> bool:
 def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     place: Path, ranks: int
 ) -> None:
-    words = ("config.toml", "-o", f"run.steps={STEPS}", "-o", "groups.size=8")
-    words += ("-o", f"workers.vllm.tensor_parallel={ranks}")
+    words = ["config.toml", "-o", f"run.steps={STEPS}", "-o", "groups.size=8"]
+    words += ["-o", f"workers.vllm.tensor_parallel={ranks}"]
     orchestrator = start(place, "orchestrator", *words)
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     served = start(place, "worker", *words, "--name", "a", "--engine", "vllm-server")

@@ -8,6 +8,7 @@ watch. When the run has ended, one more process judges it (`bench.faults.judge`)
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 import time
@@ -55,6 +56,7 @@ from dora_pipe.launch.supervisor import RunFailed, Supervisor, how
 from dora_pipe.producers.engines.registry import engine_kind
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.store.copies import MADE
 
 PRELOAD: Final = (
     *engine_kind("torch").preload,
@@ -67,6 +69,9 @@ MAX_TOKENS: Final = 48
 STEPS: Final = 6
 GROUPS: Final = 4
 SIBLINGS: Final = 4
+
+WHOLE_EVERY: Final = (1, 3, 50)
+"""One of these is a round's `policies.whole_every`: versions are whole, or most of them patches."""
 
 LEASE_S: Final = 5.0
 
@@ -222,10 +227,15 @@ class Session:
         self._current.write_text(str(directory.path))
         until_s = time.monotonic() + ROUND_LIMIT_S
         files = Files(directory.path)
+        copies = directory.store(config) / MADE
+        damaged = 0
 
         def turn() -> None:
+            nonlocal damaged
             if time.monotonic() > until_s:
                 signal.raise_signal(signal.SIGINT)
+            if not damaged and files.hit.exists():
+                damaged = damage_copies(copies)
             if self._brokers is not None:
                 self._brokers.mend()
             if self._servers is not None:
@@ -299,10 +309,25 @@ def _joined(hits: Sequence[Hit]) -> Hit | None:
     return msgspec.structs.replace(hits[0], phase="; ".join(hit.phase for hit in hits))
 
 
+def damage_copies(folder: Path) -> int:
+    """Flip a bit of every version that patches have made; how many there were. Who has one open
+    keeps what it was."""
+    found = sorted(folder.glob("*.safetensors"))
+    for path in found:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        partial = path.with_suffix(".damaged")
+        partial.write_bytes(data)
+        partial.replace(path)
+    return len(found)
+
+
 def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
     """A short run with everything in it: evaluation, progress records, checkpoints, minibatches.
 
     In every third round a judge takes its time, and more requests are open than there are places.
+    In most, versions are patches (`WHOLE_EVERY`), and when somebody was struck, all that patches
+    have made is damaged.
     """
     plain: dict[str, Any] = {
         "run": {"name": _run_name(order), "steps": STEPS, "seed": order.seed},
@@ -320,6 +345,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
             "context_tokens": fault_roles.CONTEXT_TOKENS,
             "checkpoint_tokens": 8,
         },
+        "policies": _policies(order),
         "bus": {"partitions": PARTITIONS},
         "timing": {"heartbeat_s": 0.2, "lease_s": LEASE_S},
     }
@@ -336,6 +362,12 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
     if order.number % 2:
         _make_several(plain)
     return msgspec.convert(plain, Config)
+
+
+def _policies(order: Order) -> dict[str, Any]:
+    """How versions are stored: drawn by the round's seed, whatever else is drawn of it."""
+    every = random.Random(f"{order.seed}/versions").choice(WHOLE_EVERY)
+    return {} if every == 1 else {"whole_every": every, "dtype": "bfloat16"}
 
 
 def _make_several(plain: dict[str, Any]) -> None:

@@ -13,9 +13,18 @@ from dora_pipe.bench.faults import series as faults
 from dora_pipe.bench.faults.inject import Hit
 from dora_pipe.bench.faults.judge import Verdict
 from dora_pipe.bench.faults.order import Order, Point
-from dora_pipe.bench.faults.rounds import CONTROL_FACTS, RoundResult, round_config
+from dora_pipe.bench.faults.rounds import (
+    CONTROL_FACTS,
+    WHOLE_EVERY,
+    RoundResult,
+    damage_copies,
+    round_config,
+)
 from dora_pipe.cli.app import app
 from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.store.copies import MADE
+from dora_pipe.store.store import PolicyStore
+from tests.support.stores import publish_walk
 
 ORDER = Order(
     number=4, seed=11, role="trainer", at=Point(moment="after", what="step-committed", nth=2)
@@ -138,3 +147,16 @@ def test_a_round_has_the_records_that_random_moments_count_on(tmp_path: Path) ->
     assert (config.workers.slots, config.run.seed) == (3, ORDER.seed)
     assert config.trainer.checkpoint_every < config.run.steps
     assert config.workers.checkpoint_tokens < config.sampling.max_tokens
+
+
+def test_versions_are_patches_in_most_rounds_and_their_copies_are_damaged(tmp_path: Path) -> None:
+    drawn = {
+        round_config(tmp_path, msgspec.structs.replace(ORDER, seed=seed), {}).policies.whole_every
+        for seed in range(20)
+    }
+    assert drawn == set(WHOLE_EVERY)
+    store = PolicyStore(tmp_path / "p")
+    published = publish_walk(store, 3, whole_every=8)
+    assert damage_copies(store.root / MADE) == 2
+    for one in published:
+        assert store.verify(one.manifest.digest) == one.manifest

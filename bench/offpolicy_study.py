@@ -90,6 +90,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.packing": False,
     "groups.seconds_max": None,
     "sampling.routes": False,
+    "trainer.router_aux_loss": 0.0,
     "evaluation.sampling.routes": False,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no

@@ -54,6 +54,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     `minibatches` each part is an update."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward and backward pass."""
+    router_aux_loss: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture's routers beside the objective, of every
+    sequence by itself (docs/large-models.md); 0: none."""
     head_chunk_tokens: NonNegative | Literal["auto"] = "auto"
     """Tokens whose logits are held at once, for a large vocabulary; they are computed again when
     gradients go back. auto: 16.8 million logits' worth; 0: all of a pass."""

@@ -223,6 +223,7 @@ def _finish(
 ) -> None:
     """The one update of a step whose gradient is there."""
     sums.loss /= divisor
+    sums.router_aux /= divisor
     if sums.passes:
         learner.finish(divisor, step, sums)
     for item in items:

@@ -63,6 +63,8 @@ class LearnerKind:
     """What it takes of `trainer.optimizer`."""
     routes: bool = False
     """Whether it sends tokens through the experts that a record names (`sampling.routes`)."""
+    router_aux_loss: bool = False
+    """Whether it takes `trainer.router_aux_loss`."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -89,6 +91,11 @@ def need_learner(config: Config) -> None:
     if config.sampling.routes and not kind.routes:
         raise ConfigError(
             f"sampling.routes: trainer `{name}` routes by its own logits",
+            hint="trainer.kind = 'torch', or leave the key out",
+        )
+    if config.trainer.router_aux_loss and not kind.router_aux_loss:
+        raise ConfigError(
+            f"trainer.router_aux_loss: trainer `{name}` has no loss of routers",
             hint="trainer.kind = 'torch', or leave the key out",
         )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
@@ -185,7 +192,8 @@ def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearne
     Raises PolicyError for a model it cannot take, ConfigError where a package or GPU is missing.
     """
     _need("scoring", TORCH_PACKAGES, TORCH_HINT)
-    plain = replace(config, trainer=replace(config.trainer, optimizer="adamw"))
+    trainer = replace(config.trainer, optimizer="adamw", router_aux_loss=0.0)
+    plain = replace(config, trainer=trainer)
     return _torch(assets, reference, plain, None)  # It updates nothing.
 
 
@@ -254,6 +262,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),
+        router_aux_loss=section.router_aux_loss,
     )
     return TorchLearner(assets, reference=reference, options=options)
 
@@ -307,6 +316,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         bfloat16=True,
         optimizers=("adamw", "muon", "adamw8bit"),
         routes=True,
+        router_aux_loss=True,
     ),
     "deepspeed": LearnerKind(
         open=_deepspeed,

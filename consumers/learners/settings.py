@@ -17,6 +17,9 @@ MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
 PACKING: Final = "trainer.packing"
 """Likewise, where it is on."""
 
+ROUTER_AUX_LOSS: Final = "trainer.router_aux_loss"
+"""Likewise, where there is one."""
+
 _OF: Final = "objective."
 _OPTION: Final = "options."
 
@@ -47,6 +50,7 @@ class StepSettings(
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
     packing: bool = False
+    router_aux_loss: float = 0.0
     reference: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The version that the KL is to, where that moves."""
     objective: Objective

@@ -184,6 +184,8 @@ class Sums:
     """What the updates of a step add up to."""
 
     loss: float = 0.0
+    router_aux: float = 0.0
+    """The load-balancing loss of routers, without its weight."""
     updates: int = 0
     grad_norms: list[float] = field(default_factory=list)
     padded_tokens: int = 0
@@ -199,6 +201,7 @@ class Sums:
     def add(self, other: Sums) -> None:
         """What came after it."""
         self.loss += other.loss
+        self.router_aux += other.router_aux
         self.updates += other.updates
         self.grad_norms += other.grad_norms
         self.padded_tokens += other.padded_tokens
@@ -274,14 +277,15 @@ def part_passes(
 def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
     """Items of an update, with the weight of their tokens, in passes.
 
-    A zero advantage without a KL term and without a teacher has a gradient of exactly zero: it
-    still counts in the mean, but nothing is computed for it.
+    A zero advantage without a KL term, a teacher and a loss of routers has a gradient of exactly
+    zero: it still counts in the mean, but nothing is computed for it.
     """
     objective = settings.objective
     chosen = [
         (item, weight)
         for item, weight in zip(valid, weights, strict=True)
-        if item.counted and (item.advantage or objective.kl or objective.teacher_weight)
+        if item.counted
+        and (item.advantage or objective.kl or objective.teacher_weight or settings.router_aux_loss)
     ]
     whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
     units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]
@@ -393,6 +397,8 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
             "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
             "kl": sum(one.kl * count for one, count in rows) / tokens,
         }
+    if settings.router_aux_loss:
+        figures["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
     if settings.reference is not None:
         figures["reference_version"] = float(settings.reference)
     for name in ("weight_mean", "masked_share"):

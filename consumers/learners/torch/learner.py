@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, T
 from dora_pipe.consumers.learners.settings import (
     MICRO_BATCH_TOKENS,
     PACKING,
+    ROUTER_AUX_LOSS,
     StepSettings,
     step_settings,
 )
@@ -85,6 +87,8 @@ class TorchOptions:
     temperature: float = 1.0
     """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
     memory: MemoryOptions = AT_ONCE
+    router_aux_loss: float = 0.0
+    """Weight of the load-balancing loss of routers; 0: none."""
 
 
 class TorchLearner:
@@ -111,6 +115,8 @@ class TorchLearner:
         if self._bfloat16 and self._options.lora is not None:
             raise PolicyError(f"{reference} is bfloat16; an adapter and its base are float32")
         self._model = _model(assets, reference, self._options, self._bfloat16)
+        if self._options.router_aux_loss:
+            _ = self._model.balance  # A model without one is refused here.
         self._reference: TorchModel | None = None
         self._reference_digest: str | None = None
         """Of a version that was named; empty for version 0, None for nothing yet."""
@@ -222,6 +228,7 @@ class TorchLearner:
         own = {
             MICRO_BATCH_TOKENS: options.micro_batch_tokens,
             PACKING: options.memory.packing,
+            ROUTER_AUX_LOSS: options.router_aux_loss,
         }
         return step_settings({**own, **settings})
 
@@ -282,6 +289,7 @@ class TorchLearner:
             (lora.numerics if lora else {})
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
             | optimizer_numerics(options.optimizer)
+            | _aux_numerics(options.router_aux_loss)
             | temperature_numerics(options.temperature)
             | options.memory.numerics(
                 self._model.vocabulary, self._model.mlp_width, options.micro_batch_tokens
@@ -339,18 +347,36 @@ class TorchLearner:
         """Add the gradient of one pass, and note what each of its units did."""
         given = inputs_of(one, self._options.device)
         parts = given.passages
-        logprobs = (
-            self._model.logprobs(parts[0]) if len(parts) == 1 else leaf_of(self._scored(parts))
-        )
+        rows = iter(unit.weight * row.counted for unit in one.units for row in unit.rows)
+        weights = [list(islice(rows, len(part.spans))) for part in parts]
+        if len(parts) == 1:
+            logprobs, extra = self._with_balance(parts[0], weights[0], step, sums)
+        else:
+            logprobs, extra = leaf_of(self._scored(parts)), None
         loss, figures = pass_loss(given, logprobs, reference=self._reference_logprobs, step=step)
         if len(parts) == 1:
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss if extra is None else loss + extra)
         else:
-            for part, gradient in zip(parts, pulled(logprobs, loss, parts), strict=True):
-                torch.autograd.backward((self._model.logprobs(part) * gradient).sum())
+            pulls = pulled(logprobs, loss, parts)
+            for part, gradient, of_part in zip(parts, pulls, weights, strict=True):
+                again, extra = self._with_balance(part, of_part, step, sums)
+                pull = (again * gradient).sum()
+                torch.autograd.backward(pull if extra is None else pull + extra)
         sums.loss += float(loss.detach())
         sums.padded_tokens += one.padded_tokens
         one.note(figures)
+
+    def _with_balance(
+        self, part: Passage, weights: Sequence[float], step: StepSettings, sums: Sums
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of a part, and what the load-balancing loss of its rows, each of this weight,
+        adds to the loss; None where nothing does."""
+        if not step.router_aux_loss:
+            return self._model.logprobs(part), None
+        logprobs, losses = self._model.logprobs_and_balance(part)
+        balance = (losses * torch.tensor(weights, device=losses.device)).sum()
+        sums.router_aux += float(balance.detach())
+        return logprobs, step.router_aux_loss * balance
 
     def _refer_to(self, wanted: Reference | None) -> None:
         """Have the weights that the KL is to; None is version 0. Raises PolicyError."""
@@ -378,6 +404,10 @@ class TorchLearner:
         assert self._reference is not None
         with torch.no_grad():
             return self._reference.logprobs(passage)
+
+
+def _aux_numerics(weight: float) -> dict[str, str]:
+    return {"router_aux_loss": repr(weight)} if weight else {}
 
 
 def _model(

@@ -27,7 +27,7 @@ from dora_pipe.consumers.learners.torch.memory import (
     head_logprobs,
     token_logprobs,
 )
-from dora_pipe.consumers.learners.torch.routing import RoutedExperts
+from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
@@ -81,6 +81,8 @@ class Passage:
     routes: Tensor | None = None  # [rows * width, layers, per_token] int64
     """Through which experts of a mixture each token goes, -1 where its own router chooses; None:
     all choose."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where each row lies, as flat indices [start, end)."""
 
 
 class TorchModel:
@@ -110,6 +112,7 @@ class TorchModel:
         self.mlp_width = mlp_width(self.network)
         self._memory = memory
         self._routed: RoutedExperts | None = None
+        self._balance: BalanceLoss | None = None
         self.lean = False
 
     def load(self, weights: Path) -> None:
@@ -137,6 +140,22 @@ class TorchModel:
             chunks=self._memory.head_chunks(len(passage.targets), self.vocabulary),
             positions=passage.positions,
         )
+
+    def logprobs_and_balance(self, passage: Passage) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, and the load-balancing loss of each row, [rows]. Raises PolicyError."""
+        balance = self.balance
+        if passage.routes is not None:
+            _ = self.routed  # It computes when it is made, which is not to be noted.
+        with balance.noting() as logits:
+            found = self.logprobs(passage)
+        return found, balance.of(logits, passage.spans)
+
+    @property
+    def balance(self) -> BalanceLoss:
+        """The loss of its routers. Raises PolicyError for a model without one."""
+        if self._balance is None:
+            self._balance = BalanceLoss(self.network)
+        return self._balance
 
     @property
     def routed(self) -> RoutedExperts:
@@ -273,6 +292,7 @@ def passage_of(
         lengths=tuple(lengths),
         positions=_positions(starts, len(lines), width).to(device) if shared else None,
         routes=_routes(starts, choices, len(lines) * width, device),
+        spans=tuple((at, at + len(row[0])) for at, row in zip(starts, rows, strict=True)),
     )
 
 

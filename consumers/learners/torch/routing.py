@@ -12,7 +12,9 @@ the choice, whatever a family makes of it before and after. A probe finds out wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -119,6 +121,63 @@ class RoutedExperts:
         self.take(None)
         same = torch.equal(before, after) or not bool(before.isfinite().all())
         return self._found == [1] * self.layers and same
+
+
+class BalanceLoss:
+    """The load-balancing loss of a network's routers, by transformers' own function for its family
+    (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
+
+    It is taken of every sequence by itself: a product of two means over tokens is no sum over
+    passes, and would change with who is computed beside whom.
+    """
+
+    def __init__(self, network: Any) -> None:
+        """Raises PolicyError for a family that has none, a dense model for one."""
+        of_family = sys.modules[type(network).__module__]
+        self._function: Any = getattr(of_family, "load_balancing_loss_func", None)
+        blocks = list(_sparse_blocks(network))
+        routers = [one for block in blocks for one in block.modules() if _is_router(one)]
+        if self._function is None or not blocks or len(routers) != len(blocks):
+            raise PolicyError(
+                f"trainer.router_aux_loss: transformers has no load-balancing loss for"
+                f" {network.config.model_type}",
+                hint="leave the key out",
+            )
+        config = network.config.get_text_config()
+        self._sizes = _experts(config), int(config.num_experts_per_tok)
+        self._layers = len(routers)
+        self._noted: list[Tensor] | None = None
+        for one in routers:
+            one.register_forward_hook(self._note)
+
+    def _note(self, module: Any, inputs: Any, output: Any) -> None:
+        if self._noted is not None:
+            self._noted.append(output[0])
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Tensor]]:
+        """The logits of each layer's router, [tokens, experts], of the pass that is computed
+        meanwhile; not of what is computed again on the way back."""
+        found: list[Tensor] = []
+        self._noted = found
+        try:
+            yield found
+        finally:
+            self._noted = None
+
+    def of(self, logits: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> Tensor:
+        """The loss of each sequence, [sequences]; it lies at [start, end) of the tokens."""
+        experts, per_token = self._sizes
+        assert len(logits) == self._layers, "something else was computed meanwhile"
+        found = [
+            self._function(tuple(one[start:end] for one in logits), experts, per_token)
+            for start, end in spans
+        ]
+        return torch.stack(found)
+
+
+def _is_router(module: Any) -> bool:
+    return type(module).__name__.endswith("Router")
 
 
 class _Choosing(TorchFunctionMode):

@@ -47,9 +47,13 @@ class Policy:
         made.load(self.weights)
         return made
 
-    def trainer(self, micro_batch_tokens: int = 4096, **memory: Any) -> TorchLearner:
+    def trainer(
+        self, micro_batch_tokens: int = 4096, router_aux_loss: float = 0.0, **memory: Any
+    ) -> TorchLearner:
         options = TorchOptions(
-            micro_batch_tokens=micro_batch_tokens, memory=MemoryOptions(**memory)
+            micro_batch_tokens=micro_batch_tokens,
+            memory=MemoryOptions(**memory),
+            router_aux_loss=router_aux_loss,
         )
         made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.manifest.digest, optimizer=None)
@@ -199,3 +203,46 @@ def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) ->
     assert all(torch.equal(again[name], one) for name, one in logged.items())
     for options in ({"packing": True}, {"micro_batch_tokens": 60}):
         assert apart(gradients(qwen3, batch, **options), logged) < 1e-5
+
+
+def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy) -> None:
+    model, ids = qwen3.model(), [list(range(4, 14)), list(range(20, 51))]
+    rows = [(one, [0, *[1] * (len(one) - 1)], [0.0] * len(one)) for one in ids]
+    found = model.logprobs_and_balance(passage_of(rows, width=40, device="cpu"))[1]
+    for one, row in zip(found, ids, strict=True):
+        said = model.network(input_ids=torch.tensor([row]), output_router_logits=True)
+        torch.testing.assert_close(one, said.aux_loss, rtol=1e-6, atol=1e-6)
+
+
+def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
+    qwen3: Policy,
+) -> None:
+    batch = routed_batch()
+    plain, whole = (gradients(qwen3, batch, router_aux_loss=one) for one in (0.0, 0.5))
+    twice = gradients(qwen3, batch, router_aux_loss=1.0)
+    gate = "model.layers.0.mlp.gate.weight"
+    added = whole[gate] - plain[gate]
+    torch.testing.assert_close(twice[gate] - plain[gate], 2 * added, rtol=1e-3, atol=1e-6)
+    assert float(added.abs().max()) > 1e-4
+    again = gradients(qwen3, batch, router_aux_loss=0.5, gradient_checkpointing=True)
+    assert all(torch.equal(again[name], one) for name, one in whole.items())
+    for options in ({"packing": True}, {"micro_batch_tokens": 60}):
+        laid = gradients(qwen3, batch, router_aux_loss=0.5, **options)
+        assert apart(laid, whole) < 1e-5
+    # Every sequence in a pass of its own: a router near a tie is the same one then.
+    trainer = qwen3.trainer(router_aux_loss=0.5, micro_batch_tokens=1)
+    assert trainer.numerics()["router_aux_loss"] == "0.5"
+    assert "router_aux_loss" not in qwen3.trainer().numerics()
+    step = {**SETTINGS, "trainer.minibatches": 1}
+    figures = trainer.train(batch, step).figures
+    split = replace(batch, parts=[len(batch.groups) // 2])
+    in_parts = qwen3.trainer(router_aux_loss=0.5, micro_batch_tokens=1).train(split, step).figures
+    assert figures["router_aux_loss"] > 1
+    assert in_parts["router_aux_loss"] == pytest.approx(figures["router_aux_loss"], rel=1e-6)
+
+
+def test_a_model_without_a_loss_of_routers_is_refused_by_name(tmp_path: Path) -> None:
+    for kind in ("qwen2", "glm4_moe"):
+        policy = Policy(kind, tmp_path / kind)
+        with pytest.raises(PolicyError, match=r"trainer\.router_aux_loss: transformers has no"):
+            policy.trainer(router_aux_loss=0.1)

@@ -469,7 +469,10 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
     if not fact.parts:
         return {}
     sizes = [len(groups) for groups in parts_of(fact.groups, fact.parts)]
-    return {"parts": " ".join(map(str, sizes)), "ahead s": round(sum(fact.ahead_s), 3)}
+    seconds = {"ahead s": round(sum(fact.ahead_s), 3)}
+    if fact.beside_s:
+        seconds["beside s"] = round(fact.beside_s, 3)
+    return {"parts": " ".join(map(str, sizes)), **seconds}
 
 
 def _sibling_row(group: GroupEntry, entry: RequestEntry) -> dict[str, Any]:

@@ -362,6 +362,7 @@ def _step_row(event: StepEnded) -> StepRow:
         seconds=event.seconds,
         waited_s=event.waited_s,
         ahead_s=sum(fact.ahead_s),
+        beside_s=fact.beside_s,
         waited_for=None if waited_for is None else waited_for.trajectory,
         waited_worker=None if waited_for is None else waited_for.worker,
         waited_version=None if waited_for is None else waited_for.version,

@@ -162,6 +162,7 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
     seconds: Annotated[float | None, "from `free_ns` to the commit"]
     waited_s: Annotated[float, "of these, the trainer was free and had no batch, nor a part"]
     ahead_s: Annotated[float, "of these, it computed parts ahead of the batch"]
+    beside_s: Annotated[float, "before `free_ns`: on a part, beside the version before"]
     compute_s: Annotated[float, "of these, it computed"]
     waited_for: Annotated[str | None, "the trajectory that came last, where it waited"]
     waited_worker: Annotated[str | None, "who logged that one"]

@@ -438,6 +438,9 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     """Whether the new version lies in the store as a whole file."""
     patch: Blob | None = None
     """The file that makes the new version of the one before it, where there is one."""
+    beside_s: float = 0.0
+    """Seconds spent on its first part while the version before was published: none of `ahead_s`,
+    nor of the time from the commit before to this one."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

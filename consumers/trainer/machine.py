@@ -114,22 +114,25 @@ class _StepParts:
     begun: int = 0
     ahead_s: list[float] = field(default_factory=list)
     """Spent on each that is computed, while nothing else could be done."""
+    beside_s: list[float] = field(default_factory=list)
+    """And while the version before was published."""
 
     def decided(self, part: TakePart) -> None:
         """The next one; or one again, which replaces it and those after it."""
         del self.decisions[part.part :]
-        del self.ahead_s[part.part :]
+        del self.ahead_s[part.part :], self.beside_s[part.part :]
         self.decisions.append(part)
         self.begun = min(self.begun, part.part)
 
     def again(self) -> None:
         """What was computed of them is gone."""
-        self.begun, self.ahead_s = 0, []
+        self.begun, self.ahead_s, self.beside_s = 0, [], []
 
-    def computed(self, part: int, seconds: float) -> None:
+    def computed(self, part: int, ahead_s: float, beside_s: float) -> None:
         """The one that was begun last is done, unless it was given up meanwhile."""
         if len(self.ahead_s) == part < self.begun:
-            self.ahead_s.append(seconds)
+            self.ahead_s.append(ahead_s)
+            self.beside_s.append(beside_s)
 
 
 class TrainerMachine:
@@ -284,7 +287,8 @@ class TrainerMachine:
         self._part_in_work = False
         free_s = (now.mono_ns - self._free_ns) / 1e9 if self.phase == "part" else 0.0
         if event.step in self._parts:
-            self._parts[event.step].computed(event.part, min(event.seconds, free_s))
+            ahead_s = min(event.seconds, free_s)
+            self._parts[event.step].computed(event.part, ahead_s, event.seconds - ahead_s)
         if self.phase == "part":
             self.phase = "idle"
 
@@ -408,6 +412,7 @@ class TrainerMachine:
         assert self._present is not None
         assert self._trained is not None
         decision = self._decision
+        spent = self._parts.get(decision.step, _StepParts())
         return StepCommitted(
             at_ns=now.wall_ns,
             step=decision.step,
@@ -423,7 +428,8 @@ class TrainerMachine:
             settings=decision.settings,
             numerics=dict(self._numerics),
             parts=decision.parts,
-            ahead_s=self._ahead_s(decision),
+            ahead_s=tuple(spent.ahead_s[: len(decision.parts)]),
+            beside_s=sum(spent.beside_s[: len(decision.parts)]),
             decisions_next=self._present.decisions_next,
             compute_s=self._trained.compute_s,
             checkpoint=event.checkpoint,
@@ -434,10 +440,6 @@ class TrainerMachine:
             whole=event.whole,
             patch=event.patch,
         )
-
-    def _ahead_s(self, decision: TakeBatch) -> tuple[float, ...]:
-        parts = self._parts.get(decision.step, _StepParts())
-        return tuple(parts.ahead_s[: len(decision.parts)])
 
     def _restore(self) -> None:
         """Bring the weights back to where the next step begins."""

@@ -118,6 +118,9 @@ SKEW: Final = _name("dora.clock_skew_ms", "double", "Clocks of machines disagree
 GROUPS: Final = _name("dora.groups", "int", "Groups of the batch, or of the part.")
 PART: Final = _name("dora.part", "int", "Part of the batch, from 0, where it has several.")
 COMPUTE: Final = _name("dora.compute_s", "double", "Forward, backward and update; s.")
+BESIDE: Final = _name(
+    "dora.beside_s", "double", "On its first part, while the version before was published; s."
+)
 FIGURE: Final = _name("dora.figures.*", "double", "Figures of the commit: loss, ...")
 
 OPERATION: Final = _name(
@@ -288,7 +291,7 @@ STAGES: Final[dict[str, Stage]] = {
             kind="consumer",
             begins="the trainer is free",
             ends="the step is committed",
-            attributes=(*_MESSAGE, COUNT, STEP, ATTEMPT, GROUPS, DIGEST, COMPUTE, FIGURE),
+            attributes=(*_MESSAGE, COUNT, STEP, ATTEMPT, GROUPS, DIGEST, COMPUTE, BESIDE, FIGURE),
             links="the `trajectory` of every sibling of its batch, with `dora.trajectory`",
         ),
         Stage(

@@ -513,6 +513,7 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
         names.GROUPS: len(fact.groups),
         names.DIGEST: fact.digest_after,
         names.COMPUTE: fact.compute_s,
+        names.BESIDE: fact.beside_s or None,
     }
     figure = names.FIGURE.removesuffix("*")
     attrs |= {figure + name: value for name, value in sorted(fact.figures.items())}

@@ -44,7 +44,7 @@ RUN: Final = """
     from runs"""
 
 TRAINED: Final = """
-    select coalesce(sum(ahead_s), 0) as ahead_s,
+    select coalesce(sum(ahead_s), 0) as ahead_s, coalesce(sum(beside_s), 0) as beside_s,
            coalesce(sum(greatest(0, taken_ns - free_ns) / 1e9 - waited_s), 0) as saved_s,
            coalesce(sum(seconds - waited_s - ahead_s), 0) as training_s
     from steps where seconds is not null"""
@@ -193,6 +193,8 @@ class Summary:
     alarms: tuple[str, ...]
     ahead_s: float = 0.0
     """Training of parts, begun before their batch was whole."""
+    beside_s: float = 0.0
+    """Training of parts while the version before was published."""
     saved_s: float = 0.0
     """Of that, the trainer would have waited for the batch."""
     training_s: float = 0.0
@@ -201,12 +203,14 @@ class Summary:
     @property
     def ahead(self) -> str:
         """What parts have saved; empty where there were none."""
-        if not self.ahead_s:
+        if not self.ahead_s and not self.beside_s:
             return ""
+        beside = f"; {duration(self.beside_s)} more, while a version was published"
         share = ahead_share(self.ahead_s, self.training_s)
         return (
             f"parts: {duration(self.ahead_s)} of training, {share:.0%} of all, was begun before "
             f"the batch was whole; for {duration(self.saved_s)} the trainer would have waited else"
+            + (beside if self.beside_s else "")
         )
 
     @property

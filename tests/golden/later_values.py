@@ -370,6 +370,9 @@ COMMITTED_PARTS = msgspec.structs.replace(
 )
 """Its commit."""
 
+COMMITTED_BESIDE = msgspec.structs.replace(COMMITTED_PARTS, ahead_s=(0.0,), beside_s=1.25)
+"""One whose part was computed while the version before was published."""
+
 COMMITTED_PATCH = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
     figures={"loss": -0.25, "changed_share": 0.0109375, "patch_share": 0.0140625},

@@ -80,6 +80,13 @@ def _type_name(kind: Any) -> str:
     return re.sub(r"\b(\w+\.)+", "", text)
 
 
+COMMITTED = {
+    "parts": later_values.COMMITTED_PARTS,
+    "beside": later_values.COMMITTED_BESIDE,
+    "patch": later_values.COMMITTED_PATCH,
+}
+
+
 def files() -> dict[str, bytes]:
     """Path below `FOLDER` to content, as today's code writes it."""
     letter, letter_headers = encode_dead_letter(
@@ -114,8 +121,7 @@ def files() -> dict[str, bytes]:
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
         "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
         "decisions/round-in-flight.json": encode(later_values.ROUND_IN_FLIGHT),
-        "control/step-committed-parts.json": encode(later_values.COMMITTED_PARTS),
-        "control/step-committed-patch.json": encode(later_values.COMMITTED_PATCH),
+        **{f"control/step-committed-{name}.json": encode(one) for name, one in COMMITTED.items()},
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),

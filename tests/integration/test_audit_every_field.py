@@ -32,8 +32,8 @@ UNSEEN: Final = {
     "worker-ready": "at_ns load_ms",
     "worker-left": "at_ns reason",
     "trajectories-logged": "at_ns",
-    "step-committed": "at_ns ahead_s compute_s figures.loss figures.tokens figures.trajectories "
-    "numerics.micro_batch_tokens numerics.trainer dropped",
+    "step-committed": "at_ns ahead_s beside_s compute_s figures.loss figures.tokens "
+    "figures.trajectories numerics.micro_batch_tokens numerics.trainer dropped",
     "command": "at_ns user",
     "round": "now_ns control_next",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,12 +12,15 @@ import pytest
 
 from dora_pipe.audit.describe import TRACE, describe
 from dora_pipe.audit.export import export_parquet
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.consumers.learners.port import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.observe.metrics.table import TRAINING
 from dora_pipe.observe.trackers.figures import FigureStats
 from dora_pipe.observe.why.summary import summarise, waits_of
+from dora_pipe.schemas.control import StepCommitted, decode_control
 from tests.support.cluster import Cluster, make_config
 from tests.support.stats_stage import stats_of
 
@@ -51,6 +55,14 @@ def parted(cluster: Cluster) -> list[int]:
     return [step for (step,) in rows]
 
 
+def beside_s(cluster: Cluster) -> float:
+    """What the commits say of parts that were computed while a version was published."""
+    control = TopicPartition(cluster.topics.control, 0)
+    records = records_of(cluster.bus, {control: cluster.bus.end(control)})
+    facts = [decode_control(record.value) for record in records]
+    return sum(one.beside_s for one in facts if isinstance(one, StepCommitted))
+
+
 def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
     with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
         found = summarise(cluster.bus, cluster.topics, catalogue)
@@ -59,6 +71,9 @@ def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
     assert found.ahead_s == ahead_s > 0
     assert 0 < found.saved_s <= ahead_s
     share = ahead_s / (ahead_s + found.training_s)
+    assert found.beside_s == pytest.approx(beside_s(cluster))
+    told = replace(found, beside_s=2.0).ahead
+    assert told.endswith("; 2.0 s more, while a version was published")
     assert f"{share:.0%} of all, was begun before the batch was whole" in found.ahead
     for one in waits:
         assert sum(piece.seconds for piece in one.pieces) == pytest.approx(one.waited_s)

@@ -17,6 +17,7 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
         "adopted": True,
         "dropped": [1],
         "ahead_s": [0.5],
+        "beside_s": 0.5,
     },
     "command": {"args": {"anything": 1}},
     "take-batch": {"pins": [0]},

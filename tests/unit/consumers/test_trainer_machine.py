@@ -252,7 +252,7 @@ def test_commit_says_which_parts_there_were_and_what_was_spent_ahead() -> None:
     driver.published()
     (commit,) = driver.written
     assert isinstance(commit, StepCommitted)
-    assert (commit.parts, commit.ahead_s) == ((1,), (2.0,))
+    assert (commit.parts, commit.ahead_s, commit.beside_s) == ((1,), (2.0,), 0.0)
 
 
 def test_parts_that_were_given_up_are_replaced_from_their_number_on() -> None:
@@ -333,7 +333,22 @@ def test_what_a_part_takes_beside_a_publication_is_no_time_that_was_free() -> No
     driver.published(step=1)
     commit = driver.written[-1]
     assert isinstance(commit, StepCommitted)
-    assert (commit.parts, commit.ahead_s) == ((1,), (0.0,))
+    assert (commit.parts, commit.ahead_s, commit.beside_s) == ((1,), (0.0,), 2.0)
+
+
+def test_part_that_outlasts_the_publication_is_ahead_from_the_commit_on() -> None:
+    driver = Driver().to_publishing()
+    driver.decide(part(0, step=1))
+    driver.published()
+    driver.acknowledged()
+    driver.react(part_trained(0, step=1), after_ns=5 * 10**8)
+    driver.decide(msgspec.structs.replace(batch(1), parts=(1,)))
+    driver.fetched(step=1)
+    driver.trained(step=1)
+    driver.published(step=1)
+    commit = driver.written[-1]
+    assert isinstance(commit, StepCommitted)
+    assert (commit.ahead_s, commit.beside_s) == ((0.5,), 1.5)
 
 
 @pytest.mark.parametrize("ended_first", [True, False])

@@ -159,6 +159,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.ROUND_PARTS,
         later_values.ROUND_IN_FLIGHT,
         later_values.COMMITTED_PARTS,
+        later_values.COMMITTED_BESIDE,
         later_values.COMMITTED_PATCH,
         later_values.LOGGED_INVALID,
         later_values.LOGGED_SAID,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +20,9 @@ from dora_pipe.cli.options import (
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from dora_pipe.bench.paper.tables import Table
 
 EtasOption = Annotated[str, typer.Option(help="With commas: versions between sampler and step.")]
 
@@ -260,7 +264,12 @@ def paper(
     if fit:
         say("the same law as before" if law == FITTED else f"another law than {FITTED}")
     asked = [name for name in SECTIONS if not section or name in section]
-    for table in tables(asked, seeds=range(1, seeds + 1), steps=steps, law=law):
+    emit_tables(tables(asked, seeds=range(1, seeds + 1), steps=steps, law=law), as_json=as_json)
+
+
+def emit_tables(found: Iterable[Table], *, as_json: bool) -> None:
+    """One after the other, with their notes; as JSON a row a line."""
+    for table in found:
         if as_json:
             for row in table.rows:
                 emit_json({"section": table.name, **row})

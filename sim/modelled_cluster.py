@@ -45,6 +45,7 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import (
     AnyDecision,
+    AnyObservation,
     Assign,
     Cancel,
     Move,
@@ -62,6 +63,7 @@ from dora_pipe.sim.modelled_worker import (
     Left,
     ModelledWorker,
     TrainerRates,
+    Turns,
     WorkerSize,
 )
 from dora_pipe.sim.paradigms_planner import Planner, Production
@@ -110,6 +112,8 @@ class ClusterPlan:
     filter_zero_advantage: bool = False
     prompt_tokens: int = 0
     evaluation: Evaluations | None = None
+    turns: Turns | None = None
+    """Of episodes; None: every response is sampled in one go."""
     report_s: Callable[[int, int], float] = lambda ordinal, sibling: 0.0
     """From the end of a response to the record that says so: reward, codec, log."""
     react_s: float = 0.0
@@ -220,6 +224,7 @@ class Cluster:
             prompt_tokens=self.plan.prompt_tokens,
             place_s=self.plan.place_s,
             react_s=self.plan.react_s,
+            turns=self.plan.turns,
         )
 
     def _advance(self, now_s: float) -> None:
@@ -244,7 +249,7 @@ class Cluster:
             self._commit(self._training[0])
         if now_s >= self._period_s:
             self._period_s = now_s + self.plan.plan_period_s
-            apply_observation(self.state, PlanPeriod())
+            self._note(PlanPeriod())
             self._park()
 
     def _report(self) -> None:
@@ -269,12 +274,15 @@ class Cluster:
             )
 
     def _observe(self) -> None:
-        """Who is scored needs no slot, as a worker's status would say."""
-        found = Counter(worker.size.name for _, _, worker, _ in self._ended)
+        """Who is scored or waits for an answer needs no slot, as a worker's status would say."""
+        scored = Counter(worker.size.name for _, _, worker, _ in self._ended)
         for name, worker in self._workers.items():
-            if found[name] != self.state.workers[name].off_engine:
-                one = OffEngine(worker=name, epoch=worker.epoch, requests=found[name])
-                apply_observation(self.state, one)
+            found = scored[name] + len(worker.away)
+            if found != self.state.workers[name].off_engine:
+                self._note(OffEngine(worker=name, epoch=worker.epoch, requests=found))
+
+    def _note(self, observation: AnyObservation) -> None:
+        apply_observation(self.state, observation)
 
     def _entry(self, request: PlacedRequest) -> LoggedEntry:
         left = self._lefts.pop(request.trajectory)

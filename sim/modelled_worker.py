@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -188,6 +188,20 @@ class WorkerSize:
     prefetch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Episodes: after every `tokens` sampled ones an answer is waited for, without a slot.
+
+    Example: ``Turns(tokens=1024, answer_s=lambda trajectory, done: 10.0, answer_tokens=256)``
+    """
+
+    tokens: int
+    answer_s: Callable[[str, int], float]
+    """Of a trajectory and the tokens that it has by then."""
+    answer_tokens: int = 0
+    """Prefilled when the request is back in a slot; its prefix was kept."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Left:
     """How far a request has come; tokens."""
@@ -209,6 +223,7 @@ class ModelledWorker:
         prompt_tokens: int = 0,
         place_s: float = 0.0,
         react_s: float = 0.0,
+        turns: Turns | None = None,
     ) -> None:
         self.size = size
         self.epoch = epoch
@@ -223,6 +238,11 @@ class ModelledWorker:
         self._prompt_tokens = prompt_tokens
         self._place_s = place_s
         self._react_s = react_s
+        self._turns = turns
+        self.away: set[str] = set()
+        """Whose answer is waited for."""
+        self._back: set[str] = set()
+        """Whose answer has come, and is not prefilled yet."""
         self._waiting: deque[PlacedRequest] = deque()
         self._arriving: list[tuple[float, str, PlacedRequest]] = []
 
@@ -269,6 +289,8 @@ class ModelledWorker:
             left = self._lefts[trajectory]
             left.left, left.done = left.left - here, left.done + here
             return Resume(tokens=max(1, round(left.done)), partition=0, offset=0)
+        self.away.discard(trajectory)
+        self._back.discard(trajectory)
         waiting = [one for one in self._waiting if one.trajectory == trajectory]
         waiting += [one[2] for one in self._arriving if one[1] == trajectory]
         self._waiting = deque(one for one in self._waiting if one.trajectory != trajectory)
@@ -288,21 +310,56 @@ class ModelledWorker:
             arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
             until_s = min(self.batch.next_s(), arrives_s)
             until_s = min(until_s, now_s)
-            found += [self.running.pop(name) for name in self.batch.advance(until_s)]
+            for name in self.batch.advance(until_s):
+                request = self.running.pop(name)
+                if not self._waits_for_answer(request, until_s):
+                    found.append(request)
             self._fill(until_s)
             if until_s >= now_s:
                 return found
 
+    def _waits_for_answer(self, request: PlacedRequest, now_s: float) -> bool:
+        """Whether a request that has got the tokens of its turn has another one, for which it is
+        let out of its slot."""
+        if self._turns is None:
+            return False
+        left = self._left(request)
+        here = self._turn_tokens(left)
+        if here >= left.left:
+            return False
+        left.left, left.done = left.left - here, left.done + here
+        answer_s = self._turns.answer_s(request.trajectory, round(left.done))
+        heapq.heappush(self._arriving, (now_s + answer_s, request.trajectory, request))
+        self.away.add(request.trajectory)
+        return True
+
+    def _turn_tokens(self, left: Left) -> float:
+        """What a request samples before it ends or waits."""
+        if self._turns is None:
+            return left.left
+        turn = self._turns.tokens - left.done % self._turns.tokens
+        return min(left.left, turn)
+
     def _fill(self, now_s: float) -> None:
         while self._arriving and self._arriving[0][0] <= now_s + 1e-9:
-            self._waiting.append(heapq.heappop(self._arriving)[2])
+            request = heapq.heappop(self._arriving)[2]
+            if request.trajectory in self.away:
+                self.away.remove(request.trajectory)
+                self._back.add(request.trajectory)
+            self._waiting.append(request)
         while self._waiting and len(self.running) < self.size.slots:
             request = self._waiting.popleft()
             left = self._left(request)
-            again = round(left.done) if request.kv is None else 0
-            prefill = self._prompt_tokens + again if request.kv is None else 0
             self.running[request.trajectory] = request
-            self.batch.add(request.trajectory, left.left, prefill=prefill)
+            tokens, prefill = self._turn_tokens(left), self._prefill(request, left)
+            self.batch.add(request.trajectory, tokens, prefill=prefill)
+
+    def _prefill(self, request: PlacedRequest, left: Left) -> int:
+        """Tokens that the engine has not kept of a request."""
+        if self._turns is not None and request.trajectory in self._back:
+            self._back.remove(request.trajectory)
+            return self._turns.answer_tokens
+        return self._prompt_tokens + round(left.done) if request.kv is None else 0
 
     def _left(self, request: PlacedRequest) -> Left:
         return self._lefts[request.trajectory]

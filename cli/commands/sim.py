@@ -128,7 +128,12 @@ def sim(
 
 
 sim_app = lazy_app(
-    {"Commands": {"paper": ("bench.study_commands:paper", "Published tables, simulated.")}},
+    {
+        "Commands": {
+            "paper": ("bench.study_commands:paper", "Published tables, simulated."),
+            "scale": ("bench.scale.command:scale", "What 4 096 accelerators would cost."),
+        }
+    },
     name="sim",
     help="Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks.",
     callback=sim,

@@ -1,0 +1,1 @@
+"""What a run of thousands of accelerators would cost this pipeline: `dora-pipe sim scale`."""

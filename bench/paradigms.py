@@ -207,6 +207,13 @@ def crossing(course: Sequence[tuple[float, float]], target: float) -> float | No
     return None
 
 
+def quickness(run: ParadigmRun) -> float | None:
+    """1 / time to the target. A run that never came to it counts as if it had at its end: that is
+    the least it would have taken, and to leave it out would flatter its kind."""
+    taken_s = run.seconds if run.target_s is None else run.target_s
+    return 1 / taken_s if taken_s else None
+
+
 def compare(
     runs: Sequence[ParadigmRun], figure: Callable[[ParadigmRun], float | None], *, base: str
 ) -> list[Compared]:

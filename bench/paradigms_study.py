@@ -18,7 +18,15 @@ import msgspec
 
 from dora_pipe.bench.cells import CellFile, setting_digest
 from dora_pipe.bench.entrants import ENTRANTS, best, overrides_of, reported, tried
-from dora_pipe.bench.paradigms import BASES, Cell, Compared, ParadigmRun, compare, measure_run
+from dora_pipe.bench.paradigms import (
+    BASES,
+    Cell,
+    Compared,
+    ParadigmRun,
+    compare,
+    measure_run,
+    quickness,
+)
 from dora_pipe.bench.whole_runs import run_whole, warm_start
 from dora_pipe.cli.demo import TASK
 from dora_pipe.cli.options import REWARD_MIN
@@ -34,7 +42,7 @@ from dora_pipe.launch.run_dir import opened
 
 FIGURES: Final[Sequence[tuple[str, Callable[[ParadigmRun], float | None]]]] = (
     ("samples/s", lambda run: run.samples_per_s),
-    ("1 / time to target", lambda run: 1 / run.target_s if run.target_s else None),
+    ("1 / time to target", quickness),
 )
 """What is compared as a ratio; more is better."""
 

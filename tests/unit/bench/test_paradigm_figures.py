@@ -23,6 +23,7 @@ from dora_pipe.bench.paradigms import (
     crossing,
     interval_95,
     isotonic,
+    quickness,
     settled,
 )
 
@@ -138,6 +139,13 @@ def test_what_a_cell_sets_is_told_as_overrides() -> None:
         "run.seed=7",
         "trainer.parts=1",
     ]
+
+
+def test_a_run_that_never_came_to_the_target_counts_at_its_end() -> None:
+    cell = run("dora", 0, 1.0).cell
+    assert quickness(of_cell(cell, target_s=20.0)) == 1 / 20
+    assert quickness(of_cell(cell, target_s=None)) == 1 / 60
+    assert quickness(of_cell(cell, target_s=0.0)) is None
 
 
 @given(st.lists(st.floats(0, 1), max_size=12), st.floats(0, 1))

@@ -305,8 +305,11 @@ def test_model_that_vllm_does_not_take_is_refused_in_one_line(
 ) -> None:
     device.need_cpu()
     odd = models.make_qwen2(tmp_path / "odd", 0, hidden_size=160)  # heads of 40
-    with pytest.raises(PolicyError, match="vLLM does not take"):
+    with pytest.raises(PolicyError, match=r"vLLM does not take .* heads of 40 have no kernel"):
         open_vllm(odd, slots=2, context_tokens=64)
+    mixed = models.make_qwen3_moe(tmp_path / "mixed")
+    with pytest.raises(PolicyError, match="a mixture of experts comes out wrong on a CPU"):
+        open_vllm(mixed, slots=2, context_tokens=64)
     assert INTERRUPTIBLE in vllm.open(slots=1).declares
 
 

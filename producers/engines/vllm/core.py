@@ -142,7 +142,7 @@ def open_core(
         weight_transfer_config=transfer,
     )
     try:
-        check_heads(wanted.create_model_config().get_head_size())
+        check_kernels(wanted.create_model_config())
         return LLMEngine.from_engine_args(wanted)
     except MemoryError as error:
         raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
@@ -210,22 +210,23 @@ def device_name() -> str:
     return "cuda"
 
 
-def check_heads(head_dim: int) -> None:
-    """Raise ValueError for heads that vLLM has no kernel for: on a CPU it notices in its first
-    step."""
-    if device_name() == "cpu":
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if head_dim not in sizes:
-            known = ", ".join(map(str, sizes))
-            raise ValueError(f"heads of {head_dim} have no kernel on a CPU, only those of {known}")
-
-
-def check_parts(heads: int, parts: int) -> None:
-    """Raise ValueError for attention heads that cannot be dealt to so many processes."""
+def check_kernels(model: Any, parts: int = 1) -> None:
+    """Raise ValueError for a model (vLLM's ModelConfig) that vLLM would take and cannot compute:
+    heads that it has no kernel for, which it notices in its first step on a CPU; experts, whose
+    log-probs are wrong there (vLLM 0.32); heads that cannot be dealt to so many processes."""
+    heads = int(model.hf_text_config.num_attention_heads)
     if heads % parts:
         raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
+    if device_name() != "cpu":
+        return
+    if model.is_moe:
+        raise ValueError("a mixture of experts comes out wrong on a CPU")
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()
+    if size not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise ValueError(f"heads of {size} have no kernel on a CPU, only those of {known}")
 
 
 def install_sampler(core: Any) -> Any:

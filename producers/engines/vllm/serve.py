@@ -195,8 +195,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         setattr(arguments, name, value)
     try:
         model = AsyncEngineArgs.from_cli_args(arguments).create_model_config()
-        vllm_core.check_heads(model.get_head_size())
-        vllm_core.check_parts(model.hf_text_config.num_attention_heads, asked.tensor_parallel)
+        vllm_core.check_kernels(model, asked.tensor_parallel)
     except vllm_core.REFUSALS as error:
         raise vllm_core.refusal(asked.model, error) from error
     return arguments

@@ -12,6 +12,7 @@ import msgspec
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config import model
 from dora_pipe.config.workers import Workers
+from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.requests import Decode
@@ -34,7 +35,7 @@ from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.store.model_dir import asset_files
 from dora_pipe.store.store import PolicyStore
 from tests.support.singly import as_decision, singly
-from tests.support.worker import PARTITIONS, TOPICS, digest_of, spec_of
+from tests.support.worker import PARTITIONS, TOPICS, spec_of
 
 TURNS_MAX = 4_000
 """Turns of the loop before a script is said to hang."""
@@ -54,6 +55,8 @@ class Run:
     bus: Bus
     store: PolicyStore
     assets_digest: str
+    policy: Manifest
+    """Of version 0, whose file the store has."""
     config: model.Config
     rounds: int = 0
     turns: int = 0
@@ -74,7 +77,7 @@ class Run:
             eval_digest=evaluation,
             eval_rows=eval_rows,
             seed=1,
-            policy=Manifest(digest=digest_of(0), bytes=0, tensors=()),
+            policy=self.policy,
             assets_digest=self.assets_digest,
             planner="p",
             package="0",
@@ -116,11 +119,13 @@ class Run:
         return [one for one in facts if isinstance(one, TrajectoryLogged)]
 
     def assign(self, epoch: int) -> Assign:
-        return Assign(reason="t", worker="w0", epoch=epoch, version=0, digest=digest_of(0))
+        return Assign(reason="t", worker="w0", epoch=epoch, version=0, digest=self.policy.digest)
 
     def place(self, epoch: int, ordinal: int = 0) -> PlacedRequest:
         spec: GroupSpec = msgspec.structs.replace(
-            spec_of(ordinal), dataset_digest=dataset_digest(task_of_the_run(), "train")[0]
+            spec_of(ordinal),
+            dataset_digest=dataset_digest(task_of_the_run(), "train")[0],
+            digest=self.policy.digest,
         )
         return PlacedRequest(
             reason="t",
@@ -185,5 +190,6 @@ def make_run(bus: Bus, path: Path) -> Run:
         bus=bus,
         store=store,
         assets_digest=store.publish_assets(asset_files(model_dir)),
+        policy=store.publish_weights(initial_weights),
         config=_config(),
     )

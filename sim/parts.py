@@ -533,6 +533,7 @@ class PlainParts:
         inner = EnginePort(
             engine,
             site.store.weights,
+            verify=site.store.verify,
             clock=site.clock,
             in_thread=False,
             steps_max=self.steps_max,

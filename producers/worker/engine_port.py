@@ -23,6 +23,7 @@ from dora_pipe.core.errors import (
     BusError,
     DoraError,
     InvariantBroken,
+    PolicyError,
     ResourceError,
     reason,
 )
@@ -64,6 +65,9 @@ class EnginePort:
     With `in_thread`, weights are had and loaded beside the loop: rows go on under those there are
     until the file of the next ones is here, be it fetched or made of patches. An engine that fails
     in the loop is not touched any more: its worker hears `EngineFailed` and leaves.
+
+    A file that the engine refuses may have been damaged since it was had: `verify` reads it, takes
+    a damaged copy away or raises PolicyError, and then it is had and loaded again, once.
     """
 
     effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, DropWeights, LoadWeights)
@@ -73,12 +77,14 @@ class EnginePort:
         engine: Engine,
         weights_path: Callable[[str], Path],
         *,
+        verify: Callable[[str], object] = lambda digest: None,
         clock: Clock,
         in_thread: bool = True,
         steps_max: int = STEPS_MAX,
     ) -> None:
         self._engine = engine
         self._weights_path = weights_path
+        self._verify = verify
         self._clock = clock
         self._steps_max = steps_max
         self._events: list[Any] = []
@@ -216,7 +222,12 @@ class EnginePort:
 
     def _load(self, effect: LoadWeights) -> Iterator[Any]:
         load = self._engine.reload_keeping if effect.keep else self._engine.load
-        loaded = load(self._file, version=effect.version, digest=effect.digest)
+        try:
+            loaded = load(self._file, version=effect.version, digest=effect.digest)
+        except PolicyError:
+            self._verify(effect.digest)
+            self._file = self._weights_path(effect.digest)
+            loaded = load(self._file, version=effect.version, digest=effect.digest)
         yield from loaded if isinstance(loaded, list) else [loaded]
 
     def _failed(self, effect: Any, error: Exception) -> list[Any]:

@@ -354,7 +354,7 @@ def _serve(
                 clock=here.clock,
             ),
             HandoverPort(here.handover),
-            EnginePort(engine, here.store.weights, clock=here.clock),
+            EnginePort(engine, here.store.weights, verify=here.store.verify, clock=here.clock),
         ],
         clock=here.clock,
         meter=here.meter,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import (
     EngineEvent,
     EngineRequest,
@@ -166,6 +167,36 @@ def test_weights_that_cannot_be_loaded_are_an_event(thread: bool) -> None:
     assert isinstance(event, LoadFailed)
     assert "version -1" in event.message
     port.close()
+
+
+class Compares(SimulatedEngine):
+    """Refuses a file whose name says that it is damaged."""
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        if weights.name == "damaged":
+            raise PolicyError(f"{weights} has another digest")
+        return super().load(weights, version=version, digest=digest)
+
+
+@pytest.mark.parametrize("had", [["damaged", "whole"], ["damaged", "damaged"]])
+def test_a_file_that_was_damaged_since_it_was_had_is_had_again_once(had: list[str]) -> None:
+    engine = Compares(slots=2, context_tokens=64, clock=VirtualClock())
+    files, verified = map(Path, had), list[str]()
+    port = EnginePort(
+        engine,
+        lambda digest: next(files),
+        verify=verified.append,
+        clock=VirtualClock(),
+        in_thread=False,
+    )
+    port.start(LoadWeights(version=3, digest="a"))
+    (found,) = port.poll()
+    assert verified == ["a"] and next(files, None) is None
+    if had[1] == "whole":
+        assert isinstance(found, WeightsLoaded) and found.version == 3
+    else:
+        assert isinstance(found, LoadFailed) and "another digest" in found.message
+        assert not found.here
 
 
 def test_weights_are_loaded_beside_the_loop() -> None:

@@ -157,9 +157,9 @@ class GrowingRoutes:
         """Of tokens [start, end), perhaps beyond what is known; None where nothing is."""
         if self._kind is None:
             return None
-        self_bytes = self._kind.token_bytes
-        data = bytes(self._data[start * self_bytes : end * self_bytes])
-        data += b"\xff" * ((end - start) * self_bytes - len(data))
+        size = self._kind.token_bytes
+        data = bytes(self._data[start * size : end * size])
+        data += b"\xff" * ((end - start) * size - len(data))
         return msgspec.structs.replace(self._kind, data=data)
 
     def _pad(self, length: int) -> None:

@@ -11,6 +11,7 @@ from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted
 from infra.kafka.broker import KafkaBroker
 from tests.support.slurm_job import SlurmJob
+from tests.support.user_run import facts_of
 
 pytestmark = [pytest.mark.kafka]
 
@@ -26,5 +27,5 @@ def test_trainer_of_two_nodes_trains_a_whole_run(tmp_path: Path) -> None:
     with KafkaBroker(job.scratch / "kafka", port=job.port), opened(job.url) as run:
         report = audit(run.bus, run.topics, job.folder / "store")
         assert not report.violations_total, report
-        commits = [one for one in job.facts() if isinstance(one, StepCommitted)]
+        commits = [one for one in facts_of(job.url) if isinstance(one, StepCommitted)]
     assert {one.numerics["world_size"] for one in commits} == {"2"}

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import records_of
-from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import TopicPartition
-from dora_pipe.schemas.control import RoleStarted, StepCommitted, WorkerJoined, decode_control
+from dora_pipe.schemas.control import RoleStarted, StepCommitted, WorkerJoined
 from tests.support.kafka_broker import KafkaBroker
-from tests.support.user_run import WAIT_S, call, furnish, start, until
+from tests.support.user_run import WAIT_S, call, facts_of, furnish, start, until
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -60,14 +57,7 @@ class Site:
 
     def facts(self) -> list[object]:
         """The control records so far."""
-        bus = open_bus(self.url)
-        try:
-            if f"{self.run}.control" not in bus.topics():
-                return []
-            at = TopicPartition(f"{self.run}.control", 0)
-            return [decode_control(one.value) for one in records_of(bus, {at: bus.end(at)})]
-        finally:
-            bus.close()
+        return facts_of(f"{self.url}/{self.run}")
 
     def steps(self) -> list[int]:
         """The committed steps, in log order."""

@@ -14,7 +14,7 @@ from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted, WorkerJoined
 from infra.kafka.broker import KafkaBroker
 from tests.support.slurm_job import NODES, SlurmJob
-from tests.support.user_run import until
+from tests.support.user_run import facts_of, until
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -35,7 +35,9 @@ def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: 
 
     with job.submitted("-o", "run.steps=12") as first:
         until(lambda: (job.scratch / "kafka.log").exists() and len(workers()) == 2)
-        until(lambda: len([one for one in job.facts() if isinstance(one, StepCommitted)]) >= 2)
+        until(
+            lambda: len([one for one in facts_of(job.url) if isinstance(one, StepCommitted)]) >= 2
+        )
         killed = workers()[0]
         os.kill(killed, signal.SIGKILL)
         until(lambda: len(set(workers()) - {killed}) == 2)
@@ -48,7 +50,7 @@ def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: 
     with KafkaBroker(job.scratch / "kafka", port=job.port), opened(job.url) as run:
         report = audit(run.bus, run.topics, job.folder / "store")
         assert not report.violations_total, report
-        found = job.facts()
+        found = facts_of(job.url)
     steps = [one.step for one in found if isinstance(one, StepCommitted)]
     assert steps == [*range(12)]
     names = {f"{NODES[1]}-{local}".replace(".", "-") for local in (0, 1)}

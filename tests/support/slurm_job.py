@@ -11,10 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dora_pipe.audit.reading import records_of
-from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import TopicPartition
-from dora_pipe.schemas.control import decode_control
 from infra.kafka.broker import free_ports
 from tests.support.tidy import ROOT
 from tests.support.user_run import furnish
@@ -69,17 +65,6 @@ class SlurmJob:
         """All that the job and its roles printed so far."""
         logs = [self.folder / "said", *sorted(self.scratch.glob("*.log"))]
         return "\n".join(f"{one.name}:\n{one.read_text()}" for one in logs if one.exists())
-
-    def facts(self) -> list[object]:
-        """The control records so far."""
-        bus = open_bus(self.url.rpartition("/")[0])
-        try:
-            at = TopicPartition(f"{self.run}.control", 0)
-            if at.topic not in bus.topics():
-                return []
-            return [decode_control(one.value) for one in records_of(bus, {at: bus.end(at)})]
-        finally:
-            bus.close()
 
     def processes(self, words: str = "") -> list[int]:
         """Those of this job whose command line, or title, has these words: all name its run, or its

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import TopicPartition
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.cli.main import main
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.models import make_llama_gqa
@@ -120,10 +123,21 @@ def call_here(place: Path, *words: str) -> int:
 def facts(place: Path, run: str) -> Iterator[object]:
     """The control records of a run; none while its topic is being made."""
     with opened(str(place / "runs" / run)) as open_run:
-        control = TopicPartition(open_run.topics.control, 0)
-        if control.topic not in open_run.bus.topics():
-            return
-        for record in records_of(open_run.bus, {control: open_run.bus.end(control)}):
+        yield from facts_on(open_run.bus, run)
+
+
+def facts_of(url: str) -> list[object]:
+    """The same, of a run on a broker: ``kafka://HOST:PORT/RUN``."""
+    address, _, run = url.rpartition("/")
+    with closing(open_bus(address)) as bus:
+        return list(facts_on(bus, run))
+
+
+def facts_on(bus: Bus, run: str) -> Iterator[object]:
+    """The same, on a log."""
+    control = TopicPartition(Topics(run).control, 0)
+    if control.topic in bus.topics():
+        for record in records_of(bus, {control: bus.end(control)}):
             yield decode_control(record.value)
 
 

@@ -140,9 +140,9 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(GPU)/python
 GPU_LOCKS := requirements/vllm.txt requirements/vllm-deepspeed.txt
 GPU_WANTED = $$(cat $(GPU_LOCKS) pyproject.toml | sha256sum | cut -c1-16)
-.PHONY: gpu install-gpu test-gpu
+.PHONY: gpu install-gpu test-gpu gpu-report
 
-gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/training.md)
+gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/gpu.md)
 	@command -v nvidia-smi >/dev/null || [ -e /dev/nvidia0 ] || { echo "error: no GPU on this machine" >&2; \
 	  echo "hint: make vllm and make deepspeed need none" >&2; exit 1; }
 	@$(MAKE) --no-print-directory setup
@@ -161,6 +161,10 @@ install-gpu:
 test-gpu: ## The contract suites and whole runs on a GPU; in another environment: GPU_PYTHON=python3
 	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
 	@$(GPU_PYTHON) -m tests.support.gpu $(ARGS)
+
+gpu-report: ## Suites and figures of a GPU, piece by piece, into gpu-report/ (docs/gpu.md); goes on
+	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
+	@$(GPU_PYTHON) -m dora_pipe.bench.gpu_report $(ARGS)
 
 # Packages of their own folder beside .venv, not an environment: theirs would pull a world.
 OBJECTIVES := .venv-objectives

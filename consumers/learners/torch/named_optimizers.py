@@ -61,7 +61,9 @@ def make_optimizer(
     if optimizer == "adamw8bit":
         library: Any = importlib.import_module(f"{EIGHT_BITS_LIBRARY}.optim")
         return library.AdamW8bit(groups, lr=0.0, betas=betas, min_8bit_size=EIGHT_BITS_NUMBERS_MIN)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas)
+    # Tensor by tensor, as ever on a CPU: over all of them at once, torch's way on a GPU, an update
+    # takes as much memory again as the weights.
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, foreach=False)
 
 
 def moments_of(optimizer: OptimizerName, parameter: Tensor) -> dict[str, torch.Size]:

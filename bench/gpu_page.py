@@ -1,0 +1,82 @@
+"""The tables of a GPU report, as the page about GPUs has them between two marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+BEGIN: Final = "<!-- figures: python -m dora_pipe.bench.gpu_report --page -->"
+END: Final = "<!-- end of figures -->"
+NOWHERE: Final = "No GPU has been reported on."
+
+
+def write_page(page: Path, folder: Path) -> None:
+    """Put the folder's tables between the marks of a page."""
+    page.write_text(with_figures(page.read_text(), outcomes_of(folder)))
+
+
+def with_figures(text: str, outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """A page's text with these tables between its marks, of which it has one pair."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{tables(outcomes)}\n{END}{after}"
+
+
+def outcomes_of(folder: Path) -> list[dict[str, Any]]:
+    """The JSON files of a report, the oldest first."""
+    found = [
+        msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        for path in sorted(folder.glob("*.json"))
+    ]
+    return sorted(found, key=lambda one: (one["date"], one["piece"]))
+
+
+def tables(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """What ran where, every piece in a line, and the figures of each; markdown."""
+    if not outcomes:
+        return NOWHERE + "\n"
+    machines = dict.fromkeys(_machine(one) for one in outcomes)
+    lines = [
+        *(f"{one}\n" for one in machines),
+        *_table([_summary(one) for one in outcomes]),
+    ]
+    for one in outcomes:
+        if one["figures"]:
+            lines += ["", f"**{one['piece']}**: {one['what']}.", "", *_table(one["figures"])]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(one: Mapping[str, Any]) -> str:
+    packages = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
+    card = f"{one['card'] or 'CPU'}, driver {one['driver'] or 'none'}"
+    return f"{one['date'][:10]}: {card}; {packages}; commit {one['commit']}."
+
+
+def _summary(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "piece": f"`{one['piece']}`",
+        "what": one["what"],
+        "": one["state"],
+        "s": round(one["seconds"]) or None,
+        "said": one["said"],
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table without the columns that say nothing in any row."""
+    names = [name for name in rows[0] if any(row[name] not in (None, "", False) for row in rows)]
+    head = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
+    return [*head, *(f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return "yes"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", " ")
+    return str(value)

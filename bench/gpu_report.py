@@ -1,0 +1,328 @@
+"""What runs on a GPU and how fast, piece by piece: `make gpu-report`.
+
+    python -m dora_pipe.bench.gpu_report [--out DIR] [--pieces a,b] [--seconds N] [--commit ID]
+    python -m dora_pipe.bench.gpu_report --page docs/gpu.md --out DIR
+    python -m dora_pipe.bench.gpu_report --tiny            # the way of the figures, on a CPU
+
+A piece is a process of its own; what it prints goes to PIECE.log of the folder, and what came of it
+to PIECE.json: date, card, versions, commit, seconds, figures. A piece that was done at the same
+commit on the same card is not run again, so a report that was ended goes on. What needs a package
+that is not installed is skipped by that name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora_pipe.bench.gpu_page import write_page
+
+SECONDS: Final = 470
+"""A piece's bound: less than eight minutes."""
+
+OUT: Final = Path("gpu-report")
+PACKAGES: Final = ("torch", "transformers", "vllm", "deepspeed", "trl", "bitsandbytes")
+NO_GPU: Final = "no GPU on this machine"
+
+State = Literal["done", "failed", "ended", "skipped"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a piece."""
+
+    piece: str
+    what: str
+    state: State
+    said: str = ""
+    date: str
+    """UTC, to the minute."""
+    card: str
+    driver: str
+    versions: dict[str, str]
+    commit: str
+    seconds: float
+    figures: list[dict[str, Any]] = []
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a piece runs on."""
+
+    card: str
+    driver: str
+    versions: dict[str, str]
+    commit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A command that prints figures as JSON lines, or a round of tests."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    """Of Python."""
+    needs: str = ""
+    """A package, without which it is skipped."""
+
+
+def _round(name: str, what: str, needs: str = "") -> Piece:
+    command = ("-m", "tests.support.gpu", name)
+    return Piece(name=f"suite-{name}", what=what, needs=needs, command=command)
+
+
+def _bench(name: str, what: str, *words: str, needs: str = "") -> Piece:
+    run = ("-c", "from dora_pipe.cli.main import main; main()", "bench")
+    return Piece(name=name, what=what, needs=needs, command=(*run, *words, "--json"))
+
+
+def _steps(name: str, what: str) -> Piece:
+    command = ("-m", "dora_pipe.bench.gpu_step", name)
+    return Piece(name=f"step-{name}", what=what, command=command)
+
+
+ON_VLLM: Final = (
+    *("-o", "workers.engine=vllm", "-o", "workers.vllm.dtype=bfloat16"),
+    *("-o", "trainer.device=cuda"),
+)
+
+PIECES: Final = (
+    _steps("ways", "all ways of a step once, on a tiny model; equal digests are equal bits"),
+    _steps("0.6B", "a step of GRPO, Qwen3-0.6B's shape, beside trl's"),
+    _steps("1.7B", "the same, Qwen3-1.7B's"),
+    _steps("4B", "the same, Qwen3-4B's"),
+    _steps("long", "rows of 32 000 tokens, 0.6B"),
+    _steps("optimizers", "optimizers by name; what saves memory has equal bits"),
+    Piece(
+        name="patches",
+        what="a version of 1.7B: whole, as a patch, loaded",
+        command=("-m", "dora_pipe.bench.gpu_patches", "1.7B"),
+    ),
+    _bench("memory", "the head in chunks, and a step of 27 million parameters", "memory"),
+    _round("torch", "the trainer's contract"),
+    _round("memory", "activations offloaded: equal bits, less of the GPU"),
+    _round("demo-torch", "the demo, trainer on the GPU: it learns, audit, replay bit-equal"),
+    _round("deepspeed", "the trainer's contract on DeepSpeed", "deepspeed"),
+    _round("deepspeed-2", "the same on two GPUs", "deepspeed"),
+    _round("vllm", "the engine's contract", "vllm"),
+    _round("vllm-bf16", "the same in bfloat16", "vllm"),
+    _round("lora-bf16", "adapters", "vllm"),
+    _round("server", "the engine's contract on a server", "vllm"),
+    _round("server-bf16", "the same in bfloat16", "vllm"),
+    _round("runs", "whole runs", "vllm"),
+    _round("runs-bf16", "the same in bfloat16", "vllm"),
+    _round("demo-bf16", "the demo with vLLM", "vllm"),
+    _round("demo-graphs", "the same with compiled graphs", "vllm"),
+    _bench("engine", "tokens/s beside vLLM's generate", "engine", "--engine", "vllm", needs="vllm"),
+    _bench("moves", "KV moved, beside a prefill", "moves", "--engine", "vllm", needs="vllm"),
+    _bench(
+        "paradigms",
+        "paradigms on one GPU, two workers",
+        *("paradigms", "--seeds", "1", "--steps", "24", *ON_VLLM),
+        needs="vllm",
+    ),
+)
+
+TINY: Final = (
+    Piece(
+        name="step-tiny",
+        what="a step of a tiny model",
+        command=("-m", "dora_pipe.bench.gpu_step", "tiny", "--device", "cpu"),
+    ),
+    Piece(
+        name="patches",
+        what="a version of a tiny model",
+        command=("-m", "dora_pipe.bench.gpu_patches", "tiny", "--device", "cpu"),
+    ),
+    _round("vllm", "what is not installed is skipped", "vllm"),
+)
+"""The same way on a CPU."""
+
+
+def here(commit: str = "") -> Machine:
+    """This machine; its card is empty where there is no GPU."""
+    card, driver = _card()
+    return Machine(
+        card=card, driver=driver, versions=_versions(), commit=commit or _commit() or "unknown"
+    )
+
+
+def _card() -> tuple[str, str]:
+    """The first GPU and its driver."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "", ""
+    name, _, driver = (found.splitlines() or [""])[0].partition(", ")
+    return name, driver
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def run_report(
+    out: Path, pieces: Sequence[Piece], machine: Machine, *, seconds: float
+) -> Iterator[Outcome]:
+    """Run each piece that is not done yet, at most `seconds` long; what came of each."""
+    out.mkdir(parents=True, exist_ok=True)
+    for piece in pieces:
+        found = read_outcome(out / f"{piece.name}.json")
+        if found is None or not _stands(found, machine):
+            found = _run(piece, out, machine, seconds)
+            (out / f"{piece.name}.json").write_bytes(
+                msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+            )
+        yield found
+
+
+def _stands(found: Outcome, machine: Machine) -> bool:
+    same = (found.commit, found.card) == (machine.commit, machine.card)
+    return found.state == "done" and same
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """What came of a piece, if it has run."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+    except FileNotFoundError:
+        return None
+
+
+def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> Outcome:
+    state: State = "skipped"
+    said, took_s, log = f"{piece.needs} is not installed", 0.0, out / f"{piece.name}.log"
+    if not piece.needs or importlib.util.find_spec(piece.needs) is not None:
+        began_s = time.monotonic()
+        state, said = _command(piece, log, seconds)
+        took_s = time.monotonic() - began_s
+    figures, counts, skipped = _read_log(log) if state != "skipped" else ([], "", "")
+    if skipped and not counts:
+        state, said = "skipped", skipped
+    return Outcome(
+        piece=piece.name,
+        what=piece.what,
+        state=state,
+        said=", ".join(one for one in (said, counts) if one),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        seconds=round(took_s, 1),
+        figures=figures,
+        **msgspec.structs.asdict(machine),
+    )
+
+
+def _command(piece: Piece, log: Path, seconds: float) -> tuple[State, str]:
+    """Run it in a session of its own, all of which ends with it."""
+    command = [sys.executable, *piece.command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "ended", f"ended after {seconds:g} s"
+        finally:
+            _end(process)
+    return ("failed", f"exit code {code}") if code else ("done", "")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Whoever is left of it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read_log(log: Path) -> tuple[list[dict[str, Any]], str, str]:
+    """Its figures; how many tests passed where it has some; why a round was skipped."""
+    figures: list[dict[str, Any]] = []
+    counts = skipped = ""
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(msgspec.DecodeError):  # A line of somebody else's.
+                figures.append(msgspec.json.decode(line, type=dict[str, Any]))
+        elif found := re.findall(r"\b(\d+ (?:passed|failed|skipped|errors?))\b", line):
+            counts = ", ".join(found)
+        elif line.startswith("gpu round") and " skipped: " in line:
+            skipped = line.partition(" skipped: ")[2]
+    return figures, counts, skipped
+
+
+def _line(one: Outcome) -> str:
+    said = f"  {one.said}" if one.said else ""
+    return f"gpu {one.piece:18} {one.state:8}{one.seconds:6.0f} s{said}\n"
+
+
+def _chosen(words: Mapping[str, Any]) -> Sequence[Piece]:
+    pieces = TINY if words["tiny"] else PIECES
+    names = [one for one in words["pieces"].split(",") if one]
+    unknown = set(names) - {one.name for one in pieces}
+    if unknown:
+        there = ", ".join(one.name for one in pieces)
+        raise SystemExit(f"error: no piece {min(unknown)!r}; there are {there}")
+    return [one for one in pieces if one.name in names or not names]
+
+
+def _words(words: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="gpu_report", description="What runs on a GPU.")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder")
+    parser.add_argument("--pieces", default="", help="with commas; all")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each piece at most")
+    parser.add_argument("--commit", default="", help="where git does not say it")
+    parser.add_argument("--page", type=Path, help="write the folder's tables there; run nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny figures, on a CPU")
+    return vars(parser.parse_args(words))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run pieces, or write the page; 1 if one failed or there is no GPU."""
+    given = _words(words)
+    if given["page"]:
+        write_page(given["page"], given["out"])
+        return 0
+    pieces, machine = _chosen(given), here(given["commit"])
+    if not machine.card and not given["tiny"]:
+        sys.stderr.write(f"error: {NO_GPU}\n")
+        return 1
+    failed = False
+    for one in run_report(given["out"], pieces, machine, seconds=given["seconds"]):
+        sys.stdout.write(_line(one))
+        sys.stdout.flush()
+        failed |= one.state == "failed"
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,581 @@
+"""Measures a step of GRPO of a Qwen3 model with random weights, by the torch trainer and by trl's.
+
+    python -m dora_pipe.bench.gpu_step SET [--device cpu]
+
+Every case is a process of its own and one JSON object on a line. Both trainers get the same rows
+(token ids, masks, advantages), cut into passes of the same tokens, the same network of
+transformers, AdamW, clipping and gradient checkpointing; one step comes before the measured ones.
+Not the same: trl computes entropies too, and its completions are all that is counted, in a head of
+its own; ours picks deterministic kernels, and hands out figures of every trajectory. Case
+`trl` computes in float32 like ours, `trl-bf16` under autocast to bfloat16, as trl does by default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+
+from dora_pipe.bench.codec import sample_trajectory
+from dora_pipe.config.section import OptimizerName
+from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.schemas.trajectory import Trajectory
+
+SEED: Final = 0
+LEARNING_RATE: Final = 1e-6
+NORM_MAX: Final = 1.0
+WARM_TOKENS: Final = 2048
+"""Of the rows of the own trainer's step that is not measured."""
+BETAS: Final = (0.9, 0.95)
+GROUP: Final = 2
+"""Rows of a group, one with reward 1, the other with 0."""
+
+VOCABULARY: Final = 151_936
+SHAPES: Final[dict[str, dict[str, int]]] = {
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072},
+    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
+    "4B": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
+}
+"""As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
+
+SETTINGS: Final = {
+    "trainer.learning_rate": LEARNING_RATE,
+    "trainer.grad_norm_max": NORM_MAX,
+    "trainer.minibatches": 1,
+    "objective.clip_low": 0.2,
+    "objective.clip_high": 0.2,
+    "objective.loss": "token-mean",
+    "objective.advantage_std": True,
+    "objective.kl": 0.0,
+}
+
+By = Literal["own", "trl", "trl-bf16"]
+
+
+class StepCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of so many rows of so many tokens each."""
+
+    by: By = "own"
+    model: str = "0.6B"
+    rows: int = 2
+    row_tokens: int = 2048
+    last_tokens: int = 0
+    """Of the last row of every group, where it is shorter."""
+    pass_tokens: int = 4096
+    policies: PolicyDtype = "bfloat16"
+    """What is published, beside float32 masters; of the own trainer."""
+    optimizer: OptimizerName = "adamw"
+    gradient_checkpointing: bool = True
+    activation_offload: bool = False
+    packing: bool = False
+    steps: int = 2
+    digest: bool = False
+    device: str = "cuda"
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        groups = self.rows // GROUP
+        return groups * ((GROUP - 1) * self.row_tokens + (self.last_tokens or self.row_tokens))
+
+    @property
+    def needs(self) -> str:
+        """The package without which it is not measured."""
+        if self.by != "own":
+            return "trl"
+        return "bitsandbytes" if self.optimizer == "adamw8bit" else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuStepFigure:
+    """The median of the measured steps; `said` is why there is none."""
+
+    by: str
+    model: str
+    tokens: int
+    row_tokens: int
+    pass_tokens: int
+    policies: str
+    optimizer: str
+    checkpointing: bool
+    offload: bool
+    packing: bool
+    seconds: float | None = None
+    tokens_s: int | None = None
+    peak_gb: float | None = None
+    """Most that torch's allocator held during those steps, weights and states among it."""
+    held_gb: float | None = None
+    """What it held before the first of them."""
+    digest: str = ""
+    """Of the weights after the last step, its beginning."""
+    said: str = ""
+
+
+def cases_of(name: str) -> list[StepCase]:
+    """The cases of a set. Raises KeyError."""
+    return _SETS[name]()
+
+
+def _tiny() -> list[StepCase]:
+    """Of a model that a CPU trains in no time."""
+    small = StepCase(model="tiny", rows=4, row_tokens=64, pass_tokens=64, digest=True)
+    return [small, _with(small, by="trl")]
+
+
+def _ways() -> list[StepCase]:
+    """All ways once; equal digests are equal bits."""
+    small = _with(_tiny()[0], steps=1)
+    return [
+        small,
+        _with(small, policies="float32"),
+        _with(small, optimizer="muon"),
+        _with(small, gradient_checkpointing=False),
+        _with(small, activation_offload=True),
+        _with(small, packing=True, last_tokens=16, pass_tokens=256),
+        _with(small, by="trl"),
+        _with(small, by="trl-bf16"),
+    ]
+
+
+def _optimizers() -> list[StepCase]:
+    """What must have equal bits with what, told by the digest."""
+    plain = StepCase(digest=True, steps=1)
+    muon, eight = _with(plain, optimizer="muon"), _with(plain, optimizer="adamw8bit")
+    less = [_with(plain, gradient_checkpointing=False), _with(plain, activation_offload=True)]
+    return [plain, *less, muon, muon, eight, eight]
+
+
+def _long() -> list[StepCase]:
+    """A row of 32 000 tokens, and beside it a short one, so that it has an advantage."""
+    row = StepCase(row_tokens=32_000, last_tokens=256, pass_tokens=32_000, steps=1)
+    return [row, _with(row, activation_offload=True)]
+
+
+def _small() -> list[StepCase]:
+    short = StepCase(model="0.6B")
+    long = _with(short, rows=8)
+    wide = _with(long, pass_tokens=16_384)
+    return [
+        long,
+        _with(long, by="trl-bf16"),
+        _with(long, by="trl"),
+        wide,
+        short,
+        _with(short, by="trl"),
+    ]
+
+
+def _middle() -> list[StepCase]:
+    short = StepCase(model="1.7B")
+    long = _with(short, rows=8)
+    return [long, _with(long, by="trl-bf16"), _with(long, by="trl"), short]
+
+
+def _large() -> list[StepCase]:
+    short = StepCase(model="4B", steps=1)
+    long = _with(short, rows=8)
+    return [long, _with(long, by="trl-bf16"), short]
+
+
+def _with(case: StepCase, **more: Any) -> StepCase:
+    return msgspec.structs.replace(case, **more)
+
+
+_SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
+    "tiny": _tiny,
+    "ways": _ways,
+    "0.6B": _small,
+    "1.7B": _middle,
+    "4B": _large,
+    "long": _long,
+    "optimizers": _optimizers,
+}
+
+
+def bench_gpu_steps(cases: Sequence[StepCase]) -> Iterator[GpuStepFigure]:
+    """One figure after the other, each from a process of its own; a case whose package is not
+    here, or which ends badly, says so in its figure."""
+    from importlib.util import find_spec
+
+    for case in cases:
+        if case.needs and find_spec(case.needs) is None:
+            yield _figure(case, said=f"{case.needs} is not installed here")
+            continue
+        command = [sys.executable, "-m", "dora_pipe.bench.gpu_step"]
+        done = subprocess.run(command, input=msgspec.json.encode(case), stdout=subprocess.PIPE)
+        if done.returncode:
+            yield _figure(case, said=f"exit code {done.returncode}")
+        else:
+            yield msgspec.json.decode(done.stdout.splitlines()[-1], type=GpuStepFigure)
+
+
+def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
+    return GpuStepFigure(
+        by=case.by,
+        model=case.model,
+        tokens=case.tokens,
+        row_tokens=case.row_tokens,
+        pass_tokens=case.pass_tokens,
+        policies=case.policies if case.by == "own" else "float32",
+        optimizer=case.optimizer,
+        checkpointing=case.gradient_checkpointing,
+        offload=case.activation_offload,
+        packing=case.packing,
+        **more,
+    )
+
+
+def measured(case: StepCase) -> GpuStepFigure:
+    """The figure of a case, in this process."""
+    import torch
+
+    from dora_pipe.consumers.learners.deepspeed import prepare
+
+    prepare(case.device)
+    torch.manual_seed(SEED)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        config_of(case.model, case.row_tokens).save_pretrained(folder)
+        try:
+            if case.by == "own":
+                return _own(case, Path(folder))
+            return _by_trl(case, Path(folder))
+        except torch.OutOfMemoryError:
+            return _figure(case, said="out of memory")
+
+
+def _own(case: StepCase, folder: Path) -> GpuStepFigure:
+    learner = made_learner(case, folder)
+    batch = batch_of(case)
+    short = _with(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
+    learner.train(batch_of(short), SETTINGS)
+    took, peak, held = _timed(lambda: learner.train(batch, SETTINGS), case)
+    digest = learner.manifest().digest[:12] if case.digest else ""
+    return _of_times(case, took, peak, held, digest)
+
+
+def _timed(step: Callable[[], Any], case: StepCase) -> tuple[list[float], int, int]:
+    """Seconds of every step, the peak and what was held before; bytes, 0 on a CPU."""
+    held = fresh_peak(case.device)
+    took = []
+    for _ in range(case.steps):
+        began_s = now_s(case.device)
+        step()
+        took.append(now_s(case.device) - began_s)
+    return took, peak_bytes(case.device), held
+
+
+def _of_times(
+    case: StepCase, took: Sequence[float], peak: int, held: int, digest: str = ""
+) -> GpuStepFigure:
+    seconds = statistics.median(took)
+    return _figure(
+        case,
+        seconds=round(seconds, 3),
+        tokens_s=round(case.tokens / seconds),
+        peak_gb=round(peak / 1e9, 2),
+        held_gb=round(held / 1e9, 2),
+        digest=digest,
+    )
+
+
+def now_s(device: str) -> float:
+    """The time when the device has done what it was told."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def fresh_peak(device: str) -> int:
+    """Forget the peak so far; the bytes that torch's allocator holds now."""
+    import torch
+
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak_bytes(device: str) -> int:
+    """Most that torch's allocator held since."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def config_of(model: str, tokens: int) -> Any:
+    """The configuration of a Qwen3 model of this size, for rows of so many tokens."""
+    from transformers import Qwen3Config
+
+    config: Any = Qwen3Config
+    given = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": max(40_960, tokens),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    return config(**given | SHAPES[model])
+
+
+def made_learner(case: StepCase, folder: Path) -> Any:
+    """The torch trainer over the model of a folder, whose random weights are made on the device:
+    those of 4 billion would take a minute on a CPU, and as much to be written and read."""
+    import torch
+
+    from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+    from dora_pipe.consumers.learners.torch.memory import MemoryOptions
+    from dora_pipe.consumers.learners.torch.model import head_is_all
+
+    options = TorchOptions(
+        optimizer=case.optimizer,
+        betas=BETAS,
+        micro_batch_tokens=case.pass_tokens,
+        device=case.device,
+        memory=MemoryOptions(
+            head_chunk_tokens="auto",
+            mlp_chunk_tokens="auto",
+            gradient_checkpointing=case.gradient_checkpointing,
+            activation_offload=case.activation_offload,
+            packing=case.packing,
+        ),
+    )
+    reference = folder / "names.safetensors"
+    write_names(reference, folder, case.policies)
+    with torch.device(case.device):
+        learner = TorchLearner(folder, reference=reference, options=options)
+    model = learner._model
+    if case.policies == "bfloat16":
+        for _, one in model.parameters():
+            one.data.copy_(one.data.to(torch.bfloat16))
+    model.lean = head_is_all(model.network, case.device)
+    return learner
+
+
+def write_names(path: Path, folder: Path, dtype: PolicyDtype) -> None:
+    """A file of version 0 as far as a trainer reads it here: names, types and shapes, over a hole
+    in place of the numbers."""
+    import torch
+
+    from dora_pipe.consumers.learners.torch.model import build
+    from dora_pipe.store.network_names import stored
+
+    declared, end = {}, 0
+    kind, size = ("BF16", 2) if dtype == "bfloat16" else ("F32", 4)
+    with torch.device("meta"):
+        tensors = stored(build(folder))
+    for name, one in tensors.items():
+        start, end = end, end + one.numel() * size
+        declared[name] = {"dtype": kind, "shape": list(one.shape), "data_offsets": [start, end]}
+    header = msgspec.json.encode(declared)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + end)
+
+
+def rows_of(case: StepCase) -> Any:
+    """Token ids, [rows, row_tokens]."""
+    vocabulary = SHAPES[case.model].get("vocab_size", VOCABULARY)
+    shape = (case.rows, case.row_tokens)
+    return np.random.default_rng(SEED).integers(0, vocabulary, shape)
+
+
+def batch_of(case: StepCase) -> TrainBatch:
+    """The rows as groups of `GROUP` siblings."""
+    rows = rows_of(case)
+    groups: list[TrainGroup] = []
+    for ordinal in range(case.rows // GROUP):
+        group, at = group_id("train", ordinal), ordinal * GROUP
+        siblings = [_sibling(case, group, one, rows[at + one]) for one in range(GROUP)]
+        groups.append(TrainGroup(group=group, version=0, trajectories=siblings))
+    return TrainBatch(step=0, groups=groups)
+
+
+def _guess(case: StepCase) -> float:
+    """The log-prob of a token under a policy that knows nothing."""
+    return -math.log(SHAPES[case.model].get("vocab_size", VOCABULARY))
+
+
+def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:
+    """One with reward 1 or 0, sampled from a policy that knows nothing."""
+    size = (sibling == GROUP - 1 and case.last_tokens) or case.row_tokens
+    like = sample_trajectory(size)
+    prompt = like.meta.prompt_tokens
+    column = [*[None] * prompt, *[_guess(case)] * (size - prompt)]
+    meta = msgspec.structs.replace(like.meta, group=group, group_size=GROUP, sibling=sibling)
+    return replace(
+        like,
+        trajectory=trajectory_id(group, sibling),
+        version=0,
+        token_ids=ids[:size].tolist(),
+        logprobs=column,
+        sampler_logprobs=column,
+        reward=float(sibling % 2),
+        meta=meta,
+    )
+
+
+def _by_trl(case: StepCase, folder: Path) -> GpuStepFigure:
+    """trl's whole training loop, but for what would be generated and rewarded."""
+    import torch
+
+    trainer = _trl_trainer(case, folder)
+    took: list[float] = []
+    held = 0
+
+    class Clock(_callback_class()):  # type: ignore[misc]
+        """Times every step but the first."""
+
+        def on_step_begin(self, *given: Any, **more: Any) -> None:
+            nonlocal held
+            if len(took) == 1:
+                held = fresh_peak(case.device)
+            took.append(-now_s(case.device))
+
+        def on_step_end(self, *given: Any, **more: Any) -> None:
+            took[-1] += now_s(case.device)
+
+    trainer.add_callback(Clock())
+    torch.set_float32_matmul_precision("highest")
+    trainer.train()
+    return _of_times(case, took[1:], peak_bytes(case.device), held)
+
+
+def _callback_class() -> Any:
+    from transformers import TrainerCallback
+
+    return TrainerCallback
+
+
+def _trl_trainer(case: StepCase, folder: Path) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    datasets: Any = importlib.import_module("datasets")
+    trl: Any = importlib.import_module("trl")
+    base: Any = trl.GRPOTrainer
+
+    rows_at_once = max(1, case.pass_tokens // case.row_tokens)
+    passes = case.rows // rows_at_once
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device(case.device):
+        network = make(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="sdpa"
+        )
+    options: Any = trl.GRPOConfig
+    prompt = sample_trajectory(case.row_tokens).meta.prompt_tokens
+    arguments = options(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=passes,
+        num_generations=GROUP,
+        max_completion_length=case.row_tokens - prompt,
+        max_steps=1 + case.steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        max_grad_norm=NORM_MAX,
+        beta=0.0,
+        bf16=case.by == "trl-bf16",
+        tf32=False if case.device == "cuda" else None,
+        gradient_checkpointing=case.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_cpu=case.device == "cpu",
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1000,
+        seed=SEED,
+    )
+
+    class Given(base):  # type: ignore[misc]
+        """Completions that are there already."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            return _trl_inputs(case, prompt)
+
+    return Given(
+        model=network,
+        reward_funcs=lambda completions, **more: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["w"] * case.rows * 4}),
+        processing_class=_tokenizer(),
+    )
+
+
+def _trl_inputs(case: StepCase, prompt: int) -> dict[str, Any]:
+    import torch
+
+    ids = torch.from_numpy(rows_of(case)).to(case.device)
+    mask = torch.ones_like(ids)
+    advantages = torch.tensor([-1.0, 1.0], device=case.device).repeat(case.rows // GROUP)
+    return {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": mask[:, :prompt],
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": mask[:, prompt:],
+        "advantages": advantages,
+        "old_per_token_logps": torch.full_like(ids[:, prompt:], _guess(case), dtype=torch.float32),
+        "num_items_in_batch": mask[:, prompt:].sum(),
+    }
+
+
+def _tokenizer() -> Any:
+    """Of one word: nothing is tokenized."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    known = Tokenizer(WordLevel({"w": 0, "<e>": 1}, unk_token="w"))
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=known, eos_token="<e>", pad_token="<e>", unk_token="w")
+
+
+def _main(words: Sequence[str]) -> int:
+    if not words:
+        case = msgspec.json.decode(sys.stdin.buffer.read(), type=StepCase)
+        sys.stdout.write(msgspec.json.encode(asdict(measured(case))).decode() + "\n")
+        return 0
+    name, *rest = words
+    device = rest[1] if rest[:1] == ["--device"] else "cuda"
+    cases = [msgspec.structs.replace(one, device=device) for one in cases_of(name)]
+    for figure in bench_gpu_steps(cases):
+        sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""A report of a GPU is made of pieces: each is done once, bounded, and says what came of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bench import gpu_report
+from dora_pipe.bench.gpu_page import BEGIN, END, NOWHERE, outcomes_of, tables, with_figures
+from dora_pipe.bench.gpu_report import NO_GPU, PIECES, Machine, Outcome, Piece, main, run_report
+from tests.support.device import has_gpu
+from tests.support.gpu import ROUNDS
+from tests.support.tidy import ROOT
+
+COUNTS = """
+with open("ran", "a") as file:
+    file.write("x")
+print('{"n": 1}')
+print("3 passed in 1s")
+"""
+
+
+def _piece(name: str, code: str, needs: str = "") -> Piece:
+    return Piece(name=name, what=f"what {name} is", command=("-c", code), needs=needs)
+
+
+def _run(folder: Path, *pieces: Piece, commit: str = "abc", seconds: float = 30) -> list[Outcome]:
+    machine = Machine(card="a card", driver="1", versions={"torch": "2"}, commit=commit)
+    return list(run_report(folder, pieces, machine, seconds=seconds))
+
+
+def test_every_round_of_tests_is_a_piece() -> None:
+    rounds = {one.name for one in PIECES if one.name.startswith("suite-")}
+    assert rounds == {f"suite-{one.name}" for one in ROUNDS}
+    needs = {f"suite-{one.name}": one.needs for one in ROUNDS}
+    assert all(one.needs == needs[one.name] for one in PIECES if one.name in needs)
+
+
+def test_a_piece_that_is_done_is_not_run_again_at_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    piece = _piece("one", COUNTS)
+    first, again = (_run(tmp_path / "out", piece)[0] for _ in range(2))
+    assert first == again
+    assert (first.state, first.figures, first.said) == ("done", [{"n": 1}], "3 passed")
+    assert Path("ran").read_text() == "x"
+    _run(tmp_path / "out", piece, commit="def")
+    assert Path("ran").read_text() == "xx"
+
+
+def test_a_piece_that_takes_too_long_is_ended_and_keeps_its_figures(tmp_path: Path) -> None:
+    code = "import time; print('{\"n\": 1}', flush=True); time.sleep(60)"
+    (found,) = _run(tmp_path, _piece("slow", code), seconds=1)
+    assert (found.state, found.said, found.figures) == ("ended", "ended after 1 s", [{"n": 1}])
+    assert found.seconds < 30
+
+
+def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Path) -> None:
+    pieces = (
+        _piece("bad", "raise SystemExit(3)"),
+        _piece("absent", "raise SystemExit(3)", needs="no_such_package"),
+        _piece("few", "print('gpu round few  0 s  skipped: it needs 2 GPUs, here is 1')"),
+        _piece("good", "pass"),
+    )
+    found = {one.piece: (one.state, one.said) for one in _run(tmp_path, *pieces)}
+    assert found == {
+        "bad": ("failed", "exit code 3"),
+        "absent": ("skipped", "no_such_package is not installed"),
+        "few": ("skipped", "it needs 2 GPUs, here is 1"),
+        "good": ("done", ""),
+    }
+    page = tables(outcomes_of(tmp_path))
+    assert "| `absent` | what absent is | skipped |" in page
+    assert "a card, driver 1; torch 2; commit abc." in page
+
+
+def test_a_table_leaves_out_what_no_row_says(tmp_path: Path) -> None:
+    code = 'print(\'{"a": 1234, "b": null, "c": true}\'); print(\'{"a": 2, "b": "", "c": false}\')'
+    _run(tmp_path, _piece("one", code))
+    page = tables(outcomes_of(tmp_path))
+    assert page.endswith("| a | c |\n| --- | --- |\n| 1 234 | yes |\n| 2 |  |\n")
+
+
+def test_the_page_has_the_figures_that_are_kept_beside_the_benches() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    kept = outcomes_of(ROOT / "bench/results/gpu")
+    assert page == with_figures(page, kept)
+    assert kept or NOWHERE in page
+    assert page.index(BEGIN) < page.index(END)
+
+
+def test_without_a_gpu_it_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_gpu():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(gpu_report, "run_report", lambda *given, **more: pytest.fail("it ran"))
+    assert main([]) == 1
+    assert capsys.readouterr().err == f"error: {NO_GPU}\n"
+
+
+def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
+    import msgspec
+
+    from dora_pipe.bench.gpu_step import cases_of, measured
+
+    tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu", steps=1)
+    plain = msgspec.structs.replace(tiny, gradient_checkpointing=False)
+    less, more = measured(tiny), measured(plain)
+    assert less.digest == more.digest != ""
+    assert (less.tokens, less.said) == (256, "")
+
+
+def test_a_patch_of_a_tiny_model_makes_the_version_that_was_trained() -> None:
+    import msgspec
+
+    from dora_pipe.bench.gpu_patches import bench_gpu_patches
+    from dora_pipe.bench.gpu_step import cases_of
+
+    tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu")
+    figures = list(bench_gpu_patches(tiny))
+    whole, patch, made = (one.megabytes for one in figures[:3])
+    assert figures[2].said == "equal" and made == whole
+    assert 0 < patch < whole / 4

@@ -199,10 +199,12 @@ class EngineBase(Generic[R]):
         return [*(one for one in pending if one is not None), loaded]
 
     def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port."""
+        """See the port; nor is one taken of tokens whose experts nobody would know."""
         kv = request.kv
         if kv is None or not self._versions.knows(request):
             return None
+        if request.params.routes and request.routed <= kv.tokens:
+            return "tokens whose experts are not known"
         array, dtype, shape = self._kv_array(kv.tokens)
         return kv_mismatch(
             request,

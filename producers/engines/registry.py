@@ -109,7 +109,12 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         if config.sampling.routes and not kind.routes:
             raise ConfigError(
                 f"sampling.routes: engine `{name}` does not say through which experts tokens go",
-                hint="workers.engine = 'torch', or leave the key out",
+                hint="workers.engine = 'torch' or 'vllm', or leave the key out",
+            )
+        if config.sampling.routes and name == "vllm" and not config.workers.vllm.eager:
+            raise ConfigError(
+                "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
+                hint="workers.vllm.eager = true",
             )
         if kind.lora_rank_max is not None and rank > kind.lora_rank_max:
             raise ConfigError(
@@ -148,7 +153,7 @@ def check_capabilities(engine: Engine, config: Config) -> None:
     if config.sampling.routes and ROUTES not in engine.declares:
         raise ConfigError(
             f"sampling.routes: engine {engine.name} does not say through which experts tokens go",
-            hint="workers.engine = torch, or start a run without the key",
+            hint="workers.engine = torch or vllm, or start a run without the key",
         )
 
 
@@ -202,7 +207,8 @@ def _vllm_settings(config: Config) -> dict[str, Any]:
 def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
     from dora_pipe.producers.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(assets, **_sizes(config, decode), **_vllm_settings(config))
+    settings, routes = _vllm_settings(config), config.sampling.routes
+    return VllmEngine(assets, **_sizes(config, decode), **settings, routes=routes)
 
 
 def _open_vllm_server(assets: Path, config: Config, decode: Decode) -> Engine:
@@ -240,6 +246,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         hint=VLLM_HINT,
         preload=(ROLE, "dora_pipe.producers.engines.vllm.preload"),
         lora_rank_max=VLLM_RANK_MAX,
+        routes=True,
     ),
     "vllm-server": EngineKind(
         open=_open_vllm_server,

@@ -25,6 +25,7 @@ from dora_pipe.producers.engines.port import (
     StopReason,
     TokensSampled,
 )
+from dora_pipe.schemas.routes import Routes
 
 Decode = Callable[[Sequence[int]], str]
 """Text of tokens; an incomplete character decodes to U+FFFD."""
@@ -210,7 +211,12 @@ class RunningRequest:
             logprobs=self.logprobs[start:],
             sampler_logprobs=self.sampler_logprobs[start:],
             first_token_ns=self.first_ns,
+            routes=self.routes_of(start, self.sent),
         )
+
+    def routes_of(self, start: int, end: int) -> Routes | None:
+        """Of the tokens that were sampled as numbers [start, end), where the engine knows them."""
+        return None
 
     def events(self, reason: StopReason | None, said: str = "") -> list[EngineEvent]:
         """What goes out after a step: tokens if enough are held back, all and its end where there

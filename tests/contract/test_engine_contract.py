@@ -25,6 +25,7 @@ from tests.support.worker import VirtualClock
 SUBJECTS = (
     *("simulated", "qwen2", "llama_gqa", *more(["glm4_moe"])),
     *("vllm", "vllm-server", "vllm-server of two ranks"),
+    *("vllm of a mixture", "vllm-server of a mixture"),
 )
 
 
@@ -41,10 +42,11 @@ def subject(
         from tests.support.vllm_servers import server_subject
 
         need_vllm()
+        kind = "qwen3_moe" if request.param.endswith("mixture") else "qwen2"
         ranks = 2 if request.param.endswith("ranks") else 1
         server = partial(server_subject, tensor_parallel=ranks)
-        make = vllm_subject if request.param == "vllm" else server
-        with make(folder) as opened:
+        make = server if request.param.startswith("vllm-server") else vllm_subject
+        with make(folder, kind=kind) as opened:
             yield opened
     else:
         from tests.support.torch_engines import torch_subject

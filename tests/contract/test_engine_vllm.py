@@ -19,7 +19,7 @@ from dora_pipe.store.model_dir import import_model, write_as
 from tests.support import device, models
 from tests.support.engine_contract import Result, Subject, request, requests, run
 from tests.support.engine_prefixes import since
-from tests.support.vllm_engines import SETTINGS, need_vllm, open_vllm, vllm_subject
+from tests.support.vllm_engines import BUILDERS, SETTINGS, need_vllm, open_vllm, vllm_subject
 
 LOGPROB_DISTANCE_MAX = device.MODEL_DISTANCE[device.DTYPE]
 """Of vLLM's log-probs from those of transformers, which are float32's."""
@@ -70,6 +70,30 @@ def test_head_that_is_tied_to_the_embedding_follows_the_weights(
         distance = logprob_distance(model, one, run(engine, [one])["r"])
         assert distance < LOGPROB_DISTANCE_MAX
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": False}),
+        ("glm4_moe", {}),
+    ],
+    ids=["padded experts", "whole experts", "shared experts"],
+)
+def test_experts_are_those_that_were_loaded_last(
+    vllm: Subject, tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    from tests.support.torch_engines import logprob_distance
+
+    with vllm_subject(tmp_path, kind, **changes) as mixture:
+        engine = mixture.open(slots=8)
+        for seed, (weights, digest) in enumerate(mixture.policies):
+            engine.load(weights, version=seed, digest=digest)
+            results = run(engine, wanted := requests(mixture, 6, seed=5))
+            for one in wanted:
+                distance = logprob_distance(_model(mixture, seed), one, results[one.request])
+                assert distance < LOGPROB_DISTANCE_MAX, one
 
 
 def test_greedy_tokens_are_those_of_transformers(vllm: Subject) -> None:
@@ -307,9 +331,9 @@ def test_model_that_vllm_does_not_take_is_refused_in_one_line(
     odd = models.make_qwen2(tmp_path / "odd", 0, hidden_size=160)  # heads of 40
     with pytest.raises(PolicyError, match=r"vLLM does not take .* heads of 40 have no kernel"):
         open_vllm(odd, slots=2, context_tokens=64)
-    mixed = models.make_qwen3_moe(tmp_path / "mixed")
-    with pytest.raises(PolicyError, match="a mixture of experts comes out wrong on a CPU"):
-        open_vllm(mixed, slots=2, context_tokens=64)
+    mixed = BUILDERS["qwen3_moe"](tmp_path / "mixed", 0)
+    with pytest.raises(PolicyError, match="experts under adapters has no kernel on a CPU"):
+        open_vllm(mixed, slots=2, context_tokens=64, lora_rank=4)
     assert INTERRUPTIBLE in vllm.open(slots=1).declares
 
 

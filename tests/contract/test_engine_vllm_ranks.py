@@ -18,6 +18,7 @@ from tests.contract.test_engine_vllm import (
     test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay,
 )
 from tests.support import models
+from tests.support.device import DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Subject, assert_all_alike, requests, run
 from tests.support.vllm_engines import CONTEXT_TOKENS, SETTINGS, need_vllm
 from tests.support.vllm_servers import running_server, server_subject
@@ -50,6 +51,20 @@ def test_tokens_of_two_ranks_are_those_of_one(
         assert one.policies[0][1] == vllm.policies[0][1]
         expected = run(one.open(slots=8), wanted)
     assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), found, expected)
+
+
+def test_ranks_share_the_experts_of_a_mixture(
+    vllm: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each has a part of every expert, here one of 24, which is padded."""
+    from tests.support.torch_engines import logprob_distance
+
+    folder = tmp_path_factory.mktemp("vllm-mixture")
+    with server_subject(folder, RANKS, "qwen3_moe") as mixture:
+        wanted = requests(mixture, 6, seed=5)
+        found = run(mixture.open(slots=8), wanted)
+    distances = [logprob_distance(folder / "seed0", one, found[one.request]) for one in wanted]
+    assert max(distances) < MODEL_DISTANCE[DTYPE]
 
 
 def test_each_rank_has_a_process_and_all_end_with_their_server(vllm: Subject) -> None:

@@ -17,7 +17,7 @@ from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
 from tests.support.models import EOS_ID, make_glm4_moe, make_llama_gqa, make_qwen2
-from tests.support.vllm_engines import need_vllm, open_vllm
+from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
 
 RATIO_DISTANCE_MAX = {"float32": 1e-4, "bfloat16": 0.05}
 """How far a ratio may lie from 1 on the policy that sampled the trajectory, by vLLM's type: the
@@ -36,6 +36,11 @@ def _vllm(model_dir: Path) -> Engine:
     need_vllm()
     engine: Engine = open_vllm(model_dir, slots=16, context_tokens=128)
     return engine
+
+
+def _mixture(directory: Path) -> Path:
+    """One that vLLM takes."""
+    return BUILDERS["qwen3_moe"](directory)
 
 
 def _vllm_server(model_dir: Path) -> Engine:
@@ -74,6 +79,7 @@ def _trainer(
         (make_glm4_moe, _torch),
         (make_glm4_moe, _hosting),
         (make_qwen2, _vllm),
+        (_mixture, _vllm),
         (make_qwen2, _vllm_server),
     ],
     ids=[
@@ -83,6 +89,7 @@ def _trainer(
         "glm4_moe-torch",
         "glm4_moe-lora",
         "qwen2-vllm",
+        "qwen3_moe-vllm",
         "qwen2-vllm-server",
     ],
 )

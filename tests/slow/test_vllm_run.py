@@ -11,17 +11,22 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
+from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.agent_run import versions_at_once
-from tests.support.device import LORA_DTYPE, MODEL_DISTANCE, need_cpu
+from tests.support.device import DTYPE, LORA_DTYPE, MODEL_DISTANCE, need_cpu
 from tests.support.models import make_llama_gqa
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
+from tests.support.vllm_engines import BUILDERS
 from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
 
 pytestmark = pytest.mark.slow
 
 NUMERICS_MAX = MODEL_DISTANCE[LORA_DTYPE]
 """Nats between the trainer's log-probs and vLLM's of the same weights."""
+
+ROUTED_MAX = {"float32": 1e-5, "bfloat16": MODEL_DISTANCE["bfloat16"]}
+"""The same where tokens go through the same experts."""
 
 
 def call(place: Path, *words: str) -> int:
@@ -108,11 +113,7 @@ def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> N
     assert {one.versions_resident for one in found if isinstance(one, WorkerJoined)} == {4}
     assert len({one.version for one in found if isinstance(one, WorkerReady)}) > 4
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
-    (place / "said").unlink()
-    assert call(place, "mismatch", "tiny", "--json") == 0
-    lines = (place / "said").read_text().splitlines()
-    (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
-    assert measured["causes"]["numerics"]["largest"] < NUMERICS_MAX
+    assert numerics(place) < NUMERICS_MAX
 
 
 def test_agents_on_vllm_are_logged_token_by_token_and_made_again(place: Path) -> None:
@@ -126,6 +127,36 @@ def test_agents_of_several_lora_versions_are_beside_each_other_on_vllm(place: Pa
     lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2")
     check_agents_run(place, *vllm, *lora, steps_made=4, numerics_max=NUMERICS_MAX)
     assert versions_at_once(place) > 1
+
+
+def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(place: Path) -> None:
+    shutil.rmtree(place / "model")
+    BUILDERS["qwen3_moe"](place / "model", scale=1.0)  # so that answers of a group differ
+    vllm = ("-o", "workers.engine=vllm", "-o", "sampling.routes=true")
+    words = ("-o", "workers.count=1", "-o", "groups.size=8", *vllm)
+    for command in (
+        ("run", "config.toml", *words),
+        ("audit", "tiny"),
+        ("replay", "tiny"),
+        ("export", "tiny", "--policy", "3", "out"),
+    ):
+        assert call(place, *command) == 0, (place / "said").read_text()
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")
+    again = read_manifest(place / "out" / "model.safetensors").digest
+    assert again != read_manifest(place / "model" / "model.safetensors").digest
+    trained = [one for one in trajectories(place).values() if one.meta.purpose == "train"]
+    assert trained and all(one.routed_experts is not None for one in trained)
+    assert numerics(place) < ROUTED_MAX[DTYPE]
+
+
+def numerics(place: Path) -> float:
+    """The largest distance of the trainer's log-probs from vLLM's under equal weights."""
+    (place / "said").unlink()
+    assert call(place, "mismatch", "tiny", "--json") == 0
+    lines = (place / "said").read_text().splitlines()
+    (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
+    return float(measured["causes"]["numerics"]["largest"])
 
 
 def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:

@@ -26,6 +26,15 @@ CONTEXT_TOKENS = 256
 SETTINGS = VllmSettings(dtype=DTYPE)  # type: ignore[arg-type]
 
 
+BUILDERS: dict[str, Callable[..., Path]] = {
+    "qwen2": partial(models.make_qwen2, scale=8.0),
+    "qwen3_moe": partial(models.make_qwen3_moe, scale=8.0, head_dim=32),
+    "glm4_moe": partial(models.make_glm4_moe, scale=8.0, head_dim=32),
+}
+"""Models of heads that vLLM has kernels for, with wide logits. The mixtures' experts are 48 wide,
+which is no multiple of what its kernels on a CPU want."""
+
+
 def need_vllm() -> None:
     """Skip where vLLM is not installed, or its build is for another device."""
     if importlib.util.find_spec("vllm") is None:
@@ -44,14 +53,12 @@ def open_vllm(model_dir: Path, settings: VllmSettings = SETTINGS, **options: Any
 
 
 @contextmanager
-def vllm_subject(folder: Path, **changes: Any) -> Iterator[Subject]:
+def vllm_subject(folder: Path, kind: str = "qwen2", **changes: Any) -> Iterator[Subject]:
     """The vLLM engine under contract, with two policies in a store of their own.
 
     Engines live until the end: one that is closed takes with it what all of a process share.
     """
-    directories = [
-        models.make_qwen2(folder / f"seed{seed}", seed, scale=8.0, **changes) for seed in (0, 1)
-    ]
+    directories = [BUILDERS[kind](folder / f"seed{seed}", seed, **changes) for seed in (0, 1)]
     with stored_subject("vllm", folder, directories, partial(open_vllm, directories[0])) as subject:
         yield subject
 

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
-from tests.support import models
 from tests.support.device import LORA_DTYPE
 from tests.support.engine_contract import Decode, Subject
-from tests.support.vllm_engines import CONTEXT_TOKENS, SETTINGS, stored_subject
+from tests.support.vllm_engines import BUILDERS, CONTEXT_TOKENS, SETTINGS, stored_subject
 
 SLOTS = 64
 ADAPTERS = 3
@@ -25,14 +25,16 @@ ADAPTERS = 3
 
 
 @cache
-def running_server(lora_rank: int = 0, tensor_parallel: int = 1) -> tuple[ServerProcess, Path]:
+def running_server(
+    lora_rank: int = 0, tensor_parallel: int = 1, kind: str = "qwen2"
+) -> tuple[ServerProcess, Path]:
     """A server of so many ranks, and the folder of the model that it has; both until the tests end.
 
     Starting one takes half a minute of CPU. Engines that want less take a part of it.
     """
     folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model = models.make_qwen2(folder / "seed0", 0, scale=8.0)
+    model = BUILDERS[kind](folder / "seed0", 0)
     settings = replace(SETTINGS, tensor_parallel=tensor_parallel)
     server = ServerProcess.start(
         model,
@@ -48,25 +50,28 @@ def running_server(lora_rank: int = 0, tensor_parallel: int = 1) -> tuple[Server
 
 
 def open_shared(
-    *, slots: int, context_tokens: int, decode: Decode | None = None, tensor_parallel: int = 1
+    *, slots: int, context_tokens: int, decode: Decode | None = None, **which: Any
 ) -> VllmServerEngine:
     """An engine of that server, without weights."""
-    server, model = running_server(tensor_parallel=tensor_parallel)
+    server, model = running_server(**which)
     return VllmServerEngine(
         model, slots=slots, context_tokens=context_tokens, address=server.address, decode=decode
     )
 
 
 @contextmanager
-def server_subject(folder: Path, tensor_parallel: int = 1) -> Iterator[Subject]:
+def server_subject(
+    folder: Path, tensor_parallel: int = 1, kind: str = "qwen2"
+) -> Iterator[Subject]:
     """The vllm-server engine under contract, with two policies in a store of their own.
 
     Engines of one server must not run at the same time under other weights; no check does that.
     """
-    _, model = running_server(tensor_parallel=tensor_parallel)
-    directories = [model, models.make_qwen2(folder / "seed1", 1, scale=8.0)]
+    which: dict[str, Any] = {"tensor_parallel": tensor_parallel, "kind": kind}
+    _, model = running_server(**which)
+    directories = [model, BUILDERS[kind](folder / "seed1", 1)]
     shutil.copytree(model, folder / "seed0")
-    opener = partial(open_shared, tensor_parallel=tensor_parallel)
+    opener = partial(open_shared, **which)
     with stored_subject("vllm-server", folder, directories, opener) as subject:
         yield subject
 

@@ -214,17 +214,6 @@ class TorchEngine(EngineBase[int]):
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
 
-    def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port; nor is one taken of tokens whose experts nobody would know."""
-        why = super().kv_error(request)
-        if why is None and request.kv is not None and request.params.routes:
-            return (
-                "tokens whose experts are not known"
-                if request.routed <= request.kv.tokens
-                else None
-            )
-        return why
-
     def step(self) -> list[EngineEvent]:
         """See the port; a prompt beyond PREFILL_TOKENS_MAX is prefilled over several steps."""
         if not self._rows:

@@ -8,7 +8,7 @@ imports no vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dora_pipe.core.clock import Clock
@@ -25,6 +25,7 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
+from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
 REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons that are ends of a request here; any other is an error."""
@@ -50,6 +51,24 @@ class VllmRequest(RunningRequest):
     """The KV cache that the request came with, until a stay begins with it."""
     cached: int = 0
     """Positions in vLLM's KV cache, as far as its answers tell: a prompt counts when it is done."""
+    routes: GrowingRoutes = field(default_factory=GrowingRoutes)
+    """Through which experts its tokens went, as far as somebody asked."""
+
+    def note_routes(self, first: int, routes: Routes) -> None:
+        """What was computed of the positions from `first` on. What vLLM computes once more, when it
+        had set the request aside, is not what its tokens came from."""
+        length = first + routes.tokens + 1
+        new = min(length - self.routes.known, routes.tokens)
+        if new > 0:
+            self.routes.add(routes.part(routes.tokens - new), length)
+
+    def routes_of(self, start: int, end: int) -> Routes | None:
+        """See `RunningRequest`; first of all, of those tokens before them that are not known."""
+        if not self.request.params.routes:
+            return None
+        given = len(self.request.token_ids)
+        begin = given + start if start else min(given, self.request.routed)
+        return self.routes.between(begin, given + end)
 
 
 class VllmEngineBase(EngineBase[VllmRequest]):

@@ -124,11 +124,12 @@ def open_core(
     context_tokens: int,
     backend: str,
     more: Mapping[str, Any] | None = None,
+    mixture: bool = False,
 ) -> Any:
     """A vLLM `LLMEngine` with random weights, which takes others through `backend`.
 
     `more` is what it is told beside that. Raises PolicyError for a model that vLLM does not take,
-    ResourceError without memory for it.
+    or that is no `mixture` where it must be one, ResourceError without memory for it.
     """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -142,7 +143,10 @@ def open_core(
         weight_transfer_config=transfer,
     )
     try:
-        check_kernels(wanted.create_model_config())
+        model = wanted.create_model_config()
+        check_kernels(model, adapters=wanted.enable_lora)
+        if mixture and not model.is_moe:
+            raise ValueError("sampling.routes is set, and it is no mixture of experts")
         return LLMEngine.from_engine_args(wanted)
     except MemoryError as error:
         raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
@@ -210,17 +214,18 @@ def device_name() -> str:
     return "cuda"
 
 
-def check_kernels(model: Any, parts: int = 1) -> None:
+def check_kernels(model: Any, parts: int = 1, *, adapters: bool = False) -> None:
     """Raise ValueError for a model (vLLM's ModelConfig) that vLLM would take and cannot compute:
-    heads that it has no kernel for, which it notices in its first step on a CPU; experts, whose
-    log-probs are wrong there (vLLM 0.32); heads that cannot be dealt to so many processes."""
+    heads that it has no kernel for, which it notices in its first step on a CPU; experts beside
+    adapters, for which it takes a GPU's kernel there; heads that cannot be dealt to so many
+    processes."""
     heads = int(model.hf_text_config.num_attention_heads)
     if heads % parts:
         raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
     if device_name() != "cpu":
         return
-    if model.is_moe:
-        raise ValueError("a mixture of experts comes out wrong on a CPU")
+    if model.is_moe and adapters:
+        raise ValueError("a mixture of experts under adapters has no kernel on a CPU")
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()
@@ -263,6 +268,8 @@ def sampler_class() -> type[Any]:
             self.under: dict[str, int] = {}
             """By vLLM's request id, its id of the adapter that the last step computed with; 0
             without one."""
+            self.heard: Any = None
+            """What reads the experts of a step, where somebody asked (`routes`)."""
 
         def ask(self, wanted: bool) -> None:
             """Whether the next step shall tell `drawn`: a softmax over the vocabulary more."""
@@ -294,6 +301,8 @@ def sampler_class() -> type[Any]:
             batch = self._runner.input_batch
             self.drawn = dict(zip(batch.req_ids, told, strict=False))
             self.under = dict(zip(batch.req_ids, batch.request_lora_mapping.tolist(), strict=False))
+            if self.heard is not None:
+                self.heard.note()
 
     return PositionSampler
 

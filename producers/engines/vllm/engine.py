@@ -21,7 +21,7 @@ from typing import Any
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.producers.engines.base import check_sizes
-from dora_pipe.producers.engines.port import KV_EXPORT, EngineEvent, Kv, StopReason
+from dora_pipe.producers.engines.port import KV_EXPORT, ROUTES, EngineEvent, Kv, StopReason
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.torch.weights import (
     OpenWeights,
@@ -32,6 +32,7 @@ from dora_pipe.producers.engines.torch.weights import (
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import kv as vllm_kv
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
+from dora_pipe.producers.engines.vllm import routes as vllm_routes
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
 from dora_pipe.producers.engines.vllm.base import REASONS, VllmEngineBase, VllmRequest
 from dora_pipe.producers.engines.vllm.core import VllmSettings
@@ -62,9 +63,11 @@ class VllmEngine(VllmEngineBase):
         clock: Clock | None = None,
         lora_rank: int = 0,
         versions_resident: int = 1,
+        routes: bool = False,
     ) -> None:
         """With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters
-        of that rank on one base.
+        of that rank on one base. With `routes` requests may ask through which experts their tokens
+        went.
 
         Raises ConfigError where vLLM is not installed or for sizes that cannot be, PolicyError for
         a model that vLLM does not take, ResourceError.
@@ -85,10 +88,12 @@ class VllmEngine(VllmEngineBase):
             backend=vllm_weights.BACKEND,
             more=vllm_lora.arguments(lora_rank, versions_resident, device=self.device)
             | vllm_kv.arguments(),
+            mixture=routes,
         )
         self._caches = vllm_kv.Caches(self._core, self.version)
         host = vllm_lora.LocalHost(self._core, self._shapes, rank=lora_rank) if lora_rank else None
         self._sampler = vllm_core.install_sampler(self._core)
+        self._routes = vllm_routes.install(self._core, self._sampler) if routes else None
         self._tasks = self._core.get_supported_tasks()
         super().__init__(
             slots=slots,
@@ -101,12 +106,10 @@ class VllmEngine(VllmEngineBase):
         self._layout = self._caches.layout
         if self._layout:
             self.declares |= {KV_EXPORT}
+        if routes:
+            self.declares |= {ROUTES}
         self._warm_up(str(self._core.get_weight_version()))
-        files = weight_files(model_dir)
-        if files:
-            opened, digest = open_directory(files, model_dir, self._shapes, self._tied)
-            self._replace(opened, 0, digest)
-            self._versions.base = digest
+        self._begin_with(model_dir)
 
     @property
     def kv_tokens(self) -> int:
@@ -125,6 +128,7 @@ class VllmEngine(VllmEngineBase):
         outputs = {one.request_id: one for one in answer.outputs}
         events: list[EngineEvent] = []
         for row in list(self._rows.values()):
+            self._note_routes(row)
             output = outputs.get(row.stay)
             if output is not None:
                 self._check_weights(row, answer.weight_version)
@@ -135,6 +139,21 @@ class VllmEngine(VllmEngineBase):
         """Let go of the memory; the engine cannot be used any more."""
         super().close()
         self._core.engine_core.shutdown()
+
+    def _begin_with(self, model_dir: Path) -> None:
+        """Have the weights of the model's directory, if it holds any."""
+        files = weight_files(model_dir)
+        if files:
+            opened, digest = open_directory(files, model_dir, self._shapes, self._tied)
+            self._replace(opened, 0, digest)
+            self._versions.base = digest
+
+    def _note_routes(self, row: VllmRequest) -> None:
+        """Take the experts of what the last step computed of a row, a part of its prompt too."""
+        if self._routes is not None and row.request.params.routes:
+            found = self._routes.found.get(row.stay)
+            if found is not None:
+                row.note_routes(*found)
 
     def _advance(self, row: VllmRequest, output: Any) -> StopReason | None:
         """Take what vLLM sampled for a row; why the row ends, which then has left."""
@@ -213,6 +232,8 @@ class VllmEngine(VllmEngineBase):
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
+            # Nobody kept the experts of what vLLM finds in its cache.
+            skip_reading_prefix_cache=params.routes and row.request.routed < row.length,
             **extra_args(params),
         )
 

@@ -195,7 +195,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         setattr(arguments, name, value)
     try:
         model = AsyncEngineArgs.from_cli_args(arguments).create_model_config()
-        vllm_core.check_kernels(model, asked.tensor_parallel)
+        vllm_core.check_kernels(model, asked.tensor_parallel, adapters=asked.lora_rank > 0)
     except vllm_core.REFUSALS as error:
         raise vllm_core.refusal(asked.model, error) from error
     return arguments

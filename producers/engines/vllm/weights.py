@@ -74,6 +74,8 @@ def _local_class() -> type[Any]:
             """There is nobody to meet."""
 
         def start_weight_update(self) -> None:
+            if self.device.type == "cpu":
+                pack_experts_anew(self.model)
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -105,6 +107,19 @@ def on_device(tensors: Tensors, device: torch.device) -> Iterator[tuple[str, tor
             yield name, tensor
         else:
             yield name, tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pack_experts_anew(model: Any) -> None:
+    """Let the experts of a mixture be packed when the weights that come are loaded.
+
+    On a CPU, vLLM 0.32 packs and pads experts when a layer gets its kernel, and what is loaded
+    later goes unpacked into the same memory (`UnquantizedFusedMoEMethod._setup_kernel`). A layer
+    without a kernel gets one.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def pack_tied(model: Any) -> None:

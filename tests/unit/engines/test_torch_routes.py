@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import numpy as np
 import pytest
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import ROUTES, EngineRequest, TokensSampled
+from dora_pipe.producers.engines.port import ROUTES, TokensSampled
 from dora_pipe.producers.engines.torch.engine import TorchEngine
-from dora_pipe.schemas.routes import GrowingRoutes, Routes, check_routes, need_entries
+from dora_pipe.schemas.routes import Routes, check_routes, need_entries
 from tests.support.engine_contract import request
+from tests.support.engine_routes import routed_run
 from tests.support.torch_engines import make
 
 PROMPT = [1, *range(20, 60)]
@@ -29,33 +29,10 @@ def opened(directory: Path, **changes: object) -> TorchEngine:
     return TorchEngine.open(directory, **settings)  # type: ignore[arg-type]
 
 
-def run(
-    engine: TorchEngine, requests: Sequence[EngineRequest]
-) -> dict[str, tuple[list[int], Routes]]:
-    """Tokens and entries of each, from all its events."""
-    for one in requests:
-        engine.add(one)
-    tokens: dict[str, list[int]] = {one.request: [] for one in requests}
-    routes = {one.request: GrowingRoutes() for one in requests}
-    given = {one.request: len(one.token_ids) - one.routed for one in requests}
-    while engine.active:
-        for event in engine.step():
-            if isinstance(event, TokensSampled):
-                tokens[event.request] += event.token_ids
-                length = given[event.request] + len(tokens[event.request])
-                routes[event.request].add(event.routes, length)
-    found = {}
-    for name, growing in routes.items():
-        whole = growing.between(0, growing.known)
-        assert whole is not None
-        found[name] = (tokens[name], whole)
-    return found
-
-
 def test_every_token_behind_the_first_has_its_experts(directory: Path) -> None:
     engine = opened(directory)
     asked = request("r", PROMPT, max_tokens=9, routes=True)
-    tokens, routes = run(engine, [replace(asked, emit_every=2)])["r"]
+    tokens, routes = routed_run(engine, [replace(asked, emit_every=2)])["r"]
     sparse = 2 if "qwen3" in str(directory) else 1
     assert (routes.experts, routes.layers, routes.per_token) == (8, sparse, 2)
     check_routes(routes, len(PROMPT) + len(tokens))
@@ -69,21 +46,21 @@ def test_they_are_the_same_in_company_after_an_interruption_and_from_kept_prompt
 ) -> None:
     asked = request("r", PROMPT, max_tokens=9, routes=True)
     others = [request(f"o{n}", PROMPT[: 5 * n], max_tokens=7, routes=True) for n in (1, 2)]
-    tokens, routes = run(opened(directory), [asked])["r"]
+    tokens, routes = routed_run(opened(directory), [asked])["r"]
     kept = opened(directory, kv_keep=2.0)
     for _ in range(2):
-        assert run(kept, [others[0], asked, others[1]])["r"] == (tokens, routes)
+        assert routed_run(kept, [others[0], asked, others[1]])["r"] == (tokens, routes)
     assert kept.prompt_tokens.reused
     cut = len(PROMPT) + 4
     later = replace(asked, token_ids=[*PROMPT, *tokens[:4]], sampled=4)
-    assert run(kept, [later])["r"][1] == routes
-    rest = run(kept, [replace(later, routed=cut)])["r"]
+    assert routed_run(kept, [later])["r"][1] == routes
+    rest = routed_run(kept, [replace(later, routed=cut)])["r"]
     assert rest == (tokens[4:], routes.part(cut))
 
 
 def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(directory: Path) -> None:
     asked = request("r", PROMPT, max_tokens=9, routes=True)
-    tokens, routes = run(opened(directory), [asked])["r"]
+    tokens, routes = routed_run(opened(directory), [asked])["r"]
     first = opened(directory)
     first.add(asked)
     for _ in range(4):
@@ -96,7 +73,7 @@ def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(directory: Pa
     moved = replace(asked, token_ids=ids, sampled=length - len(PROMPT), kv=exported.kv)
     second = opened(directory)
     assert second.kv_error(moved) == "tokens whose experts are not known"
-    rest = run(second, [replace(moved, routed=length)])["r"]
+    rest = routed_run(second, [replace(moved, routed=length)])["r"]
     assert rest == (tokens[length - len(PROMPT) :], routes.part(length))
 
 
@@ -117,7 +94,7 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
 
 def test_entries_are_of_the_model_each_expert_once(tmp_path: Path) -> None:
     engine = opened(make("qwen3_moe", tmp_path))
-    _, routes = run(engine, [request("r", PROMPT, max_tokens=3, routes=True)])["r"]
+    _, routes = routed_run(engine, [request("r", PROMPT, max_tokens=3, routes=True)])["r"]
     data = np.array(routes.choices)
     data[5, 0] = [3, 3]
     with pytest.raises(Exception, match=r"each once \(at \$\.routed_experts\[5\]\)|each once"):

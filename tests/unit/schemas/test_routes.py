@@ -170,9 +170,13 @@ def config(tmp_path: Path, *overrides: str) -> Config:
 def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampling\.routes: what goes on under other weights"):
         config(tmp_path, "staleness.interruptible=true")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: engine `vllm` does not say"):
-        check_engines(config(tmp_path), ["vllm"])
-    check_engines(config(tmp_path), ["torch"])
+    with pytest.raises(ConfigError, match=r"sampling\.routes: engine `vllm-server` does not say"):
+        check_engines(config(tmp_path), ["vllm-server"])
+    graphs = config(tmp_path, "workers.vllm.eager=false")
+    with pytest.raises(ConfigError, match=r"sampling\.routes: vLLM's compiled graphs do not say"):
+        check_engines(graphs, ["vllm"])
+    check_engines(graphs, ["torch"])
+    check_engines(config(tmp_path), ["torch", "vllm"])
     deepspeed = config(tmp_path, "trainer.kind=deepspeed")
     with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `deepspeed` routes by"):
         need_learner(deepspeed)

@@ -1,0 +1,115 @@
+"""Through which experts vLLM says that tokens went, beside what the own engine says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.port import ROUTES, TokensSampled
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.schemas.routes import check_routes, need_entries
+from tests.support import device
+from tests.support.engine_contract import request
+from tests.support.engine_routes import routed_run
+from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
+
+PROMPT = [1, *range(20, 60)]
+"""More than a block of vLLM's KV cache."""
+
+LAYERS = {"qwen3_moe": 2, "glm4_moe": 1}
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def mixture(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path, Any]]:
+    """A family, a model of it, and an engine that says by which experts it goes."""
+    need_vllm()
+    folder = BUILDERS[request.param](tmp_path_factory.mktemp("mixture"))
+    engine = open_vllm(folder, slots=4, context_tokens=128, routes=True)
+    yield request.param, folder, engine
+    engine.close()
+
+
+def test_every_token_behind_the_first_has_its_experts(mixture: tuple[str, Path, Any]) -> None:
+    kind, _, engine = mixture
+    asked = request("r", PROMPT, max_tokens=9, routes=True)
+    others = [request(f"o{n}", PROMPT[: 9 * n], max_tokens=7, routes=True) for n in (1, 2)]
+    found = routed_run(engine, [others[0], replace(asked, emit_every=2), others[1]])
+    assert ROUTES in engine.declares
+    for one in (asked, *others):
+        tokens, routes = found[one.request]
+        assert (routes.experts, routes.layers, routes.per_token) == (8, LAYERS[kind], 2)
+        check_routes(routes, len(one.token_ids) + len(tokens))
+        need_entries(routes, range(1, routes.tokens))
+        assert (routes.choices[0] == 255).all()
+
+
+def test_they_are_those_of_the_own_engine_in_a_prompt_of_several_steps_too(
+    mixture: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.need_fine()
+    _, folder, engine = mixture
+    scheduler = engine._core.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 16)
+    asked = request("r", PROMPT, max_tokens=30, routes=True)
+    tokens, routes = routed_run(engine, [asked])["r"]
+    own = TorchEngine.open(folder, slots=1, context_tokens=128, threads=1, routes=True)
+    whole = request("w", [*PROMPT, *tokens], max_tokens=1, routes=True)
+    _, theirs = routed_run(own, [whole])["w"]
+    known = slice(1, len(whole.token_ids))
+    ours, others = (np.sort(one.choices[known], -1) for one in (routes, theirs))
+    assert np.array_equal(ours, others)
+
+
+def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: tuple[str, Path, Any]) -> None:
+    """Though vLLM has their beginnings in its cache."""
+    _, _, engine = mixture
+    asked = request("r", PROMPT, max_tokens=40, routes=True)
+    tokens, routes = routed_run(engine, [asked])["r"]
+    assert routed_run(engine, [asked])["r"] == (tokens, routes)
+    cut = len(PROMPT) + 24
+    later = replace(asked, token_ids=[*PROMPT, *tokens[:24]], sampled=24)
+    assert routed_run(engine, [later])["r"] == (tokens[24:], routes)
+    before = engine.prompt_tokens.reused
+    rest = routed_run(engine, [replace(later, routed=cut)])["r"]
+    assert rest == (tokens[24:], routes.part(cut))
+    assert engine.prompt_tokens.reused > before
+
+
+def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(
+    mixture: tuple[str, Path, Any],
+) -> None:
+    _, _, engine = mixture
+    asked = request("r", PROMPT, max_tokens=9, routes=True)
+    tokens, routes = routed_run(engine, [asked])["r"]
+    engine.add(asked)
+    for _ in range(4):
+        engine.step()
+    exported = engine.export("r")
+    length = len(PROMPT) + len(exported.sampled.token_ids)
+    assert exported.sampled.routes == routes.part(0, length)
+    ids = [*PROMPT, *exported.sampled.token_ids]
+    moved = replace(asked, token_ids=ids, sampled=length - len(PROMPT), kv=exported.kv)
+    assert engine.kv_error(moved) == "tokens whose experts are not known"
+    rest = routed_run(engine, [replace(moved, routed=length)])["r"]
+    assert rest == (tokens[length - len(PROMPT) :], routes.part(length))
+
+
+def test_nobody_is_told_who_does_not_ask(mixture: tuple[str, Path, Any]) -> None:
+    _, _, engine = mixture
+    engine.add(request("r", PROMPT, max_tokens=3))
+    events = [event for _ in range(3) for event in engine.step()]
+    assert [one.routes for one in events if isinstance(one, TokensSampled)] == [None]
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    need_vllm()
+    with pytest.raises(PolicyError, match=r"sampling\.routes is set, and it is no mixture"):
+        open_vllm(BUILDERS["qwen2"](tmp_path), slots=2, context_tokens=64, routes=True)

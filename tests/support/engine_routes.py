@@ -1,0 +1,31 @@
+"""Runs requests on an engine that says through which experts their tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dora_pipe.producers.engines.port import Engine, EngineRequest, TokensSampled
+from dora_pipe.schemas.routes import GrowingRoutes, Routes
+
+
+def routed_run(
+    engine: Engine, requests: Sequence[EngineRequest]
+) -> dict[str, tuple[list[int], Routes]]:
+    """Tokens and entries of each request, from all its events."""
+    for one in requests:
+        engine.add(one)
+    tokens: dict[str, list[int]] = {one.request: [] for one in requests}
+    routes = {one.request: GrowingRoutes() for one in requests}
+    given = {one.request: len(one.token_ids) - one.routed for one in requests}
+    while engine.active:
+        for event in engine.step():
+            if isinstance(event, TokensSampled):
+                tokens[event.request] += event.token_ids
+                length = given[event.request] + len(tokens[event.request])
+                routes[event.request].add(event.routes, length)
+    found = {}
+    for name, growing in routes.items():
+        whole = growing.between(0, growing.known)
+        assert whole is not None
+        found[name] = (tokens[name], whole)
+    return found

@@ -67,9 +67,10 @@ def _summary(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table without the columns that say nothing in any row."""
-    names = [name for name in rows[0] if any(row[name] not in (None, "", False) for row in rows)]
+    said = [name for row in rows for name, cell in row.items() if cell not in (None, "", False)]
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name in said]
     head = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
-    return [*head, *(f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows)]
+    return [*head, *(f"| {' | '.join(_cell(row.get(name)) for name in names)} |" for row in rows)]
 
 
 def _cell(value: Any) -> str:

@@ -108,6 +108,11 @@ PIECES: Final = (
     _steps("long", "rows of 32 000 tokens, 0.6B"),
     _steps("optimizers", "optimizers by name; what saves memory has equal bits"),
     Piece(
+        name="profile",
+        what="kernels of a step of 0.6B, 4 096 tokens",
+        command=("-m", "dora_pipe.bench.gpu_profile", "0.6B"),
+    ),
+    Piece(
         name="patches",
         what="a version of 1.7B: whole, as a patch, loaded",
         command=("-m", "dora_pipe.bench.gpu_patches", "1.7B"),

@@ -2,24 +2,28 @@
 
     python -m dora_pipe.bench.gpu_step SET [--device cpu]
 
-Every case is a process of its own and one JSON object on a line. Both trainers get the same rows
-(token ids, masks, advantages), cut into passes of the same tokens, the same network of
-transformers, AdamW, clipping and gradient checkpointing; one step comes before the measured ones.
-Not the same: trl computes entropies too, and its completions are all that is counted, in a head of
-its own; ours picks deterministic kernels, and hands out figures of every trajectory. Case
-`trl` computes in float32 like ours, `trl-bf16` under autocast to bfloat16, as trl does by default.
+Cases of a set share a process while each leaves the device as empty as it was, else a fresh one
+goes on; a figure is one JSON object on a line. Both trainers get the same rows (token ids, masks,
+advantages), cut into passes of the same tokens, the same network of transformers, AdamW, clipping
+and gradient checkpointing; one step comes before the measured ones. Not the same: trl computes
+entropies too, in a head of its own, and its AdamW is the fused one; ours takes deterministic
+kernels, and keeps figures of every trajectory. `trl` computes in float32, `trl-bf16` under autocast
+to bfloat16, as trl does by default.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+import importlib.util
 import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -39,6 +43,8 @@ LEARNING_RATE: Final = 1e-6
 NORM_MAX: Final = 1.0
 WARM_TOKENS: Final = 2048
 """Of the rows of the own trainer's step that is not measured."""
+LEFT_BYTES: Final = 200_000_000
+"""Work space of libraries, which stays: more, and a process goes on in a fresh one."""
 BETAS: Final = (0.9, 0.95)
 GROUP: Final = 2
 """Rows of a group, one with reward 1, the other with 0."""
@@ -91,6 +97,8 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     pass_tokens: int = 4096
     policies: PolicyDtype = "bfloat16"
     """What is published, beside float32 masters; of the own trainer."""
+    compute: PolicyDtype = "float32"
+    """Of its passes."""
     optimizer: OptimizerName = "adamw"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
@@ -220,20 +228,62 @@ _SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
 
 
 def bench_gpu_steps(cases: Sequence[StepCase]) -> Iterator[GpuStepFigure]:
-    """One figure after the other, each from a process of its own; a case whose package is not
-    here, or which ends badly, says so in its figure."""
-    from importlib.util import find_spec
+    """One figure after the other; a case whose package is not here, or whose process ended badly,
+    says so in its figure."""
+    absent = [one for one in cases if one.needs and importlib.util.find_spec(one.needs) is None]
+    yield from (_figure(one, said=f"{one.needs} is not installed") for one in absent)
+    rest = [one for one in cases if one not in absent]
+    while rest:
+        before = len(rest)
+        with _started(rest) as process:
+            for figure in _figures_in(process.stdout):
+                yield figure
+                rest = rest[1:]
+        if rest and (process.returncode or len(rest) == before):
+            yield _figure(rest[0], said=f"exit code {process.returncode}")
+            rest = rest[1:]
 
+
+def _started(cases: Sequence[StepCase]) -> subprocess.Popen[bytes]:
+    """A process that has been told to measure these."""
+    command = [sys.executable, "-m", "dora_pipe.bench.gpu_step"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(cases))
+    process.stdin.close()
+    return process
+
+
+def _figures_in(lines: Iterable[bytes] | None) -> Iterator[GpuStepFigure]:
+    """What is a figure among what a process prints; trl has lines of its own."""
+    for line in lines or ():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(line, type=GpuStepFigure)
+
+
+def _measure(cases: Sequence[StepCase]) -> None:
+    """Print figures until all are there, or the device keeps something of one."""
     for case in cases:
-        if case.needs and find_spec(case.needs) is None:
-            yield _figure(case, said=f"{case.needs} is not installed here")
-            continue
-        command = [sys.executable, "-m", "dora_pipe.bench.gpu_step"]
-        done = subprocess.run(command, input=msgspec.json.encode(case), stdout=subprocess.PIPE)
-        if done.returncode:
-            yield _figure(case, said=f"exit code {done.returncode}")
-        else:
-            yield msgspec.json.decode(done.stdout.splitlines()[-1], type=GpuStepFigure)
+        figure = measured(case)
+        _say(figure)
+        if figure.said or _held_after(case.device) > LEFT_BYTES:
+            return
+
+
+def _held_after(device: str) -> int:
+    """What the allocator still holds when all that can go has gone."""
+    import torch
+
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def _say(figure: GpuStepFigure) -> None:
+    sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
+    sys.stdout.flush()
 
 
 def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
@@ -510,7 +560,6 @@ def _trl_trainer(case: StepCase, folder: Path) -> Any:
         max_grad_norm=NORM_MAX,
         beta=0.0,
         bf16=case.by == "trl-bf16",
-        tf32=False if case.device == "cuda" else None,
         gradient_checkpointing=case.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=case.device == "cpu",
@@ -565,15 +614,12 @@ def _tokenizer() -> Any:
 
 def _main(words: Sequence[str]) -> int:
     if not words:
-        case = msgspec.json.decode(sys.stdin.buffer.read(), type=StepCase)
-        sys.stdout.write(msgspec.json.encode(asdict(measured(case))).decode() + "\n")
+        _measure(msgspec.json.decode(sys.stdin.buffer.read(), type=list[StepCase]))
         return 0
     name, *rest = words
     device = rest[1] if rest[:1] == ["--device"] else "cuda"
-    cases = [msgspec.structs.replace(one, device=device) for one in cases_of(name)]
-    for figure in bench_gpu_steps(cases):
-        sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
-        sys.stdout.flush()
+    for figure in bench_gpu_steps([_with(one, device=device) for one in cases_of(name)]):
+        _say(figure)
     return 0
 
 

@@ -219,7 +219,8 @@ def load_weights(network: Any, weights: Path) -> None:
             entry = found[name]
             if tuple(tensor.shape) != entry.shape or entry.dtype not in DTYPES:
                 raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
-            tensor.copy_(read_tensor(data, entry))
+            # Converted there, likewise.
+            tensor.copy_(read_tensor(data, entry).to(tensor.device))
 
 
 def read_tensor(data: memoryview, entry: Entry) -> Tensor:
@@ -234,7 +235,8 @@ def tensor_source(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -
     kind = dtype or tensor.dtype
 
     def data() -> memoryview:
-        plain = tensor.detach().to("cpu", kind).contiguous().reshape(-1)
+        # Converted where it is: in one call torch copies all bits of a GPU's and rounds them here.
+        plain = tensor.detach().to(kind).to("cpu").contiguous().reshape(-1)
         bytes_: Any = plain.view(torch.uint8).numpy()
         return memoryview(bytes_)
 

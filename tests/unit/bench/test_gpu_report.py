@@ -124,3 +124,16 @@ def test_a_patch_of_a_tiny_model_makes_the_version_that_was_trained() -> None:
     whole, patch, made = (one.megabytes for one in figures[:3])
     assert figures[2].said == "equal" and made == whole
     assert 0 < patch < whole / 4
+
+
+def test_kernels_of_a_tiny_step_are_named_with_their_share_of_it() -> None:
+    import msgspec
+
+    from dora_pipe.bench.gpu_profile import bench_gpu_profile
+    from dora_pipe.bench.gpu_step import cases_of
+
+    tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu")
+    step, kernels, *longest = bench_gpu_profile(tiny)
+    assert (step.kernel, step.share) == ("the step", 1)
+    assert 0 < kernels.ms <= step.ms and kernels.calls > len(longest)
+    assert [one.ms for one in longest] == sorted((one.ms for one in longest), reverse=True)

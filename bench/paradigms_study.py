@@ -62,7 +62,7 @@ class Scale:
     rates: tuple[float, ...]
     """Learning rates that are tried; the first where none is chosen."""
     overrides: tuple[str, ...] = ()
-    virtual: str = ""
+    virtual: str
     """Which pace its time has (`PACES`); empty: real processes and real time."""
 
 
@@ -80,12 +80,13 @@ RATES: Final = (4.5e-4, 3e-4, 7e-4)
 SCALES: Final[Mapping[str, Scale]] = {
     "demo": Scale(
         example=TASK,
-        steps=48,
+        steps=40,
         target=REWARD_MIN,
         prompts=128,
-        every=4,
+        every=2,
         rates=RATES,
-        overrides=(ONE_UPDATE,),
+        overrides=(*SMALL, ONE_UPDATE, *QUIET),
+        virtual="demo",
     ),
     "gpu": Scale(
         example=TASK,
@@ -245,9 +246,11 @@ def study_of(
     workers: int,
     overrides: Sequence[str],
     model: Path | None,
+    processes: bool = False,
 ) -> Study:
-    """A study with its task's sizes where none are given. Raises UsageError for another task, or
-    quick runs of another than the tools', which have no small sizes."""
+    """A study with its task's sizes where none are given, in virtual time unless it is to be of
+    real `processes`. Raises UsageError for another task, or quick runs of another than the tools',
+    which have no small sizes."""
     if task not in SCALES:
         raise UsageError(f"no task {task!r}", hint=f"one of {', '.join(SCALES)}")
     if quick and task != "tools":
@@ -257,6 +260,7 @@ def study_of(
         scale,
         steps=scale.steps if steps is None else steps,
         target=scale.target if target is None else target,
+        virtual="" if processes else scale.virtual,
     )
     return Study(
         out=str(out),

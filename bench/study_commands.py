@@ -35,8 +35,8 @@ def paradigms(
     task: Annotated[
         str,
         typer.Option(
-            help="demo: real processes. In virtual time: gpu, the demo's with a modelled engine; "
-            "tools, a calculator that takes its time."
+            help="demo; gpu, the same at the pace of a modelled GPU; tools, a calculator that "
+            "takes its time."
         ),
     ] = "demo",
     out: Annotated[
@@ -52,7 +52,10 @@ def paradigms(
         ),
     ] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, where time is virtual.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="48; of gpu 40, of tools 16.")] = None,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Real ones in real time; else time is virtual.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="40; of tools 16.")] = None,
     target: Annotated[
         float | None,
         typer.Option(help="Evaluation reward, the time to which is measured: .85."),
@@ -84,6 +87,7 @@ def paradigms(
         workers=workers,
         overrides=override or (),
         model=model,
+        processes=processes,
     )
     chosen, runs = play(study, only, seeds=seeds, choose=choose, jobs=0 if report else jobs)
     print_study(study, chosen, runs, tries=choose, as_json=as_json)

@@ -88,6 +88,12 @@ def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:
         quick(tmp_path, "chess")
 
 
+def test_real_processes_are_asked_for_and_share_no_cores(tmp_path: Path, call: Call) -> None:
+    words = ["bench", "paradigms", "--processes", "--jobs", "2", "--out", str(tmp_path / "study")]
+    code, _, said = call(*words)
+    assert code and "--jobs is for virtual time" in said
+
+
 class Process:
     """A task process whose answer comes with the next look."""
 

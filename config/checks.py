@@ -476,7 +476,7 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
     elif trainer.zero_stage == 0 and trainer.offload != "none":
         yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
-    elif trainer.zero_stage == 0 and trainer.dtype == "bfloat16":
+    elif (trainer.kind, trainer.zero_stage, trainer.dtype) == ("deepspeed", 0, "bfloat16"):
         yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
     elif trainer.chunks_refused and trainer.mlp_chunk_tokens not in (0, "auto"):
         yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
@@ -556,7 +556,6 @@ _DEEPSPEED: Final = {
     "ranks": 1,
     "offload": "none",
     "gradient_accumulation": 1,
-    "dtype": "float32",
 }
 """Keys of [trainer] that another kind takes only as they are by default."""
 

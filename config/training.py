@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from dora_pipe.config.schedule import Schedule
 from dora_pipe.config.section import (
+    ComputeDtype,
     NonNegative,
     NonNegativeFloat,
     OptimizerName,
@@ -23,7 +24,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """The training engine and its optimizer."""
 
     kind: str = "torch"
-    """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
+    """Which engine: torch, deepspeed (which has the keys from `ranks` to
+    `gradient_accumulation`; docs/training.md)
     or `module:attribute` of your own (docs/extending.md)."""
     optimizer: OptimizerName = "adamw"
     """What updates: AdamW, Muon for the matrices of the hidden layers and AdamW for the rest, or
@@ -84,8 +86,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """What lies in the host's memory: AdamW's moments and its update, or weights too (stage 3)."""
     gradient_accumulation: Positive = 1
     """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; weights are updated in float32."""
+    dtype: ComputeDtype = "float32"
+    """Of the products of a pass: bfloat16 is what GPUs are fast in. Weights are updated in
+    float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
     gpus: tuple[NonNegative, ...] = ()

@@ -259,6 +259,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
+        dtype=section.dtype,
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.config.section import WeightDecayExclude
+from dora_pipe.config.section import ComputeDtype, WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
@@ -49,7 +49,7 @@ class EngineOptions:
 
     zero_stage: int = 2
     offload: Literal["none", "optimizer", "all"] = "none"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: ComputeDtype = "float32"
     """What passes compute in."""
     published: PolicyDtype = "float32"
     """What weights are when they leave (`policies.dtype`); passes compute with what left."""

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.config.section import OptimizerName, WeightDecayExclude
+from dora_pipe.config.section import ComputeDtype, OptimizerName, WeightDecayExclude
 from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
@@ -82,6 +82,8 @@ class TorchOptions:
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
+    dtype: ComputeDtype = "float32"
+    """What passes are computed in; weights are updated in float32."""
     lora: LoraOptions | None = None
     """What is trained, if not all weights."""
     temperature: float = 1.0
@@ -288,6 +290,7 @@ class TorchLearner:
         return (
             (lora.numerics if lora else {})
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
+            | ({"dtype": options.dtype} if options.dtype != "float32" else {})
             | optimizer_numerics(options.optimizer)
             | _aux_numerics(options.router_aux_loss)
             | temperature_numerics(options.temperature)
@@ -394,6 +397,7 @@ class TorchLearner:
                 device=options.device,
                 temperature=options.temperature,
                 memory=options.memory,
+                dtype=options.dtype,
             )
             self._reference.load(self._reference_path if wanted is None else wanted.weights)
         self._reference_digest = digest
@@ -421,6 +425,7 @@ def _model(
             temperature=options.temperature,
             memory=options.memory,
             bfloat16=bfloat16,
+            dtype=options.dtype,
         )
     return LoraModel(
         assets,
@@ -429,4 +434,5 @@ def _model(
         device=options.device,
         temperature=options.temperature,
         memory=options.memory,
+        dtype=options.dtype,
     )

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, tensor_source
 from dora_pipe.core.errors import PolicyError
@@ -196,8 +197,9 @@ class LoraModel(TorchModel):
         device: str,
         temperature: float = 1.0,
         memory: MemoryOptions = AT_ONCE,
+        dtype: ComputeDtype = "float32",
     ) -> None:
-        super().__init__(assets, device=device, temperature=temperature, memory=memory)
+        super().__init__(assets, device=device, temperature=temperature, memory=memory, dtype=dtype)
         self.pairs = Pairs(self.network, options)
         self._adapter_base = AdapterBase(base, options)
         self._reference: Mapping[str, Tensor] = {}

@@ -201,8 +201,21 @@ def chunk_slices(tokens: int, count: int) -> Iterator[slice]:
         yield slice(tokens * number // count, tokens * (number + 1) // count)
 
 
+def _computed_in(hidden: Tensor) -> torch.dtype:
+    """What products of these states are computed in: autocast says, or they are as they are."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _as(kind: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.to(kind), None if bias is None else bias.to(kind)
+
+
 class _LinearLogprobs(torch.autograd.Function):
-    """Gradients of the weights are added up in float32, chunk after chunk, in place."""
+    """Gradients of the weights are added up in float32, chunk after chunk, in place.
+
+    Backward passes are outside of autocast, so what it says is kept from the forward one.
+    """
 
     @staticmethod
     def forward(
@@ -214,8 +227,11 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         chunks: int,
     ) -> Tensor:
+        ctx.temperature, ctx.chunks, ctx.given = temperature, chunks, hidden.dtype
+        computed = _computed_in(hidden)
+        hidden = hidden.to(computed)
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature, ctx.chunks = temperature, chunks
+        weight, bias = _as(computed, weight, bias)
         found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         for part in chunk_slices(len(targets), chunks):
             logits = linear(hidden[part], weight, bias)
@@ -225,13 +241,14 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, held, held_bias, targets = ctx.saved_tensors
+        weight, bias = _as(hidden.dtype, held, held_bias)
         of_hidden, of_weight, of_bias = (
             torch.zeros_like(one, dtype=dtype) if needed else None
             for one, needed, dtype in zip(
                 (hidden, weight, bias),
                 ctx.needs_input_grad,
-                (hidden.dtype, torch.float32, torch.float32),
+                (ctx.given, torch.float32, torch.float32),
                 strict=False,
             )
         )
@@ -244,13 +261,16 @@ class _LinearLogprobs(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden[part] = by_logits @ weight
             if of_weight is not None:
-                of_weight.addmm_(by_logits.float().T, hidden[part].float())
+                if held.dtype == hidden.dtype:
+                    of_weight.addmm_(by_logits.float().T, hidden[part].float())
+                else:  # Autocast's gradients are products of what it computes in.
+                    of_weight += by_logits.T @ hidden[part]
             if of_bias is not None:
                 of_bias += by_logits.float().sum(0)
             del by_logits
         return (
             of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
+            None if of_weight is None else of_weight.to(held.dtype),
+            None if of_bias is None else of_bias.to(held_bias.dtype),
             *(None,) * 3,
         )

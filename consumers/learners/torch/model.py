@@ -8,6 +8,7 @@ take the general way. Dropout is off: a step must be a function of its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Part, Pass
@@ -101,10 +103,12 @@ class TorchModel:
         temperature: float = 1.0,
         memory: MemoryOptions = AT_ONCE,
         bfloat16: Collection[str] = (),
+        dtype: ComputeDtype = "float32",
     ) -> None:
-        """`bfloat16` names what is stored in that type; it is computed with in float32 all the
-        same."""
+        """`bfloat16` names what is stored in that type, and `dtype` is what passes are computed in,
+        whatever that is stored in."""
         self.device = device
+        self._dtype = dtype
         self._bfloat16 = frozenset(bfloat16)
         self._temperature = temperature
         self.network: Any = build(assets, memory).to(device)
@@ -130,16 +134,17 @@ class TorchModel:
         """
         if passage.routes is not None or self._routed is not None:
             self.routed.take(passage.routes)
-        return score(
-            self.network,
-            passage.ids,
-            passage.places,
-            passage.targets,
-            lean=self.lean,
-            temperature=self._temperature,
-            chunks=self._memory.head_chunks(len(passage.targets), self.vocabulary),
-            positions=passage.positions,
-        )
+        with computing(self._dtype, self.device):
+            return score(
+                self.network,
+                passage.ids,
+                passage.places,
+                passage.targets,
+                lean=self.lean,
+                temperature=self._temperature,
+                chunks=self._memory.head_chunks(len(passage.targets), self.vocabulary),
+                positions=passage.positions,
+            )
 
     def logprobs_and_balance(self, passage: Passage) -> tuple[Tensor, Tensor]:
         """As `logprobs`, and the load-balancing loss of each row, [rows]. Raises PolicyError."""
@@ -188,6 +193,14 @@ class TorchModel:
             tensor_source(name, tensor, torch.bfloat16 if name in self._bfloat16 else tensor.dtype)
             for name, tensor in stored(self.network).items()
         ]
+
+
+def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
+    """Products of a forward pass, and with them those of its backward pass, in this type: norms,
+    softmax and what layers add up stay float32 (torch's autocast)."""
+    if dtype == "float32":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
 
 
 def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, head_is_all, score, score_rows
@@ -26,7 +27,7 @@ from dora_pipe.store.model_dir import weights_digest
 class ModelOptions:
     """How a directory is computed."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: ComputeDtype = "float32"
     device: str = "cpu"
     temperature: float = 1.0
     padded_tokens_max: int = 16384

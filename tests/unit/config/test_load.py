@@ -300,7 +300,6 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
         (["timing.lease_s=1.0"], "not more than two heartbeats"),
         (["trainer.betas=[0.9, 1.0]"], "must be below 1"),
         (["trainer.ranks=2"], "2 needs trainer.kind = 'deepspeed'"),
-        (["trainer.dtype=bfloat16"], "bfloat16 needs trainer.kind = 'deepspeed'"),
         ([*DEEPSPEED, "trainer.offload=all"], "only with zero_stage = 3"),
         ([*DEEPSPEED, *STAGE_0, "trainer.offload=optimizer"], "nothing is offloaded"),
         ([*DEEPSPEED, *STAGE_0, "trainer.dtype=bfloat16"], "needs zero_stage 1, 2 or 3"),

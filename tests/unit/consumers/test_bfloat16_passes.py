@@ -1,0 +1,132 @@
+"""Passes in bfloat16 (`trainer.dtype`): near float32's, equal every time, updated in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dora_pipe.config.section import ComputeDtype
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions, head_logprobs
+from dora_pipe.consumers.learners.torch.model import computing
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support.adapters import LAYERS
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_llama_gqa, make_qwen3_moe
+
+PLAIN = TorchOptions(micro_batch_tokens=128)
+CHUNKED = MemoryOptions(head_chunk_tokens=7, mlp_chunk_tokens=16)
+NARROW = 2.0**-8
+"""A step of bfloat16 beside 1."""
+
+
+class Policy:
+    """Version 0 of a small model, with trainers for it."""
+
+    def __init__(self, root: Path, model: Callable[[Path], Path] = make_llama_gqa) -> None:
+        store = PolicyStore(root / "policies")
+        self.manifest, assets = import_model(store, model(root / "model"))
+        self.assets = store.assets_path(assets)
+        self.weights = store.weights_path(self.manifest.digest)
+
+    def trainer(self, dtype: ComputeDtype, options: TorchOptions = PLAIN) -> TorchLearner:
+        chosen = replace(options, dtype=dtype)
+        made = TorchLearner(self.assets, reference=self.weights, options=chosen)
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+def gradients(trainer: TorchLearner) -> Mapping[str, torch.Tensor]:
+    """After one step, as it was added up."""
+    trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+    return {
+        name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None
+    }
+
+
+def test_logprobs_are_those_of_float32_to_the_type_and_no_nearer(policy: Policy) -> None:
+    rows = [([1, 7, 9, 30, 4], [0, 0, 1, 1, 1]), ([3, 5, 8], [0, 1, 1])]
+    narrow, wide = (policy.trainer(one).score(rows) for one in ("bfloat16", "float32"))
+    apart = np.abs(np.concatenate(narrow) - np.concatenate(wide))
+    assert 0 < apart.max() < 8 * NARROW
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [MemoryOptions(), CHUNKED, replace(CHUNKED, gradient_checkpointing=True, packing=True)],
+    ids=["at once", "in chunks", "in chunks, computed again, packed"],
+)
+def test_gradients_point_where_those_of_float32_do(policy: Policy, memory: MemoryOptions) -> None:
+    options = replace(PLAIN, memory=memory)
+    narrow = gradients(policy.trainer("bfloat16", options))
+    wide = gradients(policy.trainer("float32", options))
+    assert narrow.keys() == wide.keys()
+    for name, one in narrow.items():
+        assert one.dtype == torch.float32
+        apart = float((one - wide[name]).norm() / wide[name].norm())
+        assert 0 < apart < 0.05, name
+
+
+def test_a_step_gives_equal_bits_every_time_and_its_fingerprint_says_the_type(
+    policy: Policy, tmp_path: Path
+) -> None:
+    digests = set()
+    for number in range(2):
+        trainer = policy.trainer("bfloat16", replace(PLAIN, memory=CHUNKED))
+        trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+        digests.add(trainer.save_weights(tmp_path / str(number)).digest)
+    assert len(digests) == 1
+    assert trainer.numerics()["dtype"] == "bfloat16"
+    assert "dtype" not in policy.trainer("float32").numerics()
+
+
+def test_layers_that_are_computed_again_give_equal_bits(policy: Policy, tmp_path: Path) -> None:
+    digests = set()
+    for again in (False, True):
+        memory = replace(CHUNKED, gradient_checkpointing=again)
+        trainer = policy.trainer("bfloat16", replace(PLAIN, memory=memory))
+        trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+        digests.add(trainer.save_weights(tmp_path / str(again)).digest)
+    assert len(digests) == 1
+
+
+def test_an_adapter_is_trained_in_it_too(policy: Policy) -> None:
+    options = replace(PLAIN, lora=LoraOptions(rank=2, alpha=4.0, targets=LAYERS))
+    found = gradients(policy.trainer("bfloat16", options))
+    assert found and all(bool(one.isfinite().all()) for one in found.values())
+
+
+def test_a_mixture_is_trained_in_it_too(tmp_path: Path) -> None:
+    mixture = Policy(tmp_path, make_qwen3_moe)
+    narrow, wide = (gradients(mixture.trainer(one)) for one in ("bfloat16", "float32"))
+    for name, one in narrow.items():  # A token near the border goes to another expert.
+        assert float((one - wide[name]).norm()) < 0.5 * float(wide[name].norm()) + 1e-4, name
+
+
+def test_head_in_chunks_computes_in_the_type_that_autocast_says_also_on_the_way_back() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 50, bias=True)
+    hidden, targets = torch.randn(24, 16), torch.randint(50, (24,))
+    found = []
+    for chunks in (1, 4):
+        given = hidden.clone().requires_grad_()
+        with computing("bfloat16", "cpu"):
+            logprobs = head_logprobs(head, given, targets, temperature=0.7, chunks=chunks)
+        (of_hidden, *of_head) = torch.autograd.grad(logprobs.sum(), [given, *head.parameters()])
+        found.append((logprobs.detach(), of_hidden, *of_head))
+    for once, cut in zip(*found, strict=True):
+        assert cut.dtype == torch.float32
+        assert float((cut - once).norm() / once.norm()) < 2 * NARROW
+    assert torch.equal(found[0][0], found[1][0])

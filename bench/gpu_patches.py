@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.gpu_step import SETTINGS, StepCase, batch_of, config_of, made_learner, now_s
+from dora_pipe.bench.gpu_cases import StepCase
+from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.patch import opened_patches, write_patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest

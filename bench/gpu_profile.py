@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.gpu_step import SETTINGS, StepCase, batch_of, config_of, made_learner, now_s
+from dora_pipe.bench.gpu_cases import StepCase
+from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
 
 SHOWN: Final = 12
 NAME_LETTERS: Final = 70

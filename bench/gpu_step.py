@@ -26,13 +26,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from dora_pipe.bench.codec import sample_trajectory
-from dora_pipe.config.section import OptimizerName
+from dora_pipe.bench.gpu_cases import GROUP, SHAPES, VOCABULARY, StepCase, cases_of, with_
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.policy import PolicyDtype
@@ -46,31 +46,6 @@ WARM_TOKENS: Final = 2048
 LEFT_BYTES: Final = 200_000_000
 """Work space of libraries, which stays: more, and a process goes on in a fresh one."""
 BETAS: Final = (0.9, 0.95)
-GROUP: Final = 2
-"""Rows of a group, one with reward 1, the other with 0."""
-
-VOCABULARY: Final = 151_936
-SHAPES: Final[dict[str, dict[str, int]]] = {
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072},
-    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
-    "4B": {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "intermediate_size": 9728,
-        "num_attention_heads": 32,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-    },
-}
-"""As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
-
 SETTINGS: Final = {
     "trainer.learning_rate": LEARNING_RATE,
     "trainer.grad_norm_max": NORM_MAX,
@@ -81,44 +56,6 @@ SETTINGS: Final = {
     "objective.advantage_std": True,
     "objective.kl": 0.0,
 }
-
-By = Literal["own", "trl", "trl-bf16"]
-
-
-class StepCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of so many rows of so many tokens each."""
-
-    by: By = "own"
-    model: str = "0.6B"
-    rows: int = 2
-    row_tokens: int = 2048
-    last_tokens: int = 0
-    """Of the last row of every group, where it is shorter."""
-    pass_tokens: int = 4096
-    policies: PolicyDtype = "bfloat16"
-    """What is published, beside float32 masters; of the own trainer."""
-    compute: PolicyDtype = "float32"
-    """Of its passes."""
-    optimizer: OptimizerName = "adamw"
-    gradient_checkpointing: bool = True
-    activation_offload: bool = False
-    packing: bool = False
-    steps: int = 2
-    digest: bool = False
-    device: str = "cuda"
-
-    @property
-    def tokens(self) -> int:
-        """Of all rows."""
-        groups = self.rows // GROUP
-        return groups * ((GROUP - 1) * self.row_tokens + (self.last_tokens or self.row_tokens))
-
-    @property
-    def needs(self) -> str:
-        """The package without which it is not measured."""
-        if self.by != "own":
-            return "trl"
-        return "bitsandbytes" if self.optimizer == "adamw8bit" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,87 +81,6 @@ class GpuStepFigure:
     digest: str = ""
     """Of the weights after the last step, its beginning."""
     said: str = ""
-
-
-def cases_of(name: str) -> list[StepCase]:
-    """The cases of a set. Raises KeyError."""
-    return _SETS[name]()
-
-
-def _tiny() -> list[StepCase]:
-    """Of a model that a CPU trains in no time."""
-    small = StepCase(model="tiny", rows=4, row_tokens=64, pass_tokens=64, digest=True)
-    return [small, _with(small, by="trl")]
-
-
-def _ways() -> list[StepCase]:
-    """All ways once; equal digests are equal bits."""
-    small = _with(_tiny()[0], steps=1)
-    return [
-        small,
-        _with(small, policies="float32"),
-        _with(small, optimizer="muon"),
-        _with(small, gradient_checkpointing=False),
-        _with(small, activation_offload=True),
-        _with(small, packing=True, last_tokens=16, pass_tokens=256),
-        _with(small, by="trl"),
-        _with(small, by="trl-bf16"),
-    ]
-
-
-def _optimizers() -> list[StepCase]:
-    """What must have equal bits with what, told by the digest."""
-    plain = StepCase(digest=True, steps=1)
-    muon, eight = _with(plain, optimizer="muon"), _with(plain, optimizer="adamw8bit")
-    less = [_with(plain, gradient_checkpointing=False), _with(plain, activation_offload=True)]
-    return [plain, *less, muon, muon, eight, eight]
-
-
-def _long() -> list[StepCase]:
-    """A row of 32 000 tokens, and beside it a short one, so that it has an advantage."""
-    row = StepCase(row_tokens=32_000, last_tokens=256, pass_tokens=32_000, steps=1)
-    return [row, _with(row, activation_offload=True)]
-
-
-def _small() -> list[StepCase]:
-    short = StepCase(model="0.6B")
-    long = _with(short, rows=8)
-    wide = _with(long, pass_tokens=16_384)
-    return [
-        long,
-        _with(long, by="trl-bf16"),
-        _with(long, by="trl"),
-        wide,
-        short,
-        _with(short, by="trl"),
-    ]
-
-
-def _middle() -> list[StepCase]:
-    short = StepCase(model="1.7B")
-    long = _with(short, rows=8)
-    return [long, _with(long, by="trl-bf16"), _with(long, by="trl"), short]
-
-
-def _large() -> list[StepCase]:
-    short = StepCase(model="4B", steps=1)
-    long = _with(short, rows=8)
-    return [long, _with(long, by="trl-bf16"), short]
-
-
-def _with(case: StepCase, **more: Any) -> StepCase:
-    return msgspec.structs.replace(case, **more)
-
-
-_SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
-    "tiny": _tiny,
-    "ways": _ways,
-    "0.6B": _small,
-    "1.7B": _middle,
-    "4B": _large,
-    "long": _long,
-    "optimizers": _optimizers,
-}
 
 
 def bench_gpu_steps(cases: Sequence[StepCase]) -> Iterator[GpuStepFigure]:
@@ -323,7 +179,7 @@ def measured(case: StepCase) -> GpuStepFigure:
 def _own(case: StepCase, folder: Path) -> GpuStepFigure:
     learner = made_learner(case, folder)
     batch = batch_of(case)
-    short = _with(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
+    short = with_(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
     learner.train(batch_of(short), SETTINGS)
     took, peak, held = _timed(lambda: learner.train(batch, SETTINGS), case)
     digest = learner.manifest().digest[:12] if case.digest else ""
@@ -618,7 +474,7 @@ def _main(words: Sequence[str]) -> int:
         return 0
     name, *rest = words
     device = rest[1] if rest[:1] == ["--device"] else "cuda"
-    for figure in bench_gpu_steps([_with(one, device=device) for one in cases_of(name)]):
+    for figure in bench_gpu_steps([with_(one, device=device) for one in cases_of(name)]):
         _say(figure)
     return 0
 

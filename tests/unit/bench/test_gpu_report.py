@@ -104,7 +104,8 @@ def test_without_a_gpu_it_is_one_line(
 def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
     import msgspec
 
-    from dora_pipe.bench.gpu_step import cases_of, measured
+    from dora_pipe.bench.gpu_cases import cases_of
+    from dora_pipe.bench.gpu_step import measured
 
     tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu", steps=1)
     plain = msgspec.structs.replace(tiny, gradient_checkpointing=False)
@@ -116,8 +117,8 @@ def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
 def test_a_patch_of_a_tiny_model_makes_the_version_that_was_trained() -> None:
     import msgspec
 
+    from dora_pipe.bench.gpu_cases import cases_of
     from dora_pipe.bench.gpu_patches import bench_gpu_patches
-    from dora_pipe.bench.gpu_step import cases_of
 
     tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu")
     figures = list(bench_gpu_patches(tiny))
@@ -129,8 +130,8 @@ def test_a_patch_of_a_tiny_model_makes_the_version_that_was_trained() -> None:
 def test_kernels_of_a_tiny_step_are_named_with_their_share_of_it() -> None:
     import msgspec
 
+    from dora_pipe.bench.gpu_cases import cases_of
     from dora_pipe.bench.gpu_profile import bench_gpu_profile
-    from dora_pipe.bench.gpu_step import cases_of
 
     tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu")
     step, kernels, *longest = bench_gpu_profile(tiny)

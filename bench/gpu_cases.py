@@ -1,0 +1,155 @@
+"""Steps that a GPU report measures: models of Qwen3's shapes, rows, and what is set beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora_pipe.config.section import OptimizerName
+from dora_pipe.schemas.policy import PolicyDtype
+
+GROUP: Final = 2
+"""Rows of a group, one with reward 1, the other with 0."""
+
+VOCABULARY: Final = 151_936
+SHAPES: Final[dict[str, dict[str, int]]] = {
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072},
+    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
+    "4B": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
+}
+"""As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
+
+By = Literal["own", "trl", "trl-bf16"]
+
+
+class StepCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of so many rows of so many tokens each."""
+
+    by: By = "own"
+    model: str = "0.6B"
+    rows: int = 2
+    row_tokens: int = 2048
+    last_tokens: int = 0
+    """Of the last row of every group, where it is shorter."""
+    pass_tokens: int = 4096
+    policies: PolicyDtype = "bfloat16"
+    """What is published, beside float32 masters; of the own trainer."""
+    compute: PolicyDtype = "float32"
+    """Of its passes."""
+    optimizer: OptimizerName = "adamw"
+    gradient_checkpointing: bool = True
+    activation_offload: bool = False
+    packing: bool = False
+    steps: int = 2
+    digest: bool = False
+    device: str = "cuda"
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        groups = self.rows // GROUP
+        return groups * ((GROUP - 1) * self.row_tokens + (self.last_tokens or self.row_tokens))
+
+    @property
+    def needs(self) -> str:
+        """The package without which it is not measured."""
+        if self.by != "own":
+            return "trl"
+        return "bitsandbytes" if self.optimizer == "adamw8bit" else ""
+
+
+def cases_of(name: str) -> list[StepCase]:
+    """The cases of a set. Raises KeyError."""
+    return _SETS[name]()
+
+
+def _tiny() -> list[StepCase]:
+    """Of a model that a CPU trains in no time."""
+    small = StepCase(model="tiny", rows=4, row_tokens=64, pass_tokens=64, digest=True)
+    return [small, with_(small, by="trl")]
+
+
+def _ways() -> list[StepCase]:
+    """All ways once; equal digests are equal bits."""
+    small = with_(_tiny()[0], steps=1)
+    return [
+        small,
+        with_(small, policies="float32"),
+        with_(small, optimizer="muon"),
+        with_(small, gradient_checkpointing=False),
+        with_(small, activation_offload=True),
+        with_(small, packing=True, last_tokens=16, pass_tokens=256),
+        with_(small, by="trl"),
+        with_(small, by="trl-bf16"),
+    ]
+
+
+def _optimizers() -> list[StepCase]:
+    """What must have equal bits with what, told by the digest."""
+    plain = StepCase(digest=True, steps=1)
+    muon, eight = with_(plain, optimizer="muon"), with_(plain, optimizer="adamw8bit")
+    less = [with_(plain, gradient_checkpointing=False), with_(plain, activation_offload=True)]
+    return [plain, *less, muon, muon, eight, eight]
+
+
+def _long() -> list[StepCase]:
+    """A row of 32 000 tokens, and beside it a short one, so that it has an advantage."""
+    row = StepCase(row_tokens=32_000, last_tokens=256, pass_tokens=32_000, steps=1)
+    return [row, with_(row, activation_offload=True)]
+
+
+def _small() -> list[StepCase]:
+    short = StepCase(model="0.6B")
+    long = with_(short, rows=8)
+    wide = with_(long, pass_tokens=16_384)
+    return [
+        long,
+        with_(long, by="trl-bf16"),
+        with_(long, by="trl"),
+        wide,
+        short,
+        with_(short, by="trl"),
+    ]
+
+
+def _middle() -> list[StepCase]:
+    short = StepCase(model="1.7B")
+    long = with_(short, rows=8)
+    return [long, with_(long, by="trl-bf16"), with_(long, by="trl"), short]
+
+
+def _large() -> list[StepCase]:
+    short = StepCase(model="4B", steps=1)
+    long = with_(short, rows=8)
+    return [long, with_(long, by="trl-bf16"), short]
+
+
+def with_(case: StepCase, **more: Any) -> StepCase:
+    return msgspec.structs.replace(case, **more)
+
+
+_SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
+    "tiny": _tiny,
+    "ways": _ways,
+    "0.6B": _small,
+    "1.7B": _middle,
+    "4B": _large,
+    "long": _long,
+    "optimizers": _optimizers,
+}

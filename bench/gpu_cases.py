@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from dora_pipe.config.section import OptimizerName
+from dora_pipe.config.section import ComputeDtype, OptimizerName
 from dora_pipe.schemas.policy import PolicyDtype
 
 GROUP: Final = 2
@@ -50,8 +50,8 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     pass_tokens: int = 4096
     policies: PolicyDtype = "bfloat16"
     """What is published, beside float32 masters; of the own trainer."""
-    compute: PolicyDtype = "float32"
-    """Of its passes."""
+    compute: ComputeDtype = "float32"
+    """Of its passes (`trainer.dtype`); trl's are told by `by`."""
     optimizer: OptimizerName = "adamw"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
@@ -88,13 +88,18 @@ def _tiny() -> list[StepCase]:
 def _ways() -> list[StepCase]:
     """All ways once; equal digests are equal bits."""
     small = with_(_tiny()[0], steps=1)
+    half = with_(small, compute="bfloat16")
     return [
         small,
         with_(small, policies="float32"),
-        with_(small, optimizer="muon"),
         with_(small, gradient_checkpointing=False),
         with_(small, activation_offload=True),
         with_(small, packing=True, last_tokens=16, pass_tokens=256),
+        half,
+        with_(half, gradient_checkpointing=False),
+        with_(half, activation_offload=True),
+        with_(small, optimizer="muon"),
+        with_(small, optimizer="muon"),
         with_(small, by="trl"),
         with_(small, by="trl-bf16"),
     ]
@@ -102,7 +107,7 @@ def _ways() -> list[StepCase]:
 
 def _optimizers() -> list[StepCase]:
     """What must have equal bits with what, told by the digest."""
-    plain = StepCase(digest=True, steps=1)
+    plain = StepCase(digest=True, steps=1, compute="bfloat16")
     muon, eight = with_(plain, optimizer="muon"), with_(plain, optimizer="adamw8bit")
     less = [with_(plain, gradient_checkpointing=False), with_(plain, activation_offload=True)]
     return [plain, *less, muon, muon, eight, eight]
@@ -111,33 +116,30 @@ def _optimizers() -> list[StepCase]:
 def _long() -> list[StepCase]:
     """A row of 32 000 tokens, and beside it a short one, so that it has an advantage."""
     row = StepCase(row_tokens=32_000, last_tokens=256, pass_tokens=32_000, steps=1)
-    return [row, with_(row, activation_offload=True)]
+    half = with_(row, compute="bfloat16")
+    return [half, with_(half, activation_offload=True), row]
 
 
 def _small() -> list[StepCase]:
-    short = StepCase(model="0.6B")
+    short = StepCase(model="0.6B", compute="bfloat16")
     long = with_(short, rows=8)
     wide = with_(long, pass_tokens=16_384)
-    return [
-        long,
-        with_(long, by="trl-bf16"),
-        with_(long, by="trl"),
-        wide,
-        short,
-        with_(short, by="trl"),
-    ]
+    by_trl = [with_(one, by="trl-bf16") for one in (long, wide, short)]
+    exact = with_(long, compute="float32")
+    return [long, by_trl[0], wide, by_trl[1], short, by_trl[2], exact, with_(exact, by="trl")]
 
 
 def _middle() -> list[StepCase]:
-    short = StepCase(model="1.7B")
+    short = StepCase(model="1.7B", compute="bfloat16")
     long = with_(short, rows=8)
-    return [long, with_(long, by="trl-bf16"), with_(long, by="trl"), short]
+    exact = with_(long, compute="float32", steps=1)
+    return [long, with_(long, by="trl-bf16"), short, exact, with_(exact, by="trl")]
 
 
 def _large() -> list[StepCase]:
-    short = StepCase(model="4B", steps=1)
+    short = StepCase(model="4B", compute="bfloat16", steps=1)
     long = with_(short, rows=8)
-    return [long, with_(long, by="trl-bf16"), short]
+    return [long, with_(long, by="trl-bf16"), short, with_(long, compute="float32")]
 
 
 def with_(case: StepCase, **more: Any) -> StepCase:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.gpu_cases import StepCase
+from dora_pipe.bench.gpu_cases import StepCase, with_
 from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
 
 SHOWN: Final = 12
@@ -77,10 +77,10 @@ def _main(words: Sequence[str]) -> int:
     model = words[0] if words else "0.6B"
     device = words[2] if words[1:2] == ["--device"] else "cuda"
     tiny = {"row_tokens": 64, "pass_tokens": 64} if model == "tiny" else {}
-    case = msgspec.structs.replace(StepCase(model=model, device=device), **tiny)
-    for figure in bench_gpu_profile(case):
-        sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
-        sys.stdout.flush()
+    case = with_(StepCase(model=model, device=device, compute="bfloat16"), **tiny)
+    for one in (case, with_(case, compute="float32")):
+        for figure in bench_gpu_profile(one):
+            sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
     return 0
 
 

@@ -67,6 +67,7 @@ class GpuStepFigure:
     tokens: int
     row_tokens: int
     pass_tokens: int
+    compute: str
     policies: str
     optimizer: str
     checkpointing: bool
@@ -149,6 +150,7 @@ def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
         tokens=case.tokens,
         row_tokens=case.row_tokens,
         pass_tokens=case.pass_tokens,
+        compute={"trl": "float32", "trl-bf16": "bfloat16"}.get(case.by, case.compute),
         policies=case.policies if case.by == "own" else "float32",
         optimizer=case.optimizer,
         checkpointing=case.gradient_checkpointing,
@@ -269,6 +271,7 @@ def made_learner(case: StepCase, folder: Path) -> Any:
         betas=BETAS,
         micro_batch_tokens=case.pass_tokens,
         device=case.device,
+        dtype=case.compute,
         memory=MemoryOptions(
             head_chunk_tokens="auto",
             mlp_chunk_tokens="auto",

@@ -9,6 +9,7 @@ sequence, and tokens behind which nothing was sampled, have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +22,9 @@ Choices = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 BYTE_EXPERTS_MAX: Final = 255
 """Experts whose numbers are bytes: the highest byte says that there is none."""
+
+BLOCK_NUMBERS: Final = 1 << 17
+"""Numbers that are looked at together, so that they stay near the processor."""
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -92,8 +96,10 @@ def check_routes(routes: Routes | None, tokens: int) -> None:
     if len(routes.data) != tokens * routes.token_bytes:
         why = f"{len(routes.data)} bytes for {tokens} tokens of {routes.token_bytes}"
         raise SchemaError(why, path="$.routed_experts")
+    if _plainly_sound(routes):
+        return
     choices = routes.choices
-    there = _there(routes)
+    there = ~(choices == none_of(routes.experts)).all(axis=(1, 2))
     rows = choices[there]
     odd = np.any(rows >= routes.experts, axis=(1, 2))
     ordered = np.sort(rows, axis=2)
@@ -103,21 +109,51 @@ def check_routes(routes: Routes | None, tokens: int) -> None:
         raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{at}]")
 
 
+def _plainly_sound(routes: Routes) -> bool:
+    """Whether nothing is wrong, in passes over numbers as they lie: a tenth of the time of sorting
+    them. What is wrong, and where, is for who looks closer."""
+    rows = routes.choices.reshape(routes.tokens, -1)
+    none = none_of(routes.experts)
+    there = rows[:, 0] != none
+    start = int(there.argmax()) if there.any() else len(rows)
+    if (rows[~there] != none).any():
+        return False
+    # Mostly the first token alone has none: what lies behind it need not be copied.
+    rows = rows[start:] if there[start:].all() else rows[there]
+    numbers = rows.reshape(-1)
+    block = max(1, BLOCK_NUMBERS // routes.per_token) * routes.per_token
+    return all(_each_once(numbers[at : at + block], routes) for at in range(0, len(numbers), block))
+
+
+def _each_once(numbers: Choices, routes: Routes) -> bool:
+    """Whether these, some choices of `per_token` after each other, are experts, each once."""
+    if int(numbers.max()) >= routes.experts:
+        return False
+    for distance in range(1, routes.per_token):
+        same = numbers[distance:] == numbers[:-distance]
+        same &= _of_one_choice(routes.per_token, distance)[: len(same)]
+        if same.any():
+            return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _of_one_choice(per_token: int, distance: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether the number at a place and that at so great a distance are of one choice."""
+    within = np.arange(per_token) < per_token - distance
+    return np.tile(within, max(1, BLOCK_NUMBERS // per_token))
+
+
 def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, Any]) -> None:
-    """Raise SchemaError unless the tokens at these places have entries."""
+    """Raise SchemaError unless the tokens at these places have entries; `check_routes` has passed
+    them."""
     if routes is None:
         return
-    missing = ~_there(routes)[np.asarray(places, np.int64)]
+    first = routes.choices[:, 0, 0]
+    missing = first[np.asarray(places, np.int64)] == none_of(routes.experts)
     if missing.any():
         at = int(np.asarray(places)[int(missing.argmax())])
         raise SchemaError("a sampled token without experts", path=f"$.routed_experts[{at}]")
-
-
-def _there(routes: Routes) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which tokens have an entry."""
-    none = routes.choices == none_of(routes.experts)
-    found: np.ndarray[Any, np.dtype[np.bool_]] = ~none.all(axis=(1, 2))
-    return found
 
 
 class GrowingRoutes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
@@ -22,7 +23,13 @@ from dora_pipe.producers.worker.context_tree import ContextTree, placed
 from dora_pipe.producers.worker.resume import prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.contexts import choices_of, contexts_of
-from dora_pipe.schemas.routes import GrowingRoutes, Routes, none_of
+from dora_pipe.schemas.routes import (
+    BLOCK_NUMBERS,
+    GrowingRoutes,
+    Routes,
+    check_routes,
+    none_of,
+)
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import (
     decode_any_progress,
@@ -71,6 +78,41 @@ def test_what_cannot_be_is_refused_by_the_writer(change: object, why: str) -> No
     found = change(entries(plain.token_ids))  # type: ignore[operator]
     with pytest.raises(SchemaError, match=why):
         encode_trajectory(replace(plain, routed_experts=found))
+
+
+@given(st.data())
+def test_what_is_refused_is_what_is_no_set_of_experts_wherever_it_stands(
+    data: st.DataObject,
+) -> None:
+    experts = data.draw(st.sampled_from([4, 255, 256, 60_000]))
+    tokens, layers, per_token = (data.draw(st.integers(1, most)) for most in (6, 3, 4))
+    chance = np.random.default_rng(data.draw(st.integers(0, 99)))
+    choices = chance.random((tokens, layers, 4 if experts == 4 else 200)).argsort(-1)
+    choices = choices[:, :, :per_token]
+    for at in data.draw(st.sets(st.integers(0, tokens - 1))):
+        choices[at] = none_of(experts)
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = tuple(data.draw(st.integers(0, most - 1)) for most in choices.shape)
+        choices[place] = data.draw(st.sampled_from([0, 1, 3, 4, none_of(experts)]))
+    entries = [one.tolist() for one in choices if not (one == none_of(experts)).all()]
+    sound = all(
+        len({*chosen}) == per_token and max(chosen) < experts
+        for entry in entries
+        for chosen in entry
+    )
+    with nullcontext() if sound else pytest.raises(SchemaError, match="each once"):
+        check_routes(Routes.of(choices, experts), tokens)
+
+
+@pytest.mark.parametrize("at", [BLOCK_NUMBERS - 1, BLOCK_NUMBERS, 2 * BLOCK_NUMBERS + 5])
+def test_many_entries_are_looked_at_to_their_last_number(at: int) -> None:
+    choices = np.tile(np.arange(8, dtype="u1"), (BLOCK_NUMBERS // 3 // 8 * 7, 1, 1))
+    check_routes(Routes.of(choices, 128), len(choices))
+    flat = choices.reshape(-1)
+    flat[at] = flat[at - 1 if at % 8 else at + 1]
+    with pytest.raises(SchemaError) as caught:
+        check_routes(Routes.of(choices, 128), len(choices))
+    assert f"$.routed_experts[{at // 8}]" in str(caught.value.message + str(caught.value.path))
 
 
 @given(st.data())

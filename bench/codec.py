@@ -20,9 +20,10 @@ import pyarrow as pa
 
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.arrow_frame import decompress
+from dora_pipe.schemas.fast_encode import write_trajectory
+from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
-from dora_pipe.schemas.trajectory_codec import encode_trajectory, view_trajectory
 
 SECONDS_PER_FIGURE = 0.2
 REPEATS_MAX = 1000
@@ -152,15 +153,15 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
     plain = msgspec.to_builtins(trajectory)
     del plain["sampler_logprobs"]  # equal to the others: the record keeps them once, too
     own = in_arrays(trajectory)
-    raw = decompress(encode_trajectory(own)[0])
+    raw = decompress(write_trajectory(own)[0])
     batch = pa.ipc.open_stream(raw).read_next_batch()
     arrays = _arrays(trajectory)
     return [
         _figure(
             "trajectory record",
             trajectory,
-            lambda: encode_trajectory(own)[0],
-            view_trajectory,
+            lambda: write_trajectory(own)[0],
+            FastValidator().view,
         ),
         _figure("Arrow without zstd", trajectory, lambda: _stream(batch), _unstream),
         _figure(

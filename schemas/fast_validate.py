@@ -34,11 +34,11 @@ from dora_pipe.schemas.arrow_frame import (
     decompress,
 )
 from dora_pipe.schemas.arrow_message import field_at, target_of
-from dora_pipe.schemas.trajectory import Described, Segment, check_fields
+from dora_pipe.schemas.trajectory import Described, Segment, Trajectory, check_fields
 from dora_pipe.schemas.trajectory_codec import LISTS, META, SEGMENT, TRAJECTORY, view_trajectory
 from dora_pipe.schemas.wire import decode
 
-_SEGMENTS_MAX: Final = 64
+SEGMENTS_MAX: Final = 64
 """Beyond, Arrow is faster."""
 
 _TEXTS_KEPT_MAX: Final = 4096
@@ -50,8 +50,8 @@ _PAIR: Final = struct.Struct("<2i")
 _NOTHING: Final = _PAIR.pack(0, 0)
 _LONG: Final = struct.Struct("<q")
 _DOUBLE: Final = struct.Struct("<d")
-_INTEGER_ROWS: Final = tuple(struct.Struct(f"<{count}i") for count in range(_SEGMENTS_MAX + 2))
-_LONG_ROWS: Final = tuple(struct.Struct(f"<{count}q") for count in range(_SEGMENTS_MAX + 1))
+_INTEGER_ROWS: Final = tuple(struct.Struct(f"<{count}i") for count in range(SEGMENTS_MAX + 2))
+_LONG_ROWS: Final = tuple(struct.Struct(f"<{count}q") for count in range(SEGMENTS_MAX + 1))
 _FINITE_MAX: Final = -0x00800001
 """The bits of the lowest finite float32 as an int32. All negative floats, -0 among them, are below
 it or equal; infinity, NaN and what is not negative are above."""
@@ -66,7 +66,7 @@ class FastValidator:
 
     def __init__(self) -> None:
         self._decompress = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).decompress
-        self._frame = _metadata()
+        self._frame = row_metadata()
         self._texts: dict[tuple[bytes, bytes], tuple[str, ...]] = {}
 
     def look(self, value: bytes) -> Described:
@@ -75,15 +75,25 @@ class FastValidator:
         Raises SchemaError with a path, nothing else.
         """
         try:
-            size = zstandard.frame_content_size(value)
-            if not 0 <= size <= RAW_BYTES_MAX:
-                raise Unusual
-            raw = self._decompress(value, allow_extra_data=False)
-            if not raw.startswith(_HEAD):
-                raise Unusual
-            return _Row(raw, self._frame, self._texts)
+            return self._row(value)
         except _GIVES_UP:
             return view_trajectory(value)
+
+    def view(self, value: bytes) -> Trajectory:
+        """As `view_trajectory`, in half the time."""
+        try:
+            return self._row(value).whole()
+        except _GIVES_UP:
+            return view_trajectory(value)
+
+    def _row(self, value: bytes) -> _Row:
+        size = zstandard.frame_content_size(value)
+        if not 0 <= size <= RAW_BYTES_MAX:
+            raise Unusual
+        raw = self._decompress(value, allow_extra_data=False)
+        if not raw.startswith(_HEAD):
+            raise Unusual
+        return _Row(raw, self._frame, self._texts)
 
 
 _GIVES_UP: Final = (
@@ -123,7 +133,7 @@ def _places(schema: pa.Schema) -> tuple[dict[str, _Place], int, int]:
     return found, nodes, buffers
 
 
-_PLACES, _NODES, _BUFFERS = _places(TRAJECTORY.schema)
+_PLACES, NODES, _BUFFERS = _places(TRAJECTORY.schema)
 
 
 def _behind(path: str) -> int:
@@ -153,7 +163,13 @@ _NESTED: Final = [2 * one.node for path, one in _PLACES.items() if path.startswi
 _SURE: Final = [2 * one.node + 1 for path, one in _PLACES.items() if path not in _MAY_BE_NULL]
 _LENGTHS, _COUNTS, _NULLS, _ROWS = (itemgetter(*one) for one in (_ENTRIES, _NESTED, _SURE, _TOP))
 _NO_NULLS, _ONES = (0,) * len(_SURE), (1,) * len(_TOP)
-_LOGPROBS_NULLS: Final = 2 * _PLACES["logprobs[]"].node + 1
+LOGPROBS_NULLS: Final = 2 * _PLACES["logprobs[]"].node + 1
+ENTRY_NODES: Final = tuple(_ENTRIES)
+"""Of lists with an entry for every token; `nodes` has two numbers for each."""
+COUNT_NODES: Final = tuple(_NESTED)
+SAMPLERS_NODE: Final = 2 * _PLACES["sampler_logprobs[]"].node
+SAMPLER_NULLS: Final = 2 * _PLACES["sampler_logprobs"].node + 1
+REWARD_NULLS: Final = 2 * _PLACES["reward"].node + 1
 _SAMPLERS: Final = itemgetter(*(2 * _PLACES["sampler_logprobs[]"].node + one for one in (0, 1)))
 _NULL_ROWS: Final = itemgetter(
     *(2 * _PLACES[one.name].node + 1 for one in TRAJECTORY.schema if one.nullable)
@@ -163,7 +179,7 @@ _SMALL_BYTES_MAX: Final = COLUMN_BYTES_MAX // _BUFFERS
 _MULTIPLES_OF_8: Final = bytes(range(0, 256, 8))
 
 
-class _Metadata:
+class RowMetadata:
     """The metadata of a record batch as this version writes it: the same, but for its numbers."""
 
     def __init__(self, raw: bytes) -> None:
@@ -177,7 +193,7 @@ class _Metadata:
         body_bytes = _slot(whole, message, 3)
         nodes = target_of(whole, _slot(whole, batch, 1)) + 4
         buffers = target_of(whole, _slot(whole, batch, 2)) + 4
-        numbers = [(body_bytes, 1), (buffers, 2 * _BUFFERS), (nodes, 2 * _NODES), (size, 0)]
+        numbers = [(body_bytes, 1), (buffers, 2 * _BUFFERS), (nodes, 2 * NODES), (size, 0)]
         assert numbers == sorted(numbers), "Arrow writes its metadata in another order"
         self._same: list[tuple[int, bytes]] = []
         at, layout = 0, "<"
@@ -186,6 +202,8 @@ class _Metadata:
             layout += f"{place - at}x{count}Q"  # What is negative becomes huge.
             at = place + 8 * count
         self._numbers = struct.Struct(layout)
+        self._whole = whole
+        self._packs = [(place, struct.Struct(f"<{count}Q")) for place, count in numbers[:3]]
         self._low_bytes = slice(start + buffers, start + buffers + 16 * _BUFFERS, 16)
 
     def numbers(
@@ -209,6 +227,16 @@ class _Metadata:
             raise Unusual
         return body, found[2 * _BUFFERS + 1 :], starts, sizes
 
+    def filled(self, body_bytes: int, buffers: Sequence[int], nodes: Sequence[int]) -> bytearray:
+        """The metadata with these numbers: start and size of every buffer, length and nulls of
+        every node. Raises struct.error."""
+        found = bytearray(self._whole)
+        for (place, pack), numbers in zip(
+            self._packs, ((body_bytes,), buffers, nodes), strict=True
+        ):
+            pack.pack_into(found, place, *numbers)
+        return found
+
 
 def _slot(data: bytes, table: int, slot: int) -> int:
     place = field_at(data, table, slot)
@@ -217,14 +245,14 @@ def _slot(data: bytes, table: int, slot: int) -> int:
 
 
 @cache
-def _metadata() -> _Metadata:
+def row_metadata() -> RowMetadata:
     """That of a trajectory."""
     some: dict[pa.DataType, Any] = {pa.utf8(): "", pa.int64(): 0, pa.float64(): 0.0}
     some[pa.binary(32)] = bytes(32)
     columns = [
         TRAJECTORY.column(field.name, some.get(field.type, [])) for field in TRAJECTORY.schema
     ]
-    return _Metadata(decompress(TRAJECTORY.seal(columns)))
+    return RowMetadata(decompress(TRAJECTORY.seal(columns)))
 
 
 class _Row:
@@ -240,14 +268,14 @@ class _Row:
     )
 
     def __init__(
-        self, raw: bytes, frame: _Metadata, texts: dict[tuple[bytes, bytes], tuple[str, ...]]
+        self, raw: bytes, frame: RowMetadata, texts: dict[tuple[bytes, bytes], tuple[str, ...]]
     ) -> None:
         self._texts = texts
         self._raw, self._nodes, self._at, self._sizes = frame.numbers(raw)
         if _NEVER_NULL(self._sizes) != _NONE:
             raise Unusual
         self.length, self.count = self._list_end(_TOKENS), self._list_end(_SEGMENTS)
-        if self.length > ENTRIES_MAX or self.count > _SEGMENTS_MAX:
+        if self.length > ENTRIES_MAX or self.count > SEGMENTS_MAX:
             raise Unusual
         columns = [_SEGMENT_READERS[kind](self, place) for place, kind in _SEGMENT_PLACES]
         self.segments: Sequence[Segment] = [Segment(*one) for one in zip(*columns, strict=True)]
@@ -269,6 +297,36 @@ class _Row:
     def versions(self) -> list[int]:
         """As `Trajectory.versions`."""
         return [one.version for one in self.segments if one.kind == "model"]
+
+    def whole(self) -> Trajectory:
+        """With the arrays that were checked."""
+        logprobs: Any = self._floats(_LOGPROBS)
+        ids: Any = np.frombuffer(self._raw, "<i4", self.length, self._at[_TOKENS + 2])
+        mask: Any = np.frombuffer(self._raw, "u1", self.length, self._at[_MASK + 2])
+        own = self._nulls("sampler_logprobs")
+        return Trajectory(
+            trajectory=self.trajectory,
+            version=self.version,
+            digest=self.digest,
+            token_ids=ids,
+            logprobs=logprobs,
+            sampler_logprobs=logprobs if own else self._floats(_SAMPLER),
+            loss_mask=mask,
+            reward=self.reward,
+            segments=list(self.segments),
+            meta=self.meta,
+        )
+
+    def _floats(self, place: int) -> Any:
+        """Log-probs, NaN where the policy did not sample."""
+        values = np.frombuffer(self._raw, "<f4", self.length, self._at[place + 2])
+        if self.sampled == self.length:
+            return values
+        values = values.copy()
+        for one in self.segments:
+            if one.kind != "model":
+                values[one.start : one.end] = np.nan
+        return values
 
     def _nulls(self, column: str) -> int:
         return self._nodes[2 * _PLACES[column].node + 1]
@@ -404,7 +462,7 @@ class _Row:
         lengths = _LENGTHS(nodes)
         if lengths != (length,) * len(_ENTRIES) or _COUNTS(nodes) != (self.count,) * len(_NESTED):
             raise Unusual
-        if _NULLS(nodes) != _NO_NULLS or nodes[_LOGPROBS_NULLS] != nulls:
+        if _NULLS(nodes) != _NO_NULLS or nodes[LOGPROBS_NULLS] != nulls:
             raise Unusual
         if _SAMPLERS(nodes) != ((length, nulls) if other else (0, 0)):
             raise Unusual

@@ -123,7 +123,7 @@ class RecordLayout(Layout, Generic[T]):
     def write(self, record: T) -> dict[str, pa.Array]:
         """The columns of a record. Raises SchemaError."""
         values = {name: one.write(getattr(record, name)) for name, one in self.columns.items()}
-        if _same_bits(values["logprobs"], values["sampler_logprobs"]):
+        if same_bits(values["logprobs"], values["sampler_logprobs"]):
             values["sampler_logprobs"] = None
         return {name: self.column(name, values[field]) for field, name in self._names}
 
@@ -139,14 +139,14 @@ class RecordLayout(Layout, Generic[T]):
 
     def finish(self, columns: dict[str, pa.Array], arrays: Arrays) -> bytes:
         """The value bytes of checked columns."""
-        if arrays.sampler_logprobs is not arrays.logprobs and _same_bits(
+        if arrays.sampler_logprobs is not arrays.logprobs and same_bits(
             arrays.logprobs, arrays.sampler_logprobs
         ):
             columns["sampler_logprobs"] = self.column("sampler_logprobs", None)
         return self.seal(list(columns.values()))
 
 
-def _same_bits(some: Any, others: Any) -> bool:
+def same_bits(some: Any, others: Any) -> bool:
     """Whether float32 arrays are equal to the bit: -0.0 must come back as -0.0. What is no array
     yet is not looked at."""
     if not (isinstance(some, np.ndarray | array) and isinstance(others, np.ndarray | array)):

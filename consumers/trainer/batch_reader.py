@@ -28,11 +28,11 @@ from dora_pipe.core.runtime import Meter
 from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import StepCommitted, TakenGroup
 from dora_pipe.schemas.dead_letter import DeadLetter
+from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Headers, Trajectory
-from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ class BatchReader:
         bytes_max: int = BYTES_MAX,
     ) -> None:
         self.meter = meter or Meter()
+        self.view = FastValidator().view
+        """The trajectory of a value, with numpy arrays. Raises SchemaError."""
         self._bus = bus
         self._topic = topic
         self._run = run
@@ -312,7 +314,7 @@ def committed_batch(
             raise InvariantBroken(f"{who} has other bytes than those that were trained")
         try:
             with reader.meter.spend("codec"):
-                trajectories[taken.trajectory] = view_trajectory(at.record.value)
+                trajectories[taken.trajectory] = reader.view(at.record.value)
         except SchemaError as error:
             why = lost_claim(at.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error

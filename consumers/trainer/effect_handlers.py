@@ -65,7 +65,6 @@ from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.store.names import BlobKind
 from dora_pipe.store.store import PolicyStore, PublishedVersion
 from dora_pipe.store.transfers.coming import Coming
@@ -278,7 +277,7 @@ class EffectHandlers:
             return Arrived(why=at.why), None
         try:
             with self.reader.meter.spend("codec"):
-                trajectory = view_trajectory(at.record.value)
+                trajectory = self.reader.view(at.record.value)
         except SchemaError as error:
             letter = self.reader.dead_letter(at.record, error)
             return Arrived(why=f"unreadable: {error.message}"), Unreadable(dead_letter=letter)

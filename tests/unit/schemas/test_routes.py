@@ -101,7 +101,7 @@ def test_what_is_refused_is_what_is_no_set_of_experts_wherever_it_stands(
         for chosen in entry
     )
     with nullcontext() if sound else pytest.raises(SchemaError, match="each once"):
-        check_routes(Routes.of(choices, experts), tokens)
+        check_routes(Routes.of(choices.astype(np.uint16), experts), tokens)
 
 
 @pytest.mark.parametrize("at", [BLOCK_NUMBERS - 1, BLOCK_NUMBERS, 2 * BLOCK_NUMBERS + 5])

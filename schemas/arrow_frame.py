@@ -49,6 +49,11 @@ REPEATED_MAX = 4096
 REPEATED_CHARS_MAX = 128
 
 COMPRESSION_LEVEL = 1
+
+LONG_BYTES_MIN = 64 * 1024
+LONG_COMPRESSION_LEVEL = -5
+"""Of a stream from that size on: what it is made of (drawn log-probs, numbers of experts) gives
+little, and level 1 takes most of the time of a long record to find that out."""
 _READ_BYTES = 1024 * 1024
 _LISTS = {
     pa.list_(one): np.dtype(one.to_pandas_dtype()) for one in (pa.int32(), pa.uint8(), pa.float32())
@@ -270,18 +275,23 @@ def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:
 
 # Idle ones, as many as threads were at work at once: two on one of them end the process, and a new
 # one costs its pages, more than a short record does. Popping and appending are atomic.
-_COMPRESSORS: list[zstandard.ZstdCompressor] = []
+_COMPRESSORS: dict[int, list[zstandard.ZstdCompressor]] = {
+    COMPRESSION_LEVEL: [],
+    LONG_COMPRESSION_LEVEL: [],
+}
 _DECOMPRESSORS: list[zstandard.ZstdDecompressor] = []
 
 
 def compress(raw: bytes) -> bytes:
     """One zstd frame with its checksum."""
+    level = COMPRESSION_LEVEL if len(raw) < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
+    idle = _COMPRESSORS[level]
     try:
-        one = _COMPRESSORS.pop()
+        one = idle.pop()
     except IndexError:
-        one = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+        one = zstandard.ZstdCompressor(level=level, write_checksum=True)
     frame = one.compress(raw)
-    _COMPRESSORS.append(one)
+    idle.append(one)
     return frame
 
 

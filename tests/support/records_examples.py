@@ -81,6 +81,8 @@ def figures() -> dict[str, Any]:
         "json_mib": wire.RECORD_BYTES_MAX >> 20,
         "raw_mib": arrow_frame.RAW_BYTES_MAX >> 20,
         "level": arrow_frame.COMPRESSION_LEVEL,
+        "long_level": arrow_frame.LONG_COMPRESSION_LEVEL,
+        "long_kib": arrow_frame.LONG_BYTES_MIN >> 10,
         **_places(),
         **_identity(),
         **_digests(),

@@ -155,12 +155,22 @@ def dataplane(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
+    routes: Annotated[
+        bool, typer.Option("--routes", help="With the experts of a mixture that tokens passed.")
+    ] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Beside raw Kafka, Redis and TransferQueue.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Trajectories from a worker's hands into a trainer's batch, by every log beside a pipe."""
     from dora_pipe.bench.dataplane.measure import TOKENS as LENGTHS
     from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane
+    from dora_pipe.bench.dataplane.servers import wanted
 
+    here, absent = wanted(bus) if peers else ([], {})
+    for name, why in absent.items():
+        say(f"without {name}: {why}")
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         setup = Setup(
             kafka=bus,
@@ -168,6 +178,9 @@ def dataplane(
             seconds=seconds,
             repeats=repeats,
             folder=Path(folder),
+            routes=routes,
+            layers=not peers,
+            peers=here,
         )
         measured = bench_dataplane(setup, say)
 

@@ -169,7 +169,7 @@ def _floats(values: np.ndarray[Any, Any], segments: Iterable[Segment]) -> memory
 
 
 def _seen(values: np.ndarray[Any, Any]) -> memoryview:
-    return memoryview(values).cast("B")
+    return values.data.cast("B")
 
 
 def _joined(buffers: Buffers, nodes: Sequence[int]) -> bytes:

@@ -8,7 +8,9 @@ import sys
 from typing import Final
 
 from dora_pipe.bench.dataplane.assemble import assemble
+from dora_pipe.bench.dataplane.consume import consume
 from dora_pipe.bench.dataplane.layer import run_layer
+from dora_pipe.bench.dataplane.peers import PEERS
 from dora_pipe.bench.dataplane.process import TASK, Assemble, Done, Inside, Publish, Task
 from dora_pipe.bench.dataplane.publish import publish
 from dora_pipe.core.errors import DoraError
@@ -22,7 +24,8 @@ def run(task: Task, inside: Inside) -> Done:
     if isinstance(task, Publish):
         return publish(task, inside)
     if isinstance(task, Assemble):
-        return assemble(task, inside)
+        peer = task.address.partition(":")[0] in PEERS
+        return consume(task, inside) if peer else assemble(task, inside)
     return run_layer(task, inside)
 
 

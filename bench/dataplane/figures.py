@@ -16,6 +16,18 @@ from dora_pipe.bench.dataplane.process import Done, Side
 
 Phase = Literal["append", "read", "through"]
 SIDES: Final[tuple[Side, ...]] = ("raw", "bus")
+KEEPS: Final[Mapping[str, str]] = {
+    "kafka": "acks=all",
+    "sqlite": "fsync",
+    "raw": "acks=all",
+    "redis": "fsync every s",
+    "pipe": "nothing",
+    "transferqueue": "nothing",
+    "transferqueue-one": "nothing",
+}
+"""What a plane promises of what it has taken: `acks=all`, that every replica in sync has it, in its
+page cache; Kafka leaves the disk to the system."""
+
 STAGES = ("encode", "append", "broker", "fetch", "decode", "assembly")
 
 
@@ -46,15 +58,17 @@ class LayerFigure:
 class PlaneFigure:
     """One way from the worker's hands into the trainer's batch.
 
-    Throughput and CPU (both processes and the broker) at full load, latency at a third of it.
-    `cpu_s_per_gb` is empty where the broker is not on this machine.
+    Throughput and CPU (both processes and the broker) at full load, latency at a tenth of it.
+    `keeps` says what is left when a process or the machine ends; `cpu_s_per_gb` is empty where
+    other processes are part of it whose time is not known.
 
-    Example: ``PlaneFigure(plane="kafka", tokens=2048, bytes=10_100, trajectories_per_s=1500.0,
-    spread="1480-1530", mb_per_s=15.1, cpu_s_per_gb=90.0, p50_ms=3.1, p50_spread="3.0-3.3",
-    p99_ms=8.0)``
+    Example: ``PlaneFigure(plane="kafka", keeps="acks=all", tokens=2048, bytes=10_100,
+    trajectories_per_s=1500.0, spread="1480-1530", mb_per_s=15.1, cpu_s_per_gb=90.0, p50_ms=3.1,
+    p50_spread="3.0-3.3", p99_ms=8.0)``
     """
 
     plane: str
+    keeps: str
     tokens: int
     bytes: int
     trajectories_per_s: float
@@ -69,16 +83,16 @@ class PlaneFigure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitFigure:
     """Where the time of one trajectory goes: CPU microseconds at full load, then the median
-    latency at a third of it in four parts: until its encoding began (the writer was in an append),
+    latency at a tenth of it in four parts: until its encoding began (the writer was in an append),
     until its append began, until it was fetched, until its batch was ready.
 
     `append_us` and `fetch_us` are all that the two processes did beside the codec and the assembly.
-    `ack_ms` is what its append took, beside the fetch. `third_cores` is how many cores both
-    processes and the broker kept busy at a third of full load.
+    `ack_ms` is what its append took, beside the fetch. `light_cores` is how many cores both
+    processes and the broker kept busy at a tenth of full load.
 
     Example: ``SplitFigure(plane="kafka", tokens=2048, encode_us=480.0, append_us=60.0,
     broker_us=30.0, fetch_us=70.0, decode_us=230.0, assembly_us=60.0, to_encode_ms=0.2,
-    to_append_ms=0.6, to_fetch_ms=1.9, to_batch_ms=0.4, ack_ms=1.5, third_cores=1.1)``
+    to_append_ms=0.6, to_fetch_ms=1.9, to_batch_ms=0.4, ack_ms=1.5, light_cores=1.1)``
     """
 
     plane: str
@@ -94,7 +108,7 @@ class SplitFigure:
     to_fetch_ms: float
     to_batch_ms: float
     ack_ms: float
-    third_cores: float | None
+    light_cores: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +146,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneRound:
-    """One repeat of one plane: at full load, and at a third of it."""
+    """One repeat of one plane: at full load, and at a tenth of it."""
 
     full: Load
-    third: Load
+    light: Load
 
 
 def rate(begun: Done, ended: Done) -> float:
@@ -199,10 +213,11 @@ def plane_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> Plane
     rates = [rate(one.full.published, one.full.assembled) for one in rounds]
     read = [one.full.assembled for one in rounds]
     record_bytes = statistics.median(one.bytes / one.records for one in read)
-    latencies = [latencies_ms(one.third) for one in rounds]
+    latencies = [latencies_ms(one.light) for one in rounds]
     p50s = [percentile(one, 50) for one in latencies]
     return PlaneFigure(
         plane=plane,
+        keeps=KEEPS.get(plane, ""),
         tokens=tokens,
         bytes=round(record_bytes),
         trajectories_per_s=statistics.median(rates),
@@ -218,10 +233,10 @@ def plane_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> Plane
 def split_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> SplitFigure:
     """The row of one plane's split."""
     stages = [stages_us(one.full) for one in rounds]
-    parts = [_latency_parts_ms(one.third) for one in rounds]
+    parts = [_latency_parts_ms(one.light) for one in rounds]
     figures = {f"{name}_us": _median_or_none([one[name] for one in stages]) for name in STAGES}
     figures |= {name: statistics.median(one[name] for one in parts) for name in parts[0]}
-    figures["third_cores"] = _median_or_none([_cores(one.third) for one in rounds])
+    figures["light_cores"] = _median_or_none([_cores(one.light) for one in rounds])
     return SplitFigure(plane=plane, tokens=tokens, **figures)  # type: ignore[arg-type]
 
 

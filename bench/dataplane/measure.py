@@ -7,9 +7,10 @@ a layer, then the planes. So what the machine does meanwhile spoils a whole repe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -32,6 +33,7 @@ from dora_pipe.bench.dataplane.figures import (
     rate,
     split_figure,
 )
+from dora_pipe.bench.dataplane.peers import PEERS, QUEUE, QUEUE_ONE, RAW, REDIS
 from dora_pipe.bench.dataplane.pipe import PIPE
 from dora_pipe.bench.dataplane.process import (
     GROUP_SIZE,
@@ -46,6 +48,7 @@ from dora_pipe.bench.dataplane.process import (
     Task,
 )
 from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of
+from dora_pipe.bench.dataplane.servers import environment_of, python_of, serving
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import UsageError
@@ -57,7 +60,7 @@ BATCH_GROUPS_MAX: Final = 16
 BATCH_TOKENS: Final = 1024 * 1024
 """A batch at full load has so many groups, or as many as hold so many tokens."""
 
-LOAD: Final = 1 / 3
+LOAD: Final = 1 / 10
 """Of full load, where latency is measured."""
 
 DELAYS_PER_S: Final = 100.0
@@ -79,7 +82,13 @@ class Setup:
     seconds: float
     repeats: int
     folder: Path
-    """For the files of SQLite."""
+    """For the files of SQLite and of Redis."""
+    routes: bool = False
+    """Trajectories say which experts of a mixture their tokens passed."""
+    layers: bool = True
+    """The log's layer by itself, too."""
+    peers: Sequence[str] = ()
+    """Those of `PEERS` that are measured beside our planes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +107,11 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
         raise UsageError("a bench needs a length, a repeat and some time")
     if setup.kafka and not _servers(setup.kafka):
         raise UsageError(f"`{setup.kafka}` is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
+    with serving(setup.peers, _servers(setup.kafka), setup.folder) as peers:
+        return _measure(setup, peers, say)
+
+
+def _measure(setup: Setup, peers: Mapping[str, str], say: Say) -> Measured:
     measured = Measured(layers=[], delays=[], planes=[], splits=[])
     if setup.kafka:
         say("warming up")  # a broker that has just started compiles what it will do
@@ -108,11 +122,11 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
         delays: list[LayerRound] = []
         planes: dict[str, list[PlaneRound]] = {}
         for repeat in range(setup.repeats):
-            if setup.kafka:
+            if setup.kafka and setup.layers:
                 for phase, one in _layers(setup, tokens, raw_first=repeat % 2 == 0):
                     layers.setdefault(phase, []).append(one)
                 delays.append(_delays(setup, tokens))
-            for name, plane in _planes(setup, tokens):
+            for name, plane in _planes(setup, peers, tokens):
                 planes.setdefault(name, []).append(plane)
         measured.layers.extend(layer_figure(name, tokens, found) for name, found in layers.items())
         if delays:
@@ -163,15 +177,17 @@ def _layer_tasks(
     return append, replace(append, does="read")
 
 
-def _planes(setup: Setup, tokens: int) -> Iterator[tuple[str, PlaneRound]]:
-    """One repeat of every plane: full load first, because a third is a third of that."""
+def _planes(
+    setup: Setup, peers: Mapping[str, str], tokens: int
+) -> Iterator[tuple[str, PlaneRound]]:
+    """One repeat of every plane: full load first, because a tenth is a tenth of that."""
     kafka = [("kafka", setup.kafka)] if setup.kafka else []
-    for name, address in (*kafka, ("sqlite", "sqlite:"), (PIPE, PIPE)):
+    for name, address in (*kafka, *peers.items(), ("sqlite", "sqlite:"), (PIPE, PIPE)):
         full = _plane(setup, address, tokens, batch_of(tokens), setup.seconds, per_s=0.0)
         per_s = rate(full.published, full.assembled) * LOAD
         seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
-        third = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
-        yield name, PlaneRound(full=full, third=third)
+        light = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
+        yield name, PlaneRound(full=full, light=light)
 
 
 def batch_of(tokens: int) -> int:
@@ -197,10 +213,17 @@ def _plane(
             path = setup.folder / f"{run}.sqlite"
             stack.callback(_remove, path)
             ends = (f"sqlite:{path}",) * 2
-        if address != PIPE:
-            stack.enter_context(_topic(ends[0], Topics(run).trajectories))
-        write = Publish(address=ends[0], run=run, tokens=tokens, seconds=seconds, per_s=per_s)
-        read = Assemble(address=ends[1], run=run, batch=batch)
+        if log := _log_of(ends[0]):
+            stack.enter_context(_topic(log, Topics(run).trajectories))
+        write = Publish(
+            address=ends[0],
+            run=run,
+            tokens=tokens,
+            seconds=seconds,
+            per_s=per_s,
+            routes=setup.routes,
+        )
+        read = Assemble(address=ends[1], run=run, batch=batch, routes=setup.routes)
         broker = _Broker(address)
         published, assembled = _together(write, read, behind=0, fds=fds)
         return Load(published=published, assembled=assembled, broker_s=broker.spent_s())
@@ -218,7 +241,9 @@ def _together(
     write: Task, read: Task, *, behind: int, fds: Sequence[int] = ()
 ) -> tuple[Done, Done]:
     """The reader learns the total when the writer is done; `behind` more lie before its start."""
-    with Child(write, pass_fds=fds) as writer, Child(read, pass_fds=fds) as reader:
+    kind = "" if isinstance(write, Layer) else write.address.partition(":")[0]
+    like = partial(Child, pass_fds=fds, python=python_of(kind), environment=environment_of(kind))
+    with like(write) as writer, like(read) as reader:
         writer.await_ready()
         reader.await_ready()
         reader.go()
@@ -228,16 +253,28 @@ def _together(
         return written, reader.done()
 
 
+def _log_of(address: str) -> str:
+    """The log in which a plane needs a topic; empty where it needs none."""
+    kind, _, rest = address.partition(":")
+    if kind == RAW:
+        return f"kafka://{rest}"
+    return "" if kind in (PIPE, *PEERS) else address
+
+
 class _Broker:
-    """CPU time of the brokers behind an address since now."""
+    """CPU time of the servers behind an address since now."""
 
     def __init__(self, address: str) -> None:
-        ports = [int(each.rpartition(":")[2]) for each in _servers(address).split(",") if each]
+        kind, _, rest = address.partition(":")
+        servers = rest if kind in (RAW, REDIS) else _servers(address)
+        ports = [int(each.rpartition(":")[2]) for each in servers.split(",") if each]
         self._pids = [listener_of(port) for port in ports]
+        if kind in (QUEUE, QUEUE_ONE):
+            self._pids.append(None)
         self._before_s = self._now_s()
 
     def spent_s(self) -> float | None:
-        """CPU seconds; None if one of them is not on this machine."""
+        """CPU seconds; None if one of them is not on this machine, or not known."""
         return None if None in self._pids else self._now_s() - self._before_s
 
     def _now_s(self) -> float:

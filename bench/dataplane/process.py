@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Literal
 
@@ -59,6 +59,8 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
     seconds: float
     per_s: float = 0.0
     """They finish at random moments, so many a second; 0: the next one when the last is encoded."""
+    routes: bool = False
+    """With the experts that each token passed."""
 
 
 class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
@@ -68,6 +70,8 @@ class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
     run: str
     batch: int
     """Trajectories; 0: whatever has come."""
+    routes: bool = False
+    """As `Publish.routes`."""
 
 
 Task = Layer | Publish | Assemble
@@ -114,20 +118,29 @@ LINE_LIMIT_S: Final = 120.0
 
 _READ_BYTES: Final = 1024 * 1024
 _CHILD: Final = "dora_pipe.bench.dataplane.child"
+_NOTHING_MORE: Final[Mapping[str, str]] = {}
 
 
 class Child:
     """A process of the bench, from the outside; leaving its `with` ends it."""
 
-    def __init__(self, task: Task, *, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        pass_fds: Sequence[int] = (),
+        python: str = sys.executable,
+        environment: Mapping[str, str] = _NOTHING_MORE,
+    ) -> None:
         self._what = type(task).__name__
         self._read = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _CHILD, msgspec.json.encode(task).decode()],
+            [python, "-m", _CHILD, msgspec.json.encode(task).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=pass_fds,
             bufsize=0,
+            env={**os.environ, **environment},
         )
 
     def await_ready(self) -> None:

@@ -8,17 +8,16 @@ append before it was under way. It decides nothing else.
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import replace
 
-from dora_pipe.bench.dataplane.pipe import open_plane
+from dora_pipe.bench.dataplane.carriers import Outbox
+from dora_pipe.bench.dataplane.peers import open_outbox
 from dora_pipe.bench.dataplane.process import WARM, Done, Inside, Publish
-from dora_pipe.bench.dataplane.source import Source, encoded
-from dora_pipe.bus.port import Append, Writer
+from dora_pipe.bench.dataplane.source import Source
 from dora_pipe.core.runtime import BUS_TURN_NS
-from dora_pipe.schemas.topics import Topics
 
 APPEND_BYTES_MAX: Final = 8 * 1024 * 1024
 """One append is no larger, so that a queue of a few MB and a log meet the same calls."""
@@ -29,12 +28,11 @@ _SEED: Final = 30
 class Publisher:
     """Appends trajectories of one run and counts what each took."""
 
-    def __init__(self, task: Publish, writer: Writer) -> None:
-        self._source = Source(task.run, task.tokens)
-        self._topic = Topics(task.run).trajectories
-        self._writer = writer
+    def __init__(self, task: Publish, outbox: Outbox) -> None:
+        self._source = Source(task.run, task.tokens, routes=task.routes)
+        self._outbox = outbox
         self._next = 0
-        self._held: list[Append] = []
+        self._held: list[Any] = []
         self._held_bytes = 0
         self.forget()
 
@@ -63,12 +61,12 @@ class Publisher:
         self.finished_ns.append(finished_ns)
         self.begun_ns.append(time.monotonic_ns())
         made_s = time.thread_time()
-        record = encoded(trajectory, self._topic)
+        held, size = self._outbox.encode(trajectory)
         self.encode_s += time.thread_time() - made_s
         self.own_s += made_s - start_s
         self._next += 1
-        self._held.append(record)
-        self._held_bytes += len(record.value)
+        self._held.append(held)
+        self._held_bytes += size
 
     def append(self) -> None:
         """Make durable what was encoded."""
@@ -76,25 +74,27 @@ class Publisher:
         self.bytes += self._held_bytes
         self._held_bytes = 0
         self.appended_ns += [time.monotonic_ns()] * len(held)
-        self._writer.append(held)
+        self._outbox.put(held)
         self.acked_ns += [time.monotonic_ns()] * len(held)
 
 
 def publish(task: Publish, inside: Inside) -> Done:
     """Publish for `task.seconds`, after the warm ones."""
-    bus = open_plane(task.address, reads=False)
-    publisher = Publisher(task, bus.writer())
+    outbox = open_outbox(task.address, task.run, paced=bool(task.per_s))
+    publisher = Publisher(task, outbox)
     for _ in range(WARM):
         publisher.encode(time.monotonic_ns())
         publisher.append()
+    outbox.finish()
     publisher.forget()
     watch = inside.ready()
     if task.per_s:
         _paced(publisher, watch.start_ns, task)
     else:
         _flat_out(publisher, watch.start_ns + round(task.seconds * 1e9))
+    outbox.finish()
     done = watch.stop(records=len(publisher.finished_ns), value_bytes=publisher.bytes)
-    bus.close()
+    outbox.close()
     return replace(
         done,
         cpu_s=done.cpu_s - publisher.own_s,

@@ -85,9 +85,9 @@ class RawReader:
         for each in assigned:
             self._consumer.seek(each, 0)
 
-    def poll(self) -> list[Any]:
+    def poll(self, timeout_ms: int = POLL_MS) -> list[Any]:
         """The client's own records."""
-        fetched = self._consumer.poll(POLL_MS, max_records=POLL_RECORDS_MAX)
+        fetched = self._consumer.poll(timeout_ms, max_records=POLL_RECORDS_MAX)
         return [record for part in fetched.values() for record in part]
 
     def close(self) -> None:

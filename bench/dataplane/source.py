@@ -9,16 +9,24 @@ from dataclasses import replace
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append
+from dora_pipe.schemas.fast_encode import write_trajectory
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
+from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from dora_pipe.schemas.trajectory_codec import header_pairs
 
 DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}
 """Weights digest of each version that is sampled."""
+
+EXPERTS: Final = 128
+LAYERS: Final = 48
+PER_TOKEN: Final = 8
+_SEED: Final = 21
 
 DEADLINE: Final = 1_000_000
 """Every step of the bench may train every trajectory of it."""
@@ -27,8 +35,10 @@ DEADLINE: Final = 1_000_000
 class Source:
     """Trajectory number n of a run; all have the same tokens, and different records."""
 
-    def __init__(self, run: str, tokens: int) -> None:
+    def __init__(self, run: str, tokens: int, *, routes: bool = False) -> None:
         sample = in_arrays(sample_trajectory(tokens))
+        if routes:
+            sample = replace(sample, routed_experts=sample_routes(tokens))
         meta = msgspec.structs.replace(
             sample.meta, run=run, deadline=DEADLINE, group_size=GROUP_SIZE
         )
@@ -55,9 +65,20 @@ class Source:
         return replace(like, trajectory=trajectory_id(group, sibling), meta=meta)
 
 
+def sample_routes(tokens: int) -> Routes:
+    """Of so many tokens of a mixture of Qwen3-30B-A3B's sizes; the first has no entry."""
+    chance = np.random.default_rng(_SEED)
+    choices = np.empty((tokens, LAYERS, PER_TOKEN), np.uint8)
+    for layer in range(LAYERS):  # One by one: all at once are half a gigabyte.
+        drawn = chance.random((tokens, EXPERTS), np.float32)
+        choices[:, layer] = drawn.argpartition(PER_TOKEN, axis=1)[:, :PER_TOKEN]
+    choices[0] = none_of(EXPERTS)
+    return Routes.of(choices, EXPERTS)
+
+
 def encoded(trajectory: Trajectory, topic: str) -> Append:
     """The record of a trajectory, made as the worker makes it."""
-    value, headers = encode_trajectory(trajectory)
+    value, headers = write_trajectory(trajectory)
     _, ordinal, _ = parse_trajectory_id(headers.trajectory)
     return Append(
         topic=topic,

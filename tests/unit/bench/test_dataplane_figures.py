@@ -66,7 +66,7 @@ def assembled(*, records: int = 100, end_ms: int = 3000, took_ms: int = 5) -> Do
 def round_of(*, end_ms: int = 3000, took_ms: int = 5, broker_s: float | None = 0.1) -> PlaneRound:
     return PlaneRound(
         full=Load(published=published(), assembled=assembled(end_ms=end_ms), broker_s=broker_s),
-        third=Load(
+        light=Load(
             published=published(records=10),
             assembled=assembled(records=10, took_ms=took_ms),
             broker_s=broker_s,
@@ -141,7 +141,7 @@ def test_the_parts_of_the_latency_are_told_apart() -> None:
     assert (figure.to_encode_ms, figure.to_append_ms) == (0.5, 0.5)
     assert (figure.to_fetch_ms, figure.to_batch_ms) == (3.0, 1.0)
     assert figure.ack_ms == 2.0, "beside the fetch"
-    assert figure.third_cores == pytest.approx((0.5 + 0.4 + 0.1) / 2)
+    assert figure.light_cores == pytest.approx((0.5 + 0.4 + 0.1) / 2)
     assert figure.encode_us == pytest.approx(3000)
 
 
@@ -149,11 +149,11 @@ def test_what_a_broker_elsewhere_spends_is_not_made_up() -> None:
     rounds = [round_of(broker_s=None)]
     assert plane_figure("kafka", 256, rounds).cpu_s_per_gb is None
     split = split_figure("kafka", 256, rounds)
-    assert (split.broker_us, split.third_cores) == (None, None)
+    assert (split.broker_us, split.light_cores) == (None, None)
 
 
 def test_a_trajectory_that_never_came_is_no_latency_but_an_error() -> None:
-    lost = replace(round_of().third, assembled=assembled(records=9))
+    lost = replace(round_of().light, assembled=assembled(records=9))
     with pytest.raises(ValueError, match="shorter"):
         latencies_ms(lost)
 

@@ -217,6 +217,8 @@ class WorkerEntry:
     """Versions that decisions gave it, from those on that open groups carry."""
     held: set[int] = field(default_factory=set)
     """Versions that it has beside each other, where it hosts several at once."""
+    awake: bool = False
+    """It was assigned a version, and has not said since that it sleeps."""
     departure: Departure = ""
     departed: Moment | None = None
 

@@ -51,6 +51,7 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Dispatch,
@@ -245,6 +246,10 @@ class Ledger:
 
     def _worker_ready(self, fact: WorkerReady, at: Moment) -> None:
         worker = self._worker(fact.worker, fact.epoch, "is ready", at)
+        if fact.version == NO_VERSION:
+            if worker is not None:
+                self._sleeps(worker, fact, at)
+            return
         version = self.versions.get(fact.version)
         if version is None:
             self._wrong(at, f"{fact.worker} hosts version {fact.version}, which nobody published")
@@ -260,6 +265,13 @@ class Ledger:
                 worker.held.add(fact.version)
             if not worker.departure:
                 self.hosting.ready(fact.epoch, *(sorted(worker.held) or [fact.version]))
+
+    def _sleeps(self, worker: WorkerEntry, fact: WorkerReady, at: Moment) -> None:
+        """Said twice, after an append of unknown outcome, it may be awake by now."""
+        if not worker.joined.elastic:
+            self._undecided(f"{fact.worker} sleeps", "told it to", at)
+        elif worker.target == NO_VERSION:
+            worker.awake = False
 
     def _check_hosted(self, fact: TrajectoriesLogged) -> None:
         """Who hosts several versions has said so of each before it logs what it sampled under."""
@@ -380,6 +392,7 @@ class Ledger:
             case Assign():
                 if (worker := accounts.workers.get(decision.epoch)) is not None:
                     worker.target = decision.version
+                    worker.awake = worker.awake or decision.version != NO_VERSION
                     worker.assigned.add(decision.version)
                     worker.held.difference_update(decision.drop)
             case Fence():

@@ -30,6 +30,7 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Cancel,
@@ -275,7 +276,11 @@ class Legality:
         if present != (decision.attempt, decision.epoch) or entry.over:
             found = f"attempt {decision.attempt} on epoch {decision.epoch}"
             self._wrong(who, f"moves in {where} from where it does not run", present, found)
-        self._worker(decision.worker, decision.epoch, where, "move", who)
+        source = self._worker(decision.worker, decision.epoch, where, "move", who)
+        if not decision.to:
+            if source is not None and source.target != NO_VERSION:
+                self._wrong(who, f"moves in {where} to nobody from a worker that is not to sleep")
+            return
         to = self._worker(decision.to, decision.to_epoch, where, "move", who)
         if to is not None and not _has(to, group.spec.version):
             message = f"moves in {where} to {decision.to}, assigned to another version"
@@ -314,6 +319,9 @@ class Legality:
 
     def _assign(self, decision: Assign, where: str) -> None:
         self._worker(decision.worker, decision.epoch, where, "assign")
+        worker = self._ledger.accounts.workers.get(decision.epoch)
+        if worker is not None and not self._may_be_assigned(worker, decision, where):
+            return
         version = self._ledger.versions.get(decision.version)
         if version is None:
             found = f"version {decision.version}"
@@ -321,7 +329,6 @@ class Legality:
         elif version.digest != decision.digest:
             message = f"assigns {decision.worker} weights that are not version {decision.version}"
             self._wrong(where, message, version.digest, decision.digest)
-        worker = self._ledger.accounts.workers.get(decision.epoch)
         if worker is None or not (worker.several or decision.drop):
             return
         held = worker.held.difference(decision.drop) | {decision.version}
@@ -329,8 +336,22 @@ class Legality:
             message = f"assigns {decision.worker} other versions than it has room for, or had"
             self._wrong(where, message, worker.joined.versions_resident, sorted(held))
 
+    def _may_be_assigned(self, worker: WorkerEntry, decision: Assign, where: str) -> bool:
+        """Whether what is asked of a version is asked of this: an elastic worker has none while a
+        step is computed, and only such a worker is ever told to have none."""
+        sleeps, elastic = decision.version == NO_VERSION, worker.joined.elastic
+        if sleeps and not elastic:
+            self._wrong(where, f"tells {decision.worker} to sleep, which is not elastic")
+        if elastic and not sleeps and self.bound.training is not None:
+            self._wrong(where, f"wakes elastic {decision.worker} while a step is computed")
+        return not sleeps
+
     def _take(self, decision: TakeBatch, where: str) -> None:
         who = f"step {decision.step}"
+        for worker in self._ledger.accounts.workers.values():
+            if worker.joined.elastic and worker.awake and not worker.departure:
+                name = worker.joined.worker
+                self._wrong(who, f"its batch is taken in {where} while elastic {name} is awake")
         if self.in_force is not None:
             names = [taken.group for taken in decision.groups]
             why = self.bound.why_not_take(decision.step, names, self.in_force, decision.parts)

@@ -25,6 +25,7 @@ from dora_pipe.config.model import (
 )
 from dora_pipe.config.objectives import rewarded
 from dora_pipe.config.section import SIBLINGS_MAX
+from dora_pipe.config.workers import elastic_problems
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.topics import PATTERN, RULE
@@ -563,6 +564,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_several,
     _check_staleness,
     _check_groups,
+    elastic_problems,
     _check_lengths,
     _check_numbers,
     _check_schedule,

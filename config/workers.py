@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from dora_pipe.config.section import NonNegative, NonNegativeFloat, Positive, Section
+
+if TYPE_CHECKING:
+    from dora_pipe.config.model import Config
 
 
 class Vllm(Section, frozen=True, kw_only=True):
@@ -60,8 +64,31 @@ class Workers(Section, frozen=True, kw_only=True):
     endpoint: str = "127.0.0.1:0"
     """HOST:PORT at which a worker serves the model to agents; port 0: any that is free. There is no
     TLS: see docs/agents.md before this is another host."""
+    elastic: NonNegative = 0
+    """The last so many of the `count` workers share their GPUs with the trainer in time: they sleep
+    while a step is computed (docs/scheduling.md)."""
     versions_resident: Positive = 4
     """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
+
+    def is_elastic(self, name: str) -> bool:
+        """Whether the worker of this name is one of the last `elastic`."""
+        last = range(max(0, self.count - self.elastic), self.count)
+        return name in [f"w{number}" for number in last]
+
+
+def elastic_problems(config: Config) -> Iterator[str]:
+    """What workers that sleep while a step is computed cannot be with."""
+    workers = config.workers
+    if workers.elastic > workers.count:
+        yield f"workers.elastic: {workers.elastic} are more than workers.count, {workers.count}"
+    others = {
+        "trainer.parts: parts are computed while the rest is generated": config.trainer.parts > 1,
+        "staleness.interruptible: nothing moves": config.staleness.interruptible,
+        "lora.rank: workers have several versions": config.lora.rank > 0,
+    }
+    for why, given in others.items():
+        if workers.elastic and given:
+            yield f"workers.elastic: {workers.elastic} cannot be with {why}"
 
 
 class Planner(Section, frozen=True, kw_only=True):

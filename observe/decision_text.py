@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Cancel,
@@ -57,9 +58,12 @@ def _words_of(decision: AnyDecision) -> tuple[str, str, int]:
         case Place(worker=worker, spec=spec):
             return "place", f"of version {spec.version} on {worker}", len(decision.siblings)
         case Move():
-            return "move", f"{decision.trajectory} from {decision.worker} to {decision.to}", 0
+            to = f"to {decision.to}" if decision.to else "to whoever is free"
+            return "move", f"{decision.trajectory} from {decision.worker} {to}", 0
         case Cancel():
             return "cancel", f"on {decision.worker}", 1
+        case Assign(version=version) if version == NO_VERSION:
+            return "send", f"{decision.worker} to sleep", 0
         case Assign():
             return "assign", f"version {decision.version} to {decision.worker}", 0
         case Drain() | Fence():

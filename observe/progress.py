@@ -20,7 +20,7 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
     WorkerReady,
 )
-from dora_pipe.schemas.rounds import EarlyStop, Round
+from dora_pipe.schemas.rounds import NO_VERSION, EarlyStop, Round
 from dora_pipe.schemas.topics import Topics
 
 PIECES_MAX: Final = 8
@@ -75,7 +75,7 @@ class RunProgress(RunStats):
         """See the base."""
         super().fact(offset, fact)
         match fact:
-            case WorkerReady():
+            case WorkerReady() if fact.version != NO_VERSION:
                 self.hosted[fact.worker] += 1
             case WorkerJoined():
                 self._say(f"{fact.worker} joined ({fact.engine}, {fact.slots} slots)")

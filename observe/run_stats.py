@@ -52,7 +52,15 @@ from dora_pipe.schemas.control import (
     error_class,
 )
 from dora_pipe.schemas.metrics import AnyMetrics, WorkerStatus
-from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Halt, Move, Round, SiblingFate
+from dora_pipe.schemas.rounds import (
+    NO_VERSION,
+    Dispatch,
+    EndSiblings,
+    Halt,
+    Move,
+    Round,
+    SiblingFate,
+)
 from dora_pipe.schemas.topics import Topics
 
 SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
@@ -377,7 +385,7 @@ class RunStats:
         match fact:
             case RunStarted() if first:
                 self._begin(fact)
-            case WorkerReady():
+            case WorkerReady() if fact.version != NO_VERSION:
                 self.load_s.add(fact.load_ms / 1000)
             case RequestReleased():
                 self.moves["released"] += 1

@@ -162,6 +162,8 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
     if not 1 <= record.versions_resident <= VERSIONS_MAX:
         return f"{record.versions_resident} versions at once are not a worker's"
+    if record.elastic and (state.interruptible or record.versions_resident > 1):
+        return f"{record.worker} is elastic, which only a worker of one version at a time can be"
     if record.assets_digest != state.facts.assets_digest:
         return f"{record.worker} has another model configuration or tokenizer than the run"
     older = state.workers.get(record.worker)
@@ -174,6 +176,7 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         prefetch=record.prefetch,
         moves=MOVES in record.declares,
         kv_tokens=max(0, record.kv_tokens),
+        elastic=record.elastic,
     )
     # What goes on under every version that comes has no use for those that were.
     join_worker(state, worker, versions=1 if state.interruptible else record.versions_resident)

@@ -16,10 +16,11 @@ import msgspec
 from dora_pipe.config.checks import why_no_parts
 from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator import hosting, scoring, watched
+from dora_pipe.orchestrator import elastic, hosting, scoring, watched
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
+from dora_pipe.orchestrator.elastic import batch_due
 from dora_pipe.orchestrator.hosting import may_be_interrupted
-from dora_pipe.orchestrator.staleness import may_admit, next_batch, next_part, surplus
+from dora_pipe.orchestrator.staleness import EVALUATION_DEADLINE, may_admit, next_part, surplus
 from dora_pipe.orchestrator.state import UNTAKEN, Group, Outcome, Request, State, Training, Worker
 from dora_pipe.orchestrator.state_ops import (
     admit,
@@ -55,6 +56,7 @@ from dora_pipe.schemas.identity import (
     whole_shares,
 )
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Cancel,
@@ -182,17 +184,23 @@ def _move(state: State, decision: Move) -> None:
     group = state.groups[request.group]
     placed = (decision.attempt, decision.worker, decision.epoch)
     at = (request.attempt, request.worker, request.epoch)
-    to = _worker(state, decision.to, decision.to_epoch)
     _require(at == placed, f"{name} is not placed there")
     _require(request.moving is None, f"{name} moves already")
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(request.group not in state.surplus, f"{name} is surplus")
-    _require(to.name != request.worker, f"{name} is on {to.name} already")
+    source = state.workers[request.worker]
+    if not decision.to:
+        sleeps = source.target == NO_VERSION and source.moves
+        _require(sleeps, f"{source.name} is not to sleep, or nothing moves there")
+        aim(state, name, None)
+        return
+    to = _worker(state, decision.to, decision.to_epoch)
+    _require(to is not source, f"{name} is on {to.name} already")
     _require(to.usable and not to.loading, f"{to.name} takes no requests")
     has = hosting.has_version(state, to, group.spec.version)
     _require(has, f"{to.name} hosts another version (C1)")
     _require(to.room > 0, f"{to.name} is full")
-    _require(to.moves and state.workers[request.worker].moves, f"{name} is where nothing moves")
+    _require(to.moves and source.moves, f"{name} is where nothing moves")
     aim(state, name, to)
 
 
@@ -208,6 +216,11 @@ def _assign(state: State, decision: Assign) -> None:
     worker = _worker(state, decision.worker, decision.epoch)
     _require(worker.usable, f"{worker.name} takes no version")
     _require(not worker.loading, f"{worker.name} is loading")
+    why = elastic.assign_error(state, worker, decision)
+    _require(not why, why)
+    if decision.version == NO_VERSION:
+        assign(state, worker, NO_VERSION, "")
+        return
     goes_on = state.interruptible and may_be_interrupted(state, worker)
     goes_on = goes_on and decision.version > worker.target
     goes_on = goes_on or worker.name in state.residents
@@ -293,6 +306,8 @@ def part_size(state: State) -> int:
     """Groups of the next part; 0 where the batch itself is the next to be taken."""
     config = state.config
     assert config is not None
+    if state.index.elastic:
+        return 0  # They would sleep from the first part on, and the others wait for the rest.
     most = config.trainer.parts - 1
     most = most if state.training is None else min(1, most)
     if len(state.parts) >= most or why_no_parts(config):
@@ -301,18 +316,10 @@ def part_size(state: State) -> int:
     return size if len(state.in_parts) + size < config.groups.per_step else 0
 
 
-def batch_due(state: State) -> list[str]:
-    """The groups of the next batch, those of its parts first; none where the trainer waits."""
-    at, held = state.standing(), state.in_parts
-    rest = next_batch(
-        state.finished, state.deadlines, step=at.step, per_step=at.per_step, taken=len(held)
-    )
-    return [*held, *(one.group for one in rest)] if rest else []
-
-
 def _take_batch(state: State, decision: TakeBatch) -> None:
     _of_next_step(state, decision)
     _require(bool(decision.groups), "a batch without groups")
+    _require(not elastic.awaited(state), "elastic workers do not sleep yet")
     same = [one.group for one in decision.groups] == batch_due(state)
     _require(same, "not the batch that may be taken (C3)")
     _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
@@ -480,10 +487,6 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     Halt: _halt,
     EarlyStop: _early_stop,
 }
-
-
-EVALUATION_DEADLINE = -1
-"""Evaluation groups are outside U and have no deadline."""
 
 
 def pinned(state: State) -> tuple[int, ...]:

@@ -261,7 +261,7 @@ def _share(count: int, rounds: int) -> int:
 def _alone(worker: Worker) -> dict[str, Any]:
     """A worker without its requests, which say themselves where they are: there may be many.
 
-    `off_engine` is younger than the form, and left out while it is 0.
+    `off_engine` and `elastic` are younger than the form, and left out while they say nothing.
     """
-    out = ("requests",) if worker.off_engine else ("requests", "off_engine")
+    out = {"requests", *(name for name in ("off_engine", "elastic") if not getattr(worker, name))}
     return {name: getattr(worker, name) for name in worker.__struct_fields__ if name not in out}

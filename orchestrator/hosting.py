@@ -78,9 +78,9 @@ def kept(state: State, version: int) -> list[Worker]:
     return found
 
 
-def orphan_assignment(state: State) -> Assignment | None:
+def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assignment | None:
     """A worker for the oldest version with queued requests and no host, if there is one: one that
-    hosts several versions and has room for it, else an idle one."""
+    hosts several versions and has room for it, else an idle one that is not `held`."""
     waiting = orphans(state)
     if not waiting or not (state.index.idle or state.residents):
         return None
@@ -94,6 +94,7 @@ def orphan_assignment(state: State) -> Assignment | None:
             worker
             for worker in state.index.idle.values()
             if worker.name not in state.residents
+            and worker.name not in held
             and (worker.target > version or worker.name not in needed)
         ]
         if fit:
@@ -103,16 +104,18 @@ def orphan_assignment(state: State) -> Assignment | None:
     return None
 
 
-def newest_assignments(state: State, admissible: int) -> list[Assignment]:
+def newest_assignments(
+    state: State, admissible: int, held: frozenset[str] = frozenset()
+) -> list[Assignment]:
     """Free workers for version t, while there is more to do than its workers have slots free.
 
-    `admissible` groups may still be admitted.
+    `admissible` groups may still be admitted; workers that are `held` get nothing.
     """
     if state.interruptible:
         return _interrupted(state)
     found = _beside(state)
     coming = sum(worker.free for worker, _, _ in found)
-    return found + _idle_for_newest(state, admissible, coming)
+    return found + _idle_for_newest(state, admissible, coming, held)
 
 
 def _beside(state: State) -> list[Assignment]:
@@ -125,14 +128,16 @@ def _beside(state: State) -> list[Assignment]:
     return found
 
 
-def _idle_for_newest(state: State, admissible: int, coming: int) -> list[Assignment]:
+def _idle_for_newest(
+    state: State, admissible: int, coming: int, held: frozenset[str]
+) -> list[Assignment]:
     """Idle workers of one version each; so many slots come to the newest version anyway."""
     newest, idle = state.version, state.index.idle
     wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest) + coming
     if not idle or wanted <= free_slots:
         return []
     needed = _needed(state)
-    kept_ = needed | state.residents.keys()
+    kept_ = needed | state.residents.keys() | held
     free = [one for one in idle.values() if one.target != newest and one.name not in kept_]
     found: list[Assignment] = []
     for worker in sorted(free, key=lambda one: (one.target, one.name)):

@@ -24,7 +24,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
-from dora_pipe.schemas.rounds import GroupSpec
+from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec
 
 STALE_MIN: Final = 64
 """A heap may hold so many entries that are out of date, whatever its size."""
@@ -86,13 +86,15 @@ class Index:
     idle: dict[str, Worker] = field(default_factory=dict)
     """May be assigned another version now."""
     emptying: dict[str, Worker] = field(default_factory=dict)
-    """Usable workers all of whose requests move away."""
+    """Usable workers all of whose requests move away, and that do not sleep then."""
     silent: dict[str, Worker] = field(default_factory=dict)
     """To be fenced."""
     draining: dict[str, Worker] = field(default_factory=dict)
     """A user asked to drain them."""
     pressed: dict[str, Worker] = field(default_factory=dict)
     """Their KV cache is too full."""
+    elastic: dict[str, Worker] = field(default_factory=dict)
+    """They share their GPUs with the trainer."""
     generating: dict[int, dict[str, None]] = field(default_factory=dict)
     """Training groups some siblings of which run, by deadline, in the order of their dispatch. No
     empty one stays."""
@@ -120,20 +122,23 @@ class Index:
             self.emptying.pop(worker.name, None)
         else:
             _keep(self.idle, worker, not worker.requests and worker.settled)
-            _keep(self.emptying, worker, bool(worker.leaving) and not worker.present)
+            empties = bool(worker.leaving) and not worker.present and target != NO_VERSION
+            _keep(self.emptying, worker, empties)
 
     def mark(self, worker: Worker) -> None:
-        """As `touch`, and look at what changes rarely: silence, drain, pressure."""
+        """As `touch`, and look at what changes rarely, or never: silence, drain, pressure."""
         self.touch(worker)
         _keep(self.silent, worker, worker.silent)
         _keep(self.draining, worker, worker.drain != "no")
         _keep(self.pressed, worker, worker.pressed > 0)
+        _keep(self.elastic, worker, worker.elastic)
 
     def remove(self, worker: Worker) -> None:
         """A worker is out."""
         seen = self._seen.pop(worker.name)
         self._leave(worker, seen)
-        for kept in (self.idle, self.emptying, self.silent, self.draining, self.pressed):
+        lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.elastic)
+        for kept in lists:
             kept.pop(worker.name, None)
 
     def begin(self, spec: GroupSpec) -> None:

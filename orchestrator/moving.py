@@ -1,6 +1,7 @@
 """Decides which running requests move to another worker of their version.
 
-Three occasions: a worker that is drained, a worker whose KV cache is too full, and *consolidation*:
+Four occasions: an elastic worker that is to sleep, a worker that is drained, a worker whose KV
+cache is too full, and *consolidation*:
 the requests of an older version run on as few workers as their slots allow, and a worker that is
 emptied so is given to the newest version.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator import elastic, hosting
 from dora_pipe.orchestrator.estimates import Outlook
 from dora_pipe.orchestrator.state import Request, State, Worker
 
@@ -37,8 +38,8 @@ MOVE_COOLDOWN: Final = 4
 RELIEF: Final = 0.9
 """A worker under pressure lets go until its cache is expected below this share of the threshold."""
 
-Moved = tuple[str, Worker, str]
-"""(trajectory, worker that shall go on with it, reason)."""
+Moved = tuple[str, Worker | None, str]
+"""(trajectory, worker that shall go on with it, reason); None: whichever is free."""
 
 
 def moves(state: State, admissible: int) -> Iterator[Moved]:
@@ -46,7 +47,10 @@ def moves(state: State, admissible: int) -> Iterator[Moved]:
     assert state.config is not None
     orphans = hosting.orphans(state)
     allowed = state.config.planner.moves and not state.interruptible
-    if not allowed or not (state.trigger or orphans):
+    if not allowed:
+        return
+    yield from _to_sleep(state)
+    if not (state.trigger or orphans):
         return
     yield from _drained(state)
     yield from _relieved(state)
@@ -81,6 +85,13 @@ def _free_slots_on(worker: Worker) -> int:
     if not worker.moves or not worker.open:
         return 0
     return max(0, min(worker.slots - worker.load, worker.room))
+
+
+def _to_sleep(state: State) -> Iterator[Moved]:
+    """A step does not wait for slots elsewhere: what an elastic worker has queues."""
+    for worker in elastic.letting_go(state):
+        for name in staying(state, worker):
+            yield name, None, f"{worker.name} is to sleep; {len(worker.requests)} requests queue"
 
 
 def _drained(state: State) -> Iterator[Moved]:

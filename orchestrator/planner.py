@@ -1,10 +1,10 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
 A plan is made in stages, each on what the ones before it left: fence, end siblings, end groups,
-halt, stop early, take the batch, drain, score groups, dispatch a due evaluation, place what was
-released, assign, place, move, admit, stop. Every decision is applied to the state as it is made, by
-the functions that the fold of the log uses, so the planner has no idea of its own of what a
-decision does. `decide` changes the state it is given; `plan` leaves it alone.
+halt, stop early, take the batch, drain, send elastic workers to sleep, score groups, dispatch a due
+evaluation, place what was released, assign, place, move, admit, stop. Every decision is applied to
+the state as it is made, by the functions that the fold of the log uses, so the planner has no idea
+of its own of what a decision does. `decide` changes the state it is given; `plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
@@ -23,10 +23,9 @@ from itertools import islice
 from typing import Final
 
 from dora_pipe.config.logged import settings_in_force
-from dora_pipe.orchestrator import hosting, state_ops
+from dora_pipe.orchestrator import elastic, hosting, state_ops
 from dora_pipe.orchestrator.apply_decision import (
     apply_decision,
-    batch_due,
     dispatch,
     eval_spec,
     evaluation_due,
@@ -39,12 +38,14 @@ from dora_pipe.orchestrator.apply_decision import (
     train_spec,
 )
 from dora_pipe.orchestrator.curriculum import Samplers
+from dora_pipe.orchestrator.elastic import batch_due
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.scoring import next_question
 from dora_pipe.orchestrator.staleness import admissible, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.orchestrator.watched import stop_due
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Cancel,
@@ -305,6 +306,8 @@ def _take_batch(draft: Draft) -> None:
     if not batch:
         _take_parts(draft)
         return
+    if elastic.awaited(state):
+        return
     groups = tuple(state.groups[name].taken() for name in batch)
     in_flight = state_ops.in_flight_due(state)
     reason = f"{len(state.finished)} groups finished; the earliest deadlines go first"
@@ -347,6 +350,18 @@ def _drain(draft: Draft) -> None:
             draft.add(Drain(worker=name, epoch=draining[name].epoch, reason="a user asked"))
 
 
+def _send_to_sleep(draft: Draft) -> None:
+    """Elastic workers, while a step stands: what they have moves, or is finished."""
+    state = draft.state
+    for worker in [] if draft.full else elastic.to_sleep(state):
+        why = f"step {state.version} begins, and {worker.name} shares its GPUs with the trainer"
+        draft.add(
+            Assign(
+                worker=worker.name, epoch=worker.epoch, version=NO_VERSION, digest="", reason=why
+            )
+        )
+
+
 def _score(draft: Draft) -> None:
     """Groups all of whose siblings have ended, where these are scored together."""
     while not draft.full and (question := next_question(draft.state)) is not None:
@@ -367,9 +382,10 @@ def _assign(draft: Draft) -> None:
     state = draft.state
     if draft.full or not (state.index.idle or state.interruptible or state.residents):
         return
-    while not draft.full and (found := hosting.orphan_assignment(state)) is not None:
+    held = elastic.held(state)
+    while not draft.full and (found := hosting.orphan_assignment(state, held)) is not None:
         _assign_one(draft, *found)
-    for assignment in hosting.newest_assignments(state, may_still_admit(state)):
+    for assignment in hosting.newest_assignments(state, may_still_admit(state), held):
         if draft.full:
             return
         _assign_one(draft, *assignment)
@@ -426,7 +442,8 @@ def _kept_place(state: State, trajectory: str) -> Worker | None:
 
 def _move(draft: Draft) -> None:
     state = draft.state
-    if not state.trigger and not hosting.orphans(state):
+    asked = state.trigger or hosting.orphans(state) or elastic.letting_go(state)
+    if not asked:
         return
     for name, to, reason in moves(state, may_still_admit(state)):
         if draft.full:
@@ -438,8 +455,8 @@ def _move(draft: Draft) -> None:
                 attempt=request.attempt,
                 worker=request.worker,
                 epoch=request.epoch,
-                to=to.name,
-                to_epoch=to.epoch,
+                to=to.name if to else "",
+                to_epoch=to.epoch if to else -1,
                 reason=reason,
             )
         )
@@ -483,6 +500,7 @@ _STAGES: Final = (
     _end_surplus,
     _take_batch,
     _drain,
+    _send_to_sleep,
     _score,
     _dispatch_evaluation,
     _place_released,

@@ -10,11 +10,22 @@ import dataclasses
 from collections import Counter
 from typing import Final, Literal
 
+from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.staleness import admissible
 from dora_pipe.orchestrator.state import State, Worker
 
 Use = Literal[
-    "busy", "in-flight", "bound", "steps", "older", "loading", "kv", "leaving", "placing", "pause"
+    "busy",
+    "in-flight",
+    "bound",
+    "steps",
+    "older",
+    "elastic",
+    "loading",
+    "kv",
+    "leaving",
+    "placing",
+    "pause",
 ]
 """Of a slot; docs/why.md says what each is."""
 
@@ -38,7 +49,10 @@ def capped(state: State) -> tuple[int, int]:
     cost is that of the idle workers."""
     index, newest = state.index, state.version
     slots = sum(hosts.slots for hosts in index.hosts.values())
-    idle = sum(one.slots for one in index.idle.values() if one.target != newest)
+    held = elastic.held(state)
+    idle = sum(
+        one.slots for one in index.idle.values() if one.target != newest and one.name not in held
+    )
     empty = index.free(newest) + idle
     return (empty if empty and why_nothing_new(state) == "in-flight" else 0), slots
 
@@ -61,6 +75,8 @@ def why_nothing_new(state: State) -> Use:
 def _why_empty(state: State, worker: Worker) -> Use:
     if not worker.usable:
         return "leaving"
+    if worker.name in elastic.held(state):
+        return "elastic"
     if worker.loading:
         return "loading"
     if worker.pressed:

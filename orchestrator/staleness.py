@@ -39,6 +39,10 @@ class Finished(NamedTuple):
     group: str
 
 
+EVALUATION_DEADLINE: Final = -1
+"""Evaluation groups are outside U and have no deadline."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """Where a run stands, as far as the bound is concerned.

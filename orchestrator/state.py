@@ -35,7 +35,7 @@ from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.watched import Watched
 from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec, SiblingFate
+from dora_pipe.schemas.rounds import GENESIS_CHAIN, NO_VERSION, Fate, GroupSpec, SiblingFate
 
 Phase = Literal["generating", "scoring", "finished", "taken", "ending"]
 """Of an open group: siblings run; all have ended and are scored together; complete and in U; in a
@@ -78,7 +78,8 @@ class Request(msgspec.Struct, kw_only=True, gc=False):
     epoch: int = -1
     resume: Resume | None = None
     moving: tuple[str, int] | None = None
-    """The incarnation that shall go on with it; its present worker lets go of it first."""
+    """The incarnation that shall go on with it; its present worker lets go of it first. Without a
+    name, whichever is free: its worker is to sleep."""
     kv: Blob | None = None
     """The KV cache that a move left behind, while it waits for its placement."""
     moves: int = 0
@@ -183,6 +184,8 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     """How long it took to load its version, as it reported."""
     off_engine: int = 0
     """Of `requests`, those that need no slot, as was last observed, less those that have left."""
+    elastic: bool = False
+    """It shares its GPUs with the trainer in time: see `orchestrator.elastic`."""
 
     @property
     def loading(self) -> bool:
@@ -232,6 +235,11 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
             and self.drain == "no"
             and self.room > 0
         )
+
+    @property
+    def awake(self) -> bool:
+        """Whether it has weights or requests, or may get some: not so of one that sleeps."""
+        return max(self.target, self.hosted) > NO_VERSION
 
     @property
     def settled(self) -> bool:

@@ -31,7 +31,7 @@ from dora_pipe.orchestrator.state import (
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import GroupSpec, Halt, SiblingFate
+from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec, Halt, SiblingFate
 
 
 def admit(state: State, spec: GroupSpec) -> None:
@@ -65,18 +65,24 @@ def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
     state.touch(worker)
 
 
-def aim(state: State, trajectory: str, to: Worker) -> None:
-    """A placed request moves: its worker shall let go of it, and its place on `to` is kept."""
+def aim(state: State, trajectory: str, to: Worker | None) -> None:
+    """A placed request moves: its worker shall let go of it, and its place on `to` is kept. Without
+    one it will queue, and that its worker sleeps is none of the moves that are bounded."""
     request = state.requests[trajectory]
     worker = state.workers[request.worker]
-    request.moving = (to.name, to.epoch)
-    request.moves += 1
+    request.moving = ANYWHERE if to is None else (to.name, to.epoch)
     request.moved_ns = state.now_ns
     worker.leaving += 1
-    to.arriving += 1
     state.leaves.touch("request", trajectory)
     state.touch(worker)
-    state.touch(to)
+    if to is not None:
+        request.moves += 1
+        to.arriving += 1
+        state.touch(to)
+
+
+ANYWHERE: Final = ("", -1)
+"""`Request.moving` of one that no place is kept for."""
 
 
 def requeue(state: State, trajectory: str) -> None:
@@ -99,8 +105,18 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
     push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
     request.kv = kv
     state.counters.moved += 1
-    if moving is not None:
-        state.released[trajectory] = None
+    if moving is None:
+        return
+    state.released[trajectory] = None
+    if moving == ANYWHERE or _sleeps(state, moving):
+        _unaim(state, trajectory, request)
+
+
+def _sleeps(state: State, incarnation: tuple[str, int]) -> bool:
+    """Whether a worker that requests move to was told to sleep meanwhile."""
+    name, epoch = incarnation
+    worker = state.workers.get(name)
+    return worker is not None and worker.epoch == epoch and worker.target == NO_VERSION
 
 
 def note_progress(state: State, trajectory: str, resume: Resume) -> None:
@@ -283,10 +299,14 @@ def assign(
     state: State, worker: Worker, version: int, digest: str, drop: tuple[int, ...] = ()
 ) -> None:
     """A worker shall host another version; without requests, unless they go on under it, or keep
-    theirs beside it."""
+    theirs beside it, or it is to sleep when they are gone: then no place is kept there."""
     worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
     for one in drop:
         state.residents[worker.name].held.remove(one)
+    if version == NO_VERSION:
+        here = (worker.name, worker.epoch)
+        for name in [one for one in state.released if state.requests[one].moving == here]:
+            _unaim(state, name, state.requests[name])
     state.touch(worker)
 
 

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Final
 
 from dora_pipe.core.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
+from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.apply_decision import part_size
 from dora_pipe.orchestrator.staleness import lacking
 from dora_pipe.orchestrator.state import Group, State
@@ -74,6 +75,12 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
     if not any(worker.usable for worker in state.workers.values()):
         known = [Blocker("worker", name) for name in sorted(state.workers)]
         return _still("worker", f"a worker{_rejection(state)}", "", "short", known)
+    if asleep_next := elastic.awaited(state) if elastic.step_stands(state) else []:
+        step = state.version
+        words = f"elastic workers to sleep, so that step {step} begins: {', '.join(asleep_next)}"
+        blockers_ = [Blocker("worker", name) for name in asleep_next[:BLOCKERS_MAX]]
+        more = len(asleep_next) - len(blockers_)
+        return _still("elastic", words, str(step), "work", blockers_, more=more)
     found = blockers(state, BLOCKERS_MAX)
     if found.count:
         named = [Blocker("group", group.spec.group) for group in found.first]

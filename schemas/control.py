@@ -185,10 +185,14 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     """Packages and servers of others that its tasks play with: by name, version and a digest of the
     source."""
+    elastic: bool = False
+    """It shares its GPUs with the trainer in time: it sleeps while a step is computed."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):
-    """A worker has loaded the weights it was assigned; their digest was checked."""
+    """A worker has loaded the weights it was assigned; their digest was checked. Or, with version
+    -1 and no digest, it sleeps: it has let go of its weights, and nothing that it has needs them.
+    """
 
     worker: str
     epoch: int

@@ -27,6 +27,10 @@ SiblingFate = Literal["surplus", "expired"]
 """How a sibling ends that its group does not wait for: enough others were valid before it; or the
 group was open for too long. Neither is a failure."""
 
+NO_VERSION: Final = -1
+"""What a worker hosts that has let go of its weights, or has just joined. Assigned it, a worker
+sleeps until it is assigned a version again."""
+
 STATE_DIGEST_EVERY = 64
 """Every so many rounds (and at the last one) a round carries the digest of the state."""
 
@@ -189,7 +193,8 @@ class Place(Decision, frozen=True, kw_only=True):
 class Move(Decision, frozen=True, kw_only=True):
     """A worker shall let go of a running request, so that another of its version goes on with it.
 
-    The worker answers with `request released`; only then is the request placed on `to`.
+    The worker answers with `request released`; only then is the request placed on `to`, or where
+    its turn in the queue comes.
     """
 
     trajectory: str
@@ -197,9 +202,9 @@ class Move(Decision, frozen=True, kw_only=True):
     worker: str
     epoch: int
     to: str
-    """Worker that shall go on with it."""
+    """Worker that shall go on with it; empty: whichever is free, since this one is to sleep."""
     to_epoch: int
-    """Incarnation of `to`."""
+    """Incarnation of `to`; -1 without one."""
 
 
 class Cancel(Decision, frozen=True, kw_only=True):
@@ -214,7 +219,8 @@ class Cancel(Decision, frozen=True, kw_only=True):
 class Assign(Decision, frozen=True, kw_only=True):
     """A worker shall host a version; it finishes what it has first.
 
-    One that hosts several at once takes it beside those that it has, and goes on with them.
+    One that hosts several at once takes it beside those that it has, and goes on with them. An
+    elastic one may be assigned none (-1, without a digest): it sleeps once it has no request.
     """
 
     worker: str

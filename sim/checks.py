@@ -36,6 +36,7 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Cancel,
@@ -458,7 +459,7 @@ class LiveLedger(Ledger):
         who = f"{decision.worker} gets version {decision.version}"
         self._require("assign", not notes.draining, f"{who}, but it drains")
         what = f"{who}, but it has {len(placed)} requests, target {worker.target}"
-        free = worker.several or not placed
+        free = worker.several or not placed or decision.version == NO_VERSION
         self._require("assign", free and worker.target == notes.loaded, what)
         used = {self.accounts.open[group_of(one)].spec.version for one in placed}
         what = f"{who} and drops {decision.drop}, {sorted(used)} are in use"

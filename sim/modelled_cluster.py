@@ -44,6 +44,7 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     AnyObservation,
     Assign,
@@ -214,7 +215,13 @@ class Cluster:
 
     def _join(self, size: WorkerSize) -> ModelledWorker:
         epoch = self._apply(
-            worker_joined(size.name, size.slots, size.prefetch, declares=self.plan.declares)
+            worker_joined(
+                size.name,
+                size.slots,
+                size.prefetch,
+                declares=self.plan.declares,
+                elastic=size.elastic,
+            )
         )
         return ModelledWorker(
             size,
@@ -242,7 +249,8 @@ class Cluster:
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
-                load_ms = worker.batch.rates.load_s * 1e3
+                sleeps = assigned.version == NO_VERSION
+                load_ms = 0.0 if sleeps else worker.batch.rates.load_s * 1e3
                 one = (worker.size.name, worker.epoch, assigned.version, assigned.digest)
                 self._apply(worker_ready(*one, load_ms=load_ms))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
@@ -529,6 +537,7 @@ def worker_joined(
     *,
     kv_tokens: int = 0,
     declares: tuple[str, ...] = ("moves",),
+    elastic: bool = False,
 ) -> WorkerJoined:
     """A modelled worker is there."""
     return WorkerJoined(
@@ -548,6 +557,7 @@ def worker_joined(
         assets_digest=NO_DIGEST,
         reward_digest="",
         package="modelled",
+        elastic=elastic,
     )
 
 

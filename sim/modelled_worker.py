@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.rounds import Assign, PlacedRequest
+from dora_pipe.schemas.rounds import NO_VERSION, Assign, PlacedRequest
 
 MOVE_LATENCY_S: Final = 0.2
 """A request stands still at least so long while it goes to another worker: two messages."""
@@ -186,6 +186,8 @@ class WorkerSize:
     name: str
     slots: int
     prefetch: int
+    elastic: bool = False
+    """It shares its GPUs with the trainer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +233,7 @@ class ModelledWorker:
         self.assigned: Assign | None = None
         """What it loads; None when it hosts what it was assigned."""
         self.ready_s = NEVER_S
-        """When the load ends."""
+        """When the load ends, if nothing is here that needs the engine."""
         self.loads = 0
         self.running: dict[str, PlacedRequest] = {}
         self._lefts = lefts
@@ -247,18 +249,31 @@ class ModelledWorker:
         self._arriving: list[tuple[float, str, PlacedRequest]] = []
 
     def assign(self, decision: Assign, now_s: float) -> None:
-        """Load another version."""
-        assert not self.running and not self._waiting, f"{self.size.name} has open requests"
+        """Load another version, or sleep, which takes as long as what is here needs the engine."""
         self.assigned = decision
+        if decision.version == NO_VERSION:
+            self.ready_s = now_s + self._react_s
+            return
+        assert not self._open, f"{self.size.name} has open requests"
         self.ready_s = now_s + self.batch.rates.load_s + self._react_s
         self.loads += 1
 
     def ready(self, now_s: float) -> Assign | None:
         """The assignment that has been loaded by now, once."""
-        if self.assigned is None or self.ready_s > now_s + 1e-9:
+        if self.assigned is None or self._ready_s > now_s + 1e-9:
             return None
         found, self.assigned, self.ready_s = self.assigned, None, NEVER_S
         return found
+
+    @property
+    def _ready_s(self) -> float:
+        """When it can say that it has what it was assigned."""
+        return NEVER_S if self._open else self.ready_s
+
+    @property
+    def _open(self) -> bool:
+        """Whether a request runs, or will come back to run."""
+        return bool(self.running or self._waiting or self._arriving)
 
     def place(self, request: PlacedRequest, now_s: float) -> None:
         """A request waits for a slot; one that was moved here first waits for its KV cache."""
@@ -301,7 +316,7 @@ class ModelledWorker:
     def next_s(self) -> float:
         """When something happens here, if nobody else does anything."""
         arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
-        return min(self.batch.next_s(), self.ready_s, arrives_s)
+        return min(self.batch.next_s(), self._ready_s, arrives_s)
 
     def advance(self, now_s: float) -> list[PlacedRequest]:
         """Go on until then; the requests that ended, each at its own time."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.config.model import Config
+from dora_pipe.sim.elastic import OF_ELASTIC
 from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS
 from dora_pipe.sim.scenario import Scenario, draw
 
@@ -43,6 +44,10 @@ _MEETS: Final[dict[str, Meets]] = {
     },
     **{name: lambda drawn: drawn.replayable for name, _, _ in OF_EPISODES},
     **{name: lambda drawn: drawn.kept_ns > 0 for name, _, _ in OF_KEPT},
+    **{
+        name: lambda drawn: any(one.elastic for one in drawn.workers[: drawn.first])
+        for name, _, _ in OF_ELASTIC
+    },
     "part-too-soon": _PARTS,
     "part-lost": _PARTS,
     "part-twice": _PARTS,

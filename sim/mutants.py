@@ -27,7 +27,7 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
 from dora_pipe.orchestrator import apply_control as rules_control
 from dora_pipe.orchestrator import apply_decision as rules_decision
-from dora_pipe.orchestrator import curriculum, fold, hosting, machine, staleness
+from dora_pipe.orchestrator import curriculum, elastic, fold, hosting, machine, staleness
 from dora_pipe.orchestrator import state_ops as transitions
 from dora_pipe.orchestrator.apply_decision import train_spec
 from dora_pipe.orchestrator.curriculum import NextRow
@@ -40,6 +40,7 @@ from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
+from dora_pipe.sim.elastic import OF_ELASTIC
 from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS
 from dora_pipe.sim.mutants_of_versions import OF_VERSIONS
 
@@ -314,7 +315,7 @@ def _part_too_soon(patches: Patches) -> None:
 
 def _part_lost(patches: Patches) -> None:
     """A batch forgets its last part."""
-    right = rules_decision.batch_due
+    right = elastic.batch_due
 
     def due(state: State) -> list[str]:
         names = right(state)
@@ -513,6 +514,7 @@ _ALL: Final = (
     *OF_EPISODES,
     *OF_KEPT,
     *OF_VERSIONS,
+    *OF_ELASTIC,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),
     ("gate-at-t", "the bound is asked at t instead of s while a step trains", _gate_at_t),
     ("first-finished", "batches take what finished first", _first_finished),

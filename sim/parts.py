@@ -270,6 +270,8 @@ class WorkerPlan:
     """Of its monotonic clock."""
     versions: int = 1
     """How many its engine hosts at once."""
+    elastic: bool = False
+    """It shares its GPUs with the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

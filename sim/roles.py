@@ -247,6 +247,7 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
         reward_digest="",
         package="0",
         versions_resident=engine.versions_resident,
+        elastic=plan.elastic,
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from dora_pipe.config.model import Config, RewardUse
 from dora_pipe.sim.agents import AGENT_HANGS, AGENT_LOST, AGENT_RAISES, AGENT_WANDERS
+from dora_pipe.sim.elastic import with_elastic
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
 
 FAULTS: Final[dict[str, str]] = {
@@ -238,6 +239,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
         scenario = _kept(_patches(_updates(_refused(scenario))))
+        scenario = replace(scenario, workers=with_elastic(seed, scenario.workers))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
 

@@ -47,7 +47,7 @@ KEYS: Final = frozenset(
 
 CLUSTER_KEYS: Final = KEYS | {
     *("evaluation.every", "evaluation.prompts", "evaluation.siblings", "timing.plan_period_s"),
-    "trainer.parts",
+    *("trainer.parts", "workers.elastic"),
 }
 """What the model with versions on workers knows."""
 
@@ -289,7 +289,10 @@ def _workers(measured: Measured, config: Config) -> list[WorkerSize]:
         found = measured.workers
     else:
         found = [(f"w{one}", now.slots, now.prefetch) for one in range(now.count)]
-    return [WorkerSize(name=name, slots=slots, prefetch=ahead) for name, slots, ahead in found]
+    return [
+        WorkerSize(name=name, slots=slots, prefetch=ahead, elastic=now.is_elastic(name))
+        for name, slots, ahead in found
+    ]
 
 
 def _rates(measured: Measured) -> EngineRates:

@@ -14,6 +14,7 @@ from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.text import counted, duration
 from dora_pipe.observe.why.log import Picture
 from dora_pipe.observe.why.parts import next_part
+from dora_pipe.orchestrator.elastic import held
 from dora_pipe.orchestrator.hosting import holders
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import may_still_admit
@@ -265,6 +266,8 @@ class Chain:
         queued = sum(map(len, state.queues.values()))
         if state.config is None or state.facts is None:
             text = "the run has not started"
+        elif worker is not None and worker.name in held(state):
+            text = f"it is elastic: step {state.version} is computed, or is to begin"
         elif worker is not None and worker.loading:
             text = f"it was told {self._ago(worker.target_ns)} ago to load version {worker.target}"
         elif worker is not None and worker.requests:

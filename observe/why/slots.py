@@ -26,6 +26,7 @@ WORDS: Final[Mapping[Use, str]] = {
     "bound": "no group is admitted: one more could not be in time (staleness.max_staleness)",
     "steps": "no group is admitted: no step is left for it",
     "older": "the worker still has requests of an older version",
+    "elastic": "the worker sleeps while a step is computed",
     "loading": "the worker loads weights",
     "kv": "the worker's KV cache is full",
     "leaving": "the worker leaves, or is not heard",
@@ -37,6 +38,7 @@ ADVICE: Final[Mapping[Use, str]] = {
     "in-flight": 'while the trainer waits too: staleness.in_flight_batches = "auto"',
     "bound": "a faster trainer, fewer workers, or staleness.max_staleness",
     "older": "more workers of fewer slots each: one that runs empty is less of all",
+    "elastic": "fewer of them: workers.elastic",
     "loading": "transfers.kind; more workers of fewer slots each",
     "kv": "fewer slots, or a larger cache",
 }

@@ -24,6 +24,7 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.requests import Decode, check_request, kv_mismatch
+from dora_pipe.schemas.rounds import NO_VERSION
 from dora_pipe.store.adapters import base_of
 
 
@@ -91,6 +92,12 @@ class ResidentVersions(Generic[V]):
                 self.drop(other)
             self._versions[version] = made
         self._latest = version
+
+    def forget(self) -> None:
+        """The engine has no weights any more."""
+        for held in list(self._versions):
+            self.drop(held)
+        self.base = ""
 
     @property
     def digests(self) -> set[str]:
@@ -178,6 +185,15 @@ class EngineBase(Generic[R]):
             return self._replaced(held, weights, version, digest, started_ns)
         self._versions.add(weights, version=version, digest=digest)
         return self._loaded(version, digest, started_ns)
+
+    def sleep(self) -> WeightsLoaded:
+        """See the port."""
+        if self._rows:
+            raise ValueError(f"{self.active} rows are active; an engine sleeps between requests")
+        started_ns = self._clock.now_ns()
+        self._release_memory()
+        self._versions.forget()
+        return self._loaded(NO_VERSION, "", started_ns)
 
     def drop(self, version: int) -> None:
         """See the port."""
@@ -284,6 +300,10 @@ class EngineBase(Generic[R]):
     def _replace(self, held: Any, version: int, digest: str) -> None:
         """Have these weights in place of those there are."""
         raise NotImplementedError
+
+    def _release_memory(self) -> None:
+        """Let go of weights and KV caches; no row is active, and `_replace` comes next."""
+        raise ValueError(f"engine {self.name} cannot sleep")
 
     def _versions_changed(self) -> None:
         """Versions came, went or were replaced."""

@@ -17,6 +17,7 @@ What an engine can is declared, and the contract suite asks for exactly that:
 - ``interruptible``: weights can change under running requests, which are then prefilled again.
 - ``routes``: of a mixture, it says through which experts every token went; where going on by
   prefill gives the same bits, these are the same too.
+- ``sleep``: it lets go of its weights, and of the memory for KV caches, until the next load.
 - ``prefix_reuse``: keys and values of sequences are kept when these have left their slot, and of
   prompts for other requests; who begins with the same tokens under the same weights goes on from
   them, with the very bits of a prefill.
@@ -40,6 +41,7 @@ KV_EXPORT = "kv_export"
 INTERRUPTIBLE = "interruptible"
 LORA = "lora"
 PREFIX_REUSE = "prefix_reuse"
+SLEEP = "sleep"
 ROUTES = "routes"
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -163,7 +165,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
-    """The engine hosts `version` now; the digest of the loaded bytes was checked."""
+    """The engine hosts `version` now; the digest of the loaded bytes was checked. -1: it sleeps."""
 
     version: int
     digest: str
@@ -218,6 +220,10 @@ class Engine(Protocol):
         Raises PolicyError when the bytes do not have this weights digest or do not fit the model;
         then the old weights stay.
         """
+
+    def sleep(self) -> WeightsLoaded:
+        """Let go of weights and of the memory for KV caches, until the next `load`; only with
+        `sleep`, and only while no row is active. Answers with version -1."""
 
     def drop(self, version: int) -> None:
         """Forget a resident version; no row runs under it. An engine with one version keeps it."""

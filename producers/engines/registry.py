@@ -25,6 +25,7 @@ from dora_pipe.producers.engines.port import (
     LORA,
     PREFILL_EXACT,
     ROUTES,
+    SLEEP,
     Engine,
 )
 from dora_pipe.producers.engines.requests import Decode
@@ -137,8 +138,14 @@ def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
     return tuple(sorted(engine.declares | ({MOVES} if goes_on and moves else set())))
 
 
-def check_capabilities(engine: Engine, config: Config) -> None:
-    """Raises ConfigError for an engine that cannot do what the run asks for."""
+def check_capabilities(engine: Engine, config: Config, *, elastic: bool = False) -> None:
+    """Raises ConfigError for an engine that cannot do what the run asks for, or what is asked of an
+    elastic worker."""
+    if elastic and SLEEP not in engine.declares:
+        raise ConfigError(
+            f"workers.elastic: engine {engine.name} cannot let go of its weights between steps",
+            hint="workers.engine = torch, or a run without elastic workers",
+        )
     if config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
         raise ConfigError(
             f"the run is interruptible, and engine {engine.name} cannot change weights under"

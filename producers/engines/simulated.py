@@ -26,6 +26,7 @@ from dora_pipe.producers.engines.port import (
     INTERRUPTIBLE,
     KV_EXPORT,
     PREFILL_EXACT,
+    SLEEP,
     EngineEvent,
     EngineRequest,
     Kv,
@@ -126,7 +127,7 @@ class SimulatedEngine(EngineBase[_Row]):
     name = "simulated"
     version = "1"
     declares = frozenset(
-        {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE}
+        {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
     )
     device = "none"
     dtype = "none"
@@ -151,6 +152,7 @@ class SimulatedEngine(EngineBase[_Row]):
             clock=clock,
         )
         self._lengths = lengths
+        self._asleep = False
 
     def drop(self, version: int) -> None:
         """See the port."""
@@ -199,6 +201,13 @@ class SimulatedEngine(EngineBase[_Row]):
 
     def _replace(self, held: None, version: int, digest: str) -> None:
         """The tokens of rows depend on the version that they are under."""
+        self._asleep = False
+
+    def _release_memory(self) -> None:
+        self._asleep = True
+
+    def _has_weights(self) -> bool:
+        return not self._asleep
 
     def _go_on(self, row: _Row) -> None:
         row.computed, row.under = False, self._versions.of(row.request)

@@ -16,6 +16,7 @@
     EngineExport      EnginePort    TokensSampled, EngineExported                  the engine
     LoadWeights       EnginePort    WeightsLoaded, LoadFailed                      a thread
     DropWeights       EnginePort    -                                              the engine
+    Sleep             EnginePort    WeightsLoaded                                  the engine
     PutKv             HandoverPort  KvPut                                          a thread
     FetchKv           HandoverPort  KvFetched                                      a thread
     DropKv            HandoverPort  -                                              a thread
@@ -259,6 +260,11 @@ class DropWeights(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, ...]
 
 
+class Sleep(msgspec.Struct, frozen=True, kw_only=True):
+    """Let go of the weights, and of the memory for what runs under them: nothing does. The answer
+    is of version -1."""
+
+
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
     """The engine keeps the weights it had, or is gone."""
 
@@ -385,6 +391,7 @@ Effect = (
     | EngineExport
     | LoadWeights
     | DropWeights
+    | Sleep
     | PutKv
     | FetchKv
     | DropKv

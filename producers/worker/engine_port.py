@@ -38,6 +38,7 @@ from dora_pipe.producers.worker.effects import (
     EngineStarted,
     LoadFailed,
     LoadWeights,
+    Sleep,
 )
 
 STEP_NS: Final = 10_000_000
@@ -70,7 +71,9 @@ class EnginePort:
     a damaged copy away or raises PolicyError, and then it is had and loaded again, once.
     """
 
-    effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, DropWeights, LoadWeights)
+    effects: tuple[type, ...] = (
+        *(EngineAdd, EngineCancel, EngineExport, DropWeights, Sleep, LoadWeights),
+    )
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class EnginePort:
             EngineCancel: Handler(do=self._cancel, failed=self._failed),
             EngineExport: Handler(do=self._export, failed=self._not_exported),
             DropWeights: Handler(do=self._drop, failed=self._failed),
+            Sleep: Handler(do=self._sleep, failed=self._failed),
         }
         self._file = Path()  # what is loaded, or was last
         fetching: Handlers = {LoadWeights: Handler(do=self._fetch, failed=_not_loaded)}
@@ -104,7 +108,7 @@ class EnginePort:
         self._loading = EffectRunner("load-weights", loading, in_thread=in_thread)
 
     def start(
-        self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | LoadWeights
+        self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | Sleep | LoadWeights
     ) -> None:
         """See the effects."""
         if isinstance(effect, LoadWeights):
@@ -204,6 +208,10 @@ class EnginePort:
             if not self._gone:
                 self._engine.drop(version)
         yield from ()
+
+    def _sleep(self, effect: Sleep) -> Iterator[Any]:
+        if not self._gone:
+            yield self._engine.sleep()
 
     def _export(self, effect: EngineExport) -> Iterator[Any]:
         """Take a request out. One that has ended tells of that itself."""

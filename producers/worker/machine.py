@@ -38,6 +38,7 @@ from dora_pipe.producers.worker.effects import (
     EngineFailed,
     LoadFailed,
     LoadWeights,
+    Sleep,
 )
 from dora_pipe.producers.worker.episodes import TOLD_AGAIN, Episodes
 from dora_pipe.producers.worker.off_engine import NEVER_NS
@@ -411,6 +412,9 @@ class WorkerMachine:
 
     def _load(self, now: Now) -> None:
         self.loading, self._loading_ns = self.target, now.mono_ns
+        if self.target == NOTHING:
+            self.requests.ask(Sleep())
+            return
         effect = LoadWeights(
             version=self.target.version,
             digest=self.target.digest,

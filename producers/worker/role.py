@@ -109,6 +109,11 @@ class _Worker:
     run: RunStarted
     config: model.Config
 
+    @property
+    def elastic(self) -> bool:
+        """Whether it shares its GPUs with the trainer."""
+        return self.config.workers.is_elastic(self.name)
+
 
 def run_worker(
     bus: Bus,
@@ -244,7 +249,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         tokenizer = Tokenizer(assets)
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
-        check_capabilities(engine, here.config)
+        check_capabilities(engine, here.config, elastic=here.elastic)
         if here.config.lora.rank:  # Versions are adapters on the first one.
             policy = here.run.policy
             engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
@@ -487,6 +492,7 @@ def _joined(
         versions_resident=engine.versions_resident,
         template_digest=template_digest,
         packages=packages_of(facts.values()),
+        elastic=here.elastic,
     )
 
 

@@ -13,6 +13,7 @@ from dora_pipe.core.wait_tracker import PendingWait
 from dora_pipe.producers.worker.request import Phase, RequestState
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import Blocker, WorkerStatus
+from dora_pipe.schemas.rounds import NO_VERSION
 
 NAMES: Final[Mapping[Phase, str]] = {
     Phase.RUNNING: "tokens",
@@ -61,7 +62,9 @@ def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
         if request.session is None or not request.session.open:
             phases.setdefault(request.phase, []).append(request)
     if at.loading is not None:
-        words, key = f"the weights of version {at.loading}", str(at.loading)
+        sleeps = at.loading == NO_VERSION
+        words = "its engine to let go" if sleeps else f"the weights of version {at.loading}"
+        key = str(at.loading)
         first = [_still("weights", words, key, at.loading_ns, Blocker("version", key))]
     else:
         first = _standing(phases, at)
@@ -88,7 +91,7 @@ def _standing(phases: Mapping[Phase, list[RequestState]], at: Situation) -> list
             return [_of_phase(phase, phases[phase], still=True)]
     orchestrator = Blocker("role", "orchestrator")
     if at.hosted < 0:
-        return [_still("version", "a first version to host", "", None, orchestrator)]
+        return [_still("version", "a version to host", "", None, orchestrator)]
     words = f"requests of version {at.hosted}"
     return [_still("requests", words, str(at.hosted), None, orchestrator)]
 

@@ -60,6 +60,7 @@ from dora_pipe.producers.worker.effects import (
     PutKv,
     RewardCall,
     SampledTurns,
+    Sleep,
 )
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import KvLabel
@@ -192,6 +193,7 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
             Case(EngineCancel(request="b"), (EngineFailed,)),
             Case(EngineExport(request="b"), (EngineExported, EngineFailed)),
             Case(DropWeights(versions=(1,)), (EngineFailed,)),
+            Case(Sleep(), (EngineFailed,)),
             Case(LoadWeights(version=3, digest="a"), (LoadFailed,)),
         ],
     ),

@@ -295,6 +295,9 @@ JOINED_PLAYS = msgspec.structs.replace(
 )
 """A worker whose task is an environment of another package."""
 
+JOINED_ELASTIC = msgspec.structs.replace(JOINED_CHAT, elastic=True)
+"""A worker that sleeps while a step is computed."""
+
 ROUND_SKIPPED = msgspec.structs.replace(
     ROUND,
     decisions=tuple(

@@ -101,6 +101,7 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-several.json": encode(values.JOINED_SEVERAL),
         "control/worker-joined-chat.json": encode(later_values.JOINED_CHAT),
         "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
+        "control/worker-joined-elastic.json": encode(later_values.JOINED_ELASTIC),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),
         "control/trajectories-logged-branched.json": encode(later_values.LOGGED_BRANCHED),

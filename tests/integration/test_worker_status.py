@@ -20,7 +20,7 @@ def test_status_comes_every_heartbeat_and_says_what_it_waits_for() -> None:
     world = World(lengths=lambda seed, turn: 150)
     worker = world.join(max_tokens=1000)
     world.ticks(worker, 3 * HEARTBEAT_NS // TICK_NS + 1)
-    assert [status.waits_for for status in world.statuses()] == ["a first version to host"] * 4
+    assert [status.waits_for for status in world.statuses()] == ["a version to host"] * 4
     world.decide(world.assign(worker, 0))
     world.ticks(worker, HEARTBEAT_NS // TICK_NS)
     assert world.statuses()[-1].waits_for == "requests of version 0"

@@ -22,6 +22,7 @@ from dora_pipe.producers.engines.port import (
     INTERRUPTIBLE,
     KV_EXPORT,
     PREFILL_EXACT,
+    SLEEP,
     Engine,
     EngineRequest,
     RequestFinished,
@@ -229,7 +230,7 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
 def check_declarations_are_known(subject: Subject) -> None:
     """An engine says what it is."""
     engine = subject.open(slots=3, context_tokens=64)
-    known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE}
+    known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
     assert engine.declares <= known
     assert engine.slots == 3 and engine.context_tokens == 64
     assert engine.name and engine.version and engine.device and engine.dtype
@@ -417,6 +418,25 @@ def check_load(subject: Subject) -> None:
     assert (loaded.version, loaded.digest) == (1, second_digest) and loaded.load_ms >= 0
     assert run(engine, wanted) != before
     engine.load(first, version=2, digest=first_digest)
+    assert_all_alike(subject, run(engine, wanted), before)
+
+
+@check(SLEEP)
+def check_sleep(subject: Subject) -> None:
+    """One that sleeps takes no request; loaded again it is what it was."""
+    (first, digest), _ = subject.policies
+    engine = subject.open(slots=4)
+    wanted = requests(subject, 4)
+    before = run(engine, wanted)
+    engine.add(wanted[0])
+    with pytest.raises(ValueError, match="active"):
+        engine.sleep()
+    engine.cancel(wanted[0].request)
+    asleep = engine.sleep()
+    assert (asleep.version, asleep.digest) == (-1, "")
+    with pytest.raises(ValueError, match="no weights"):
+        engine.add(wanted[0])
+    engine.load(first, version=5, digest=digest)
     assert_all_alike(subject, run(engine, wanted), before)
 
 

@@ -11,6 +11,7 @@ from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import (
+    NO_VERSION,
     AnyDecision,
     Assign,
     Cancel,
@@ -73,6 +74,7 @@ class PlayWorker:
                 prefetch=self.prefetch,
                 moves=self.world.chances.moves,
                 versions=self.versions,
+                elastic=self.name in self.world.elastic,
             )
         )
         self._heartbeat(self.life)
@@ -102,7 +104,8 @@ class PlayWorker:
             requests = [*self.running.values(), *self.waiting, *self.scored.values()]
             state = self.world.machine.state
             requests = [one for one in requests if one.trajectory in state.requests]
-            assert not requests or self.versions > 1, "assigned while it has requests"
+            may = self.versions > 1 or decision.version == NO_VERSION
+            assert not requests or may, "assigned while it has requests"
             dropped = {one.spec.version for one in requests}.intersection(decision.drop)
             assert not dropped, "drops what it has requests of"
             assert self.held.issuperset(decision.drop), "drops what it does not have"
@@ -222,8 +225,11 @@ class PlayWorker:
     def _loaded(self, life: int, assign: Assign) -> None:
         if life != self.life:
             return
-        if self.frozen:
+        sleeps = assign.version == NO_VERSION
+        if self.frozen or (sleeps and (self.running or self.waiting)):
             self.world.after(0.5, lambda: self._loaded(life, assign))
+            return
+        if self.draining and sleeps:
             return
         self.version = assign.version
         self.held = {*self.held, self.version} if self.versions > 1 else {self.version}

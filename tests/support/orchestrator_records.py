@@ -134,6 +134,7 @@ def joined(
     kv_tokens: int = 1024,
     moves: bool = False,
     versions: int = 1,
+    elastic: bool = False,
 ) -> WorkerJoined:
     """A worker is there."""
     return WorkerJoined(
@@ -154,6 +155,7 @@ def joined(
         reward_digest="",
         package="0",
         versions_resident=versions,
+        elastic=elastic,
     )
 
 

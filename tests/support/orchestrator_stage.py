@@ -74,10 +74,16 @@ class Stage:
         prefetch: int = 0,
         moves: bool = False,
         versions: int = 1,
+        elastic: bool = False,
     ) -> int:
         """A worker joins; its role epoch."""
         joined = records.joined(
-            name, slots=slots, prefetch=prefetch, moves=moves, versions=versions
+            name,
+            slots=slots,
+            prefetch=prefetch,
+            moves=moves,
+            versions=versions,
+            elastic=elastic,
         )
         return self.tell(joined)
 
@@ -85,7 +91,7 @@ class Stage:
         """Every worker that was assigned a version reports it ready."""
         for worker in list(self.state.workers.values()):
             if worker.loading:
-                self.tell(records.ready(worker.name, worker.epoch, worker.target))
+                self.tell(records.ready(worker.name, worker.epoch, worker.target, worker.digest))
 
     def worker(
         self,

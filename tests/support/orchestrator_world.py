@@ -105,7 +105,8 @@ class Ledger:
                 assert placed[decision.attempt] == decision.epoch, "moves from where it is not"
                 assert decision.attempt == len(placed), "moves under an old attempt"
                 assert decision.to_epoch not in self.fenced
-                self.moves[decision.trajectory] = self.moves.get(decision.trajectory, 0) + 1
+                bounded = bool(decision.to)
+                self.moves[decision.trajectory] = self.moves.get(decision.trajectory, 0) + bounded
             elif isinstance(decision, TakeBatch):
                 self._take(decision)
             elif isinstance(decision, End):
@@ -262,6 +263,8 @@ class World:
     workers: dict[str, tuple[int, int]]
     versions: dict[str, int] = field(default_factory=dict)
     """How many versions a worker hosts at once; one, if nothing is said."""
+    elastic: frozenset[str] = frozenset()
+    """Workers that share their GPUs with the trainer."""
     chances: Chances = field(default_factory=Chances)
     rows: int = 50
     eval_rows: int = 3

@@ -34,6 +34,7 @@ from dora_pipe.producers.engines.port import (
     PREFILL_EXACT,
     PREFIX_REUSE,
     ROUTES,
+    SLEEP,
     EngineEvent,
     EngineRequest,
     Kv,
@@ -122,6 +123,7 @@ class TorchEngine(EngineBase[int]):
         kept_max = int(kv_keep * slots * context_tokens) if PREFILL_EXACT in declares else 0
         self.declares = declares | ({PREFIX_REUSE} if kept_max else set())
         self.declares |= {ROUTES} if routes else set()
+        self.declares |= set() if lora_rank else {SLEEP}
         self.version = str(torch.__version__)
         self._model = model
         self._weights = weights
@@ -259,6 +261,11 @@ class TorchEngine(EngineBase[int]):
         weights, self._weights = self._weights or empty(self._model), None
         fill(weights, held.items())  # what breaks in there leaves an engine that takes no request
         self._weights = weights
+
+    def _release_memory(self) -> None:
+        self._weights = None
+        del self._kv  # What takes its place is untouched memory, which costs nothing.
+        self._kv = KvCache(self._model, slots=self.slots, context_tokens=self.context_tokens)
 
     def _versions_changed(self) -> None:
         self._kept.retain(self._versions.digests)

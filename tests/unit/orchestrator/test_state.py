@@ -97,7 +97,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "3"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "4d61cd9ed24f3f1820a04967855f19b7f7d0076d11417bd5642001c25d118f20"
+        == "29d1832be6157d542d8d3fb29b2014da981f8b4106fbafb510e58e57e5ac1a2c"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

@@ -112,7 +112,7 @@ def check_state(state: State) -> None:
         held = len(mine) + worker.arriving
         assert held <= OPEN_TIMES * (worker.slots + worker.prefetch)
         versions = {state.groups[state.requests[name].group].spec.version for name in mine}
-        assert versions <= {worker.hosted}, "C1"
+        assert versions <= {worker.hosted} or (worker.elastic and not worker.awake), "C1"
     waiting = {n for n, r in state.requests.items() if r.moving is not None and not r.worker}
     assert set(state.released) == waiting
     check_index(state)
@@ -136,13 +136,14 @@ def check_index(state: State) -> None:
         best = min(open_, key=lambda one: (one.load - one.slots, one.name), default=None)
         assert hosts.roomiest() is best
     idle = [one for one in usable if not (one.requests or one.arriving or one.loading)]
-    emptying = [one for one in usable if one.requests and not one.present]
+    emptying = [one for one in usable if one.requests and not one.present and one.target >= 0]
     for found, expected in (
         (index.idle, idle),
         (index.emptying, emptying),
         (index.silent, [one for one in workers if one.silent]),
         (index.draining, [one for one in workers if one.drain != "no"]),
         (index.pressed, [one for one in workers if one.pressed]),
+        (index.elastic, [one for one in workers if one.elastic]),
     ):
         assert found == {one.name: one for one in expected}
     running = sorted(one.key for one in state.groups.values() if one.phase == "generating")

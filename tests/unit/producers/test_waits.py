@@ -53,7 +53,7 @@ def situation(**changes: Any) -> Situation:
 
 def test_worker_without_a_version_waits_for_the_orchestrator() -> None:
     (found,) = waits([], situation(hosted=-1))
-    assert (found.name, found.words, found.still) == ("version", "a first version to host", True)
+    assert (found.name, found.words, found.still) == ("version", "a version to host", True)
     assert list(found.blockers) == [Blocker("role", "orchestrator")]
 
 

@@ -1,0 +1,36 @@
+"""An engine that sleeps gives its memory back, and has what it is loaded with afterwards."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.producers.engines.port import SLEEP
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from tests.support.engine_contract import requests, run
+from tests.support.torch_engines import torch_subject
+
+
+def test_weights_keys_and_kept_prefixes_are_gone_while_it_sleeps(tmp_path: Path) -> None:
+    subject = torch_subject("qwen2", tmp_path)
+    assert subject.keeping is not None
+    engine = subject.keeping(slots=2, kv_keep=2.0)
+    assert isinstance(engine, TorchEngine) and engine._weights is not None
+    wanted = requests(subject, 2)
+    run(engine, wanted)
+    held = [weakref.ref(one) for one in (engine._weights.embedding, engine._kv.storage)]
+    assert all(one() is not None for one in held)
+    engine.sleep()
+    assert [one() for one in held] == [None, None]
+    assert not engine._kept.tokens
+
+
+def test_engine_with_adapters_does_not_sleep(tmp_path: Path) -> None:
+    subject = torch_subject("qwen2", tmp_path)
+    engine = TorchEngine.open(
+        tmp_path / "seed0", slots=1, context_tokens=32, threads=1, lora_rank=2, versions_resident=2
+    )
+    assert SLEEP not in engine.declares
+    assert SLEEP in subject.open(slots=1).declares

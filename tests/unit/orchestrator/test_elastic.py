@@ -1,0 +1,209 @@
+"""Elastic workers sleep while a step is computed and come back: whatever else happens.
+
+Goal: a batch is taken on GPUs that nobody else uses, nothing is asked of a sleeping worker, nothing
+is lost, and no run stands still for it, with some or all workers elastic.
+Method: single states by hand, and the worlds of `test_world` with elastic workers among theirs.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.fold import apply_decision
+from dora_pipe.orchestrator.planner import decide, plan
+from dora_pipe.orchestrator.recovery import recover
+from dora_pipe.orchestrator.waits import waits
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import NO_VERSION, AnyDecision, Assign, Move, TakeBatch
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+from tests.support.orchestrator_world import World
+from tests.support.singly import placed as placed_by
+from tests.unit.orchestrator.test_world import FAULTY_S, check_state, finish, swarm
+
+TWO: dict[str, Any] = {
+    "run__steps": 5,
+    "groups__per_step": 4,
+    "groups__size": 1,
+    "staleness__max_staleness": 2,
+}
+
+
+def beside(*, moves: bool = True) -> Stage:
+    """`a` always generates, `e` is elastic; four requests run on each."""
+    stage = Stage(**TWO).begin()
+    stage.join("a", moves=moves)
+    stage.join("e", moves=moves, elastic=True)
+    stage.settle()
+    assert (len(stage.running("a")), len(stage.running("e"))) == (4, 4)
+    return stage
+
+
+def finish_on(stage: Stage, worker: str, count: int) -> list[AnyDecision]:
+    """So many of a worker's requests are logged, then everybody plans."""
+    for name in stage.running(worker)[:count]:
+        stage.finish(name)
+    return stage.plan()
+
+
+def sleeps(stage: Stage) -> list[AnyDecision]:
+    """The elastic worker's requests are released, and it says that it sleeps."""
+    for name in stage.running("e"):
+        stage.tell(records.released(stage.placed[name], None, None))
+    stage.tell(records.ready("e", stage.state.workers["e"].epoch, NO_VERSION, ""))
+    return stage.plan()
+
+
+def assigned(found: list[AnyDecision], worker: str) -> list[int]:
+    return [one.version for one in found if isinstance(one, Assign) and one.worker == worker]
+
+
+def test_a_batch_that_stands_ready_sends_the_elastic_worker_to_sleep_and_waits_for_it() -> None:
+    stage = beside()
+    assert assigned(finish_on(stage, "a", 3), "e") == []
+    found = finish_on(stage, "a", 1)
+    assert assigned(found, "e") == [NO_VERSION]
+    assert "step 0 begins, and e shares its GPUs with the trainer" in next(
+        one.reason for one in found if isinstance(one, Assign)
+    )
+    moves = [one for one in found if isinstance(one, Move)]
+    assert [one.trajectory for one in moves] == stage.running("e")
+    assert {(one.to, one.to_epoch) for one in moves} == {("", -1)}
+    assert not any(isinstance(one, TakeBatch) for one in found)
+    (wait,) = (one for one in waits(stage.state) if one.name == "elastic")
+    assert wait.words == "elastic workers to sleep, so that step 0 begins: e"
+    assert stage.plan() == []
+    found = sleeps(stage)
+    assert any(isinstance(one, TakeBatch) for one in found)
+    assert assigned(found, "e") == []
+
+
+def test_what_it_let_go_of_goes_on_elsewhere_from_where_it_had_come() -> None:
+    stage = beside()
+    finish_on(stage, "a", 4)
+    name = stage.running("e")[0]
+    resume, kv = Resume(tokens=40, partition=0, offset=3), Blob(sha256="e" * 64, bytes=100)
+    stage.tell(records.released(stage.placed[name], resume, kv))
+    (place,) = (one for one in placed_by(stage.plan()) if one.trajectory == name)
+    assert (place.worker, place.attempt, place.resume, place.kv) == ("a", 2, resume, kv)
+    assert stage.state.requests[name].moves == 0
+
+
+def test_it_gets_nothing_in_a_step_and_the_newest_version_behind_it() -> None:
+    stage = beside()
+    finish_on(stage, "a", 4)
+    sleeps(stage)
+    assert stage.state.training is not None
+    finish_on(stage, "a", 2)
+    assert stage.state.workers["e"].target == NO_VERSION
+    digest = stage.state.policies[0]
+    wake = Assign(
+        worker="e", epoch=stage.state.workers["e"].epoch, version=0, digest=digest, reason="x"
+    )
+    with pytest.raises(InvariantBroken, match="sleeps while a step is computed"):
+        apply_decision(stage.state, wake)
+    stage.commit()
+    assert assigned(stage.plan(), "e") == [1]
+
+
+def test_it_sleeps_on_when_the_next_batch_stands_ready_at_the_commit() -> None:
+    stage = beside()
+    finish_on(stage, "a", 4)
+    sleeps(stage)
+    for _ in range(2):
+        finish_on(stage, "a", 4)
+    stage.commit()
+    found = stage.plan()
+    assert [one.step for one in found if isinstance(one, TakeBatch)] == [1]
+    assert assigned(found, "e") == []
+
+
+def test_what_cannot_move_is_finished_and_waited_for() -> None:
+    stage = beside(moves=False)
+    found = finish_on(stage, "a", 4)
+    assert assigned(found, "e") == [NO_VERSION]
+    assert not any(isinstance(one, Move) for one in found)
+    assert not any(isinstance(one, TakeBatch) for one in finish_on(stage, "e", 3))
+    finish_on(stage, "e", 1)
+    assert any(isinstance(one, TakeBatch) for one in sleeps(stage))
+
+
+def test_one_that_loads_is_told_when_it_has_loaded() -> None:
+    stage = Stage(**TWO).begin()
+    stage.join("a")
+    stage.settle()
+    stage.join("e", elastic=True)
+    assert assigned(stage.plan(), "e") == [0]
+    assert not any(isinstance(one, TakeBatch) for one in finish_on(stage, "a", 4))
+    stage.load()
+    assert assigned(stage.plan(), "e") == [NO_VERSION]
+
+
+def test_a_lost_elastic_worker_is_not_waited_for() -> None:
+    stage = beside()
+    finish_on(stage, "a", 4)
+    stage.lose("e")
+    assert any(isinstance(one, TakeBatch) for one in stage.plan())
+
+
+def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:
+    stage = beside()
+    at = {"version": NO_VERSION, "digest": "", "reason": "x"}
+    epochs = {name: one.epoch for name, one in stage.state.workers.items()}
+    with pytest.raises(InvariantBroken, match="e has to sleep for no step"):
+        apply_decision(stage.state, Assign(worker="e", epoch=epochs["e"], **at))
+    with pytest.raises(InvariantBroken, match="a is not elastic"):
+        apply_decision(stage.state, Assign(worker="a", epoch=epochs["a"], **at))
+    stage.tell(records.joined("b", elastic=True, versions=3))
+    assert "b is elastic, which only a worker of one version" in stage.state.counters.rejection
+
+
+def world(seed: int) -> World:
+    """As `swarm`, with some or all workers elastic."""
+    found = swarm(seed)
+    chance = random.Random(f"elastic {seed}")
+    every = chance.choice((1, 1, 2, 3))
+    names = sorted(found.workers)
+    found.elastic = frozenset(names[::every])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
+    run = world(seed)
+    run.run(seconds=FAULTY_S)
+    check_state(run.machine.state)
+    finish(run)
+    state = run.machine.state
+    assert run.commands or state.counters.rejected == 0, state.counters.rejection
+    found = recover(run.bus, run.topics)
+    assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
+
+
+@pytest.mark.pure
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 160))
+def test_runs_with_elastic_workers_are_safe_and_end_at_length(seed: int) -> None:
+    run = world(seed)
+    run.run(seconds=FAULTY_S)
+    check_state(run.machine.state)
+    finish(run)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), seconds=st.floats(1.0, 40.0))
+def test_a_plan_with_elastic_workers_leaves_nothing_to_plan(seed: int, seconds: float) -> None:
+    run = world(seed)
+    run.run(seconds=seconds)
+    state = run.machine.state
+    trigger = state.trigger
+    decide(state, limit=100_000)
+    state.trigger = trigger
+    assert plan(state) == ()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 
-import pytest
-
 from dora_pipe.producers.engines.port import SLEEP
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from tests.support.engine_contract import requests, run

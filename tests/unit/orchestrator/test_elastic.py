@@ -155,12 +155,15 @@ def test_a_lost_elastic_worker_is_not_waited_for() -> None:
 
 def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:
     stage = beside()
-    at = {"version": NO_VERSION, "digest": "", "reason": "x"}
-    epochs = {name: one.epoch for name, one in stage.state.workers.items()}
+
+    def asleep(name: str) -> Assign:
+        epoch = stage.state.workers[name].epoch
+        return Assign(worker=name, epoch=epoch, version=NO_VERSION, digest="", reason="x")
+
     with pytest.raises(InvariantBroken, match="e has to sleep for no step"):
-        apply_decision(stage.state, Assign(worker="e", epoch=epochs["e"], **at))
+        apply_decision(stage.state, asleep("e"))
     with pytest.raises(InvariantBroken, match="a is not elastic"):
-        apply_decision(stage.state, Assign(worker="a", epoch=epochs["a"], **at))
+        apply_decision(stage.state, asleep("a"))
     stage.tell(records.joined("b", elastic=True, versions=3))
     assert "b is elastic, which only a worker of one version" in stage.state.counters.rejection
 

@@ -96,7 +96,8 @@ class WorkerRow(Row, frozen=True, kw_only=True, gc=False):
 
 
 class HostingRow(Row, frozen=True, kw_only=True, gc=False):
-    """A worker has loaded a version: it hosts it until it loads the next, or drops it."""
+    """A worker has loaded a version: it hosts it until it loads the next, or drops it. Version -1:
+    it sleeps from then on."""
 
     worker: Annotated[str, "its name"]
     incarnation: Annotated[int, "of the worker"]

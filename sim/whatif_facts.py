@@ -54,7 +54,7 @@ DELAYS: Final = """
          folds as (select control_next, min(at_ns) as at_ns from rounds group by control_next)
     select (select median(at_ns - logged_ns) / 1e9
             from reports asof join folds on control_offset < control_next),
-           (select median(ready_ns - assigned_ns) / 1e9 from hostings),
+           (select median(ready_ns - assigned_ns) / 1e9 from hostings where version >= 0),
            (select count(*) from events where kind = 'command'),
            (select count(*) - count(distinct worker) from workers)"""
 

@@ -128,7 +128,7 @@ def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[floa
                          over (partition by incarnation order by ready_ns) as until_ns
                from loads)
            select worker, version, from_ns, ready_ns, until_ns from spans
-           where until_ns > from_ns and until_ns >= ? and from_ns <= ?
+           where version >= 0 and until_ns > from_ns and until_ns >= ? and from_ns <= ?
            order by worker, incarnation, ready_ns""",
         view.last_ns,
         *_window(view, low, high),

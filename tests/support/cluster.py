@@ -361,6 +361,7 @@ class Cluster:
             slots=sizes.slots,
             prefetch=sizes.prefetch,
             context_tokens=sizes.context_tokens,
+            elastic=sizes.is_elastic(name),
         )
         started = start_role(site, self, plan)
         runtime = started.loop(site, turn_ns=0)

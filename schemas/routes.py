@@ -184,6 +184,14 @@ class GrowingRoutes:
         assert self.known + routes.tokens == length
         self._data += routes.data
 
+    def note(self, first: int, routes: Routes) -> None:
+        """These are what was computed of the positions from `first` on. Of a token that is known it
+        is not what that came from, but was computed once more."""
+        length = first + routes.tokens + 1
+        new = min(length - self.known, routes.tokens)
+        if new > 0:
+            self.add(routes.part(routes.tokens - new), length)
+
     def cut(self, length: int) -> None:
         """Forget those behind the first tokens."""
         if self._kind is not None:

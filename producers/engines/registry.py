@@ -35,6 +35,8 @@ ROLE: Final = "dora_pipe.producers.worker.role"
 MOVES: Final = "moves"
 """What a worker declares that lets go of running requests; see `Requests.move`."""
 
+VLLM: Final = ("vllm", "vllm-server")
+
 VLLM_RANK_MAX: Final = 512
 """Of an adapter that vLLM hosts."""
 
@@ -110,9 +112,9 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         if config.sampling.routes and not kind.routes:
             raise ConfigError(
                 f"sampling.routes: engine `{name}` does not say through which experts tokens go",
-                hint="workers.engine = 'torch' or 'vllm', or leave the key out",
+                hint="workers.engine = 'torch', 'vllm' or 'vllm-server', or leave the key out",
             )
-        if config.sampling.routes and name == "vllm" and not config.workers.vllm.eager:
+        if config.sampling.routes and name in VLLM and not config.workers.vllm.eager:
             raise ConfigError(
                 "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
                 hint="workers.vllm.eager = true",
@@ -160,7 +162,7 @@ def check_capabilities(engine: Engine, config: Config, *, elastic: bool = False)
     if config.sampling.routes and ROUTES not in engine.declares:
         raise ConfigError(
             f"sampling.routes: engine {engine.name} does not say through which experts tokens go",
-            hint="workers.engine = torch or vllm, or start a run without the key",
+            hint="workers.engine = torch, vllm or vllm-server, or start a run without the key",
         )
 
 
@@ -231,8 +233,9 @@ def _open_vllm_server(assets: Path, config: Config, decode: Decode) -> Engine:
             hint=f"set {KEY_VARIABLE} as the server has it",
         )
     address = Address.of(addresses[0], key) if addresses else None
+    settings, routes = _vllm_settings(config), config.sampling.routes
     return VllmServerEngine(
-        assets, **_sizes(config, decode), **_vllm_settings(config), address=address
+        assets, **_sizes(config, decode), **settings, address=address, routes=routes
     )
 
 
@@ -262,5 +265,6 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         # Who has a server does without torch.
         preload=(ROLE, "dora_pipe.producers.engines.vllm.server"),
         lora_rank_max=VLLM_RANK_MAX,
+        routes=True,
     ),
 }

@@ -218,11 +218,14 @@ class RunningRequest:
         """Of the tokens that were sampled as numbers [start, end), where the engine knows them."""
         return None
 
+    def emits(self, reason: StopReason | None) -> bool:
+        """Whether anything goes out after a step: enough is held back, or there is a `reason`."""
+        return reason is not None or 0 < self.request.emit_every <= len(self.tokens) - self.sent
+
     def events(self, reason: StopReason | None, said: str = "") -> list[EngineEvent]:
         """What goes out after a step: tokens if enough are held back, all and its end where there
         is a `reason`; `said` is what is known of an error."""
-        every = self.request.emit_every
-        if reason is None and not 0 < every <= len(self.tokens) - self.sent:
+        if not self.emits(reason):
             return []
         sampled = self.emit()
         events: list[EngineEvent] = [] if sampled is None else [sampled]

@@ -19,9 +19,10 @@ from tests.contract.test_engine_vllm import (
 )
 from tests.support import models
 from tests.support.device import DTYPE, MODEL_DISTANCE
-from tests.support.engine_contract import Subject, assert_all_alike, requests, run
+from tests.support.engine_contract import Subject, assert_all_alike, request, requests, run
+from tests.support.engine_routes import routed_run, same_experts
 from tests.support.vllm_engines import CONTEXT_TOKENS, SETTINGS, need_vllm
-from tests.support.vllm_servers import running_server, server_subject
+from tests.support.vllm_servers import open_shared, running_server, server_subject
 
 __all__ = [
     "test_draws_follow_the_distribution",
@@ -56,15 +57,23 @@ def test_tokens_of_two_ranks_are_those_of_one(
 def test_ranks_share_the_experts_of_a_mixture(
     vllm: Subject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Each has a part of every expert, here one of 24, which is padded."""
+    """Each has a part of every expert, here one of 24, which is padded; the routes are one's."""
     from tests.support.torch_engines import logprob_distance
 
     folder = tmp_path_factory.mktemp("vllm-mixture")
+    asked = request("r", [1, *range(20, 60)], max_tokens=20, routes=True)
     with server_subject(folder, RANKS, "qwen3_moe") as mixture:
         wanted = requests(mixture, 6, seed=5)
         found = run(mixture.open(slots=8), wanted)
+        engine = open_shared(
+            slots=2, context_tokens=128, routes=True, tensor_parallel=RANKS, kind="qwen3_moe"
+        )
+        weights, digest = mixture.policies[0]
+        engine.load(weights, version=0, digest=digest)
+        told = routed_run(engine, [asked])["r"]
     distances = [logprob_distance(folder / "seed0", one, found[one.request]) for one in wanted]
     assert max(distances) < MODEL_DISTANCE[DTYPE]
+    assert same_experts(folder / "seed0", [*asked.token_ids, *told[0]], told[1])
 
 
 def test_each_rank_has_a_process_and_all_end_with_their_server(vllm: Subject) -> None:

@@ -129,10 +129,13 @@ def test_agents_of_several_lora_versions_are_beside_each_other_on_vllm(place: Pa
     assert versions_at_once(place) > 1
 
 
-def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(place: Path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(
+    place: Path, engine: str
+) -> None:
     shutil.rmtree(place / "model")
     BUILDERS["qwen3_moe"](place / "model", scale=1.0)  # so that answers of a group differ
-    vllm = ("-o", "workers.engine=vllm", "-o", "sampling.routes=true")
+    vllm = ("-o", f"workers.engine={engine}", "-o", "sampling.routes=true")
     words = ("-o", "workers.count=1", "-o", "groups.size=8", *vllm)
     for command in (
         ("run", "config.toml", *words),

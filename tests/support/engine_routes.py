@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
 
 from dora_pipe.producers.engines.port import Engine, EngineRequest, TokensSampled
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
+from tests.support.engine_contract import request
 
 
 def routed_run(
     engine: Engine, requests: Sequence[EngineRequest]
 ) -> dict[str, tuple[list[int], Routes]]:
-    """Tokens and entries of each request, from all its events."""
+    """Tokens and entries of each request that asks for them, from all its events."""
     for one in requests:
         engine.add(one)
     tokens: dict[str, list[int]] = {one.request: [] for one in requests}
@@ -26,6 +30,16 @@ def routed_run(
     found = {}
     for name, growing in routes.items():
         whole = growing.between(0, growing.known)
-        assert whole is not None
-        found[name] = (tokens[name], whole)
+        if whole is not None:
+            found[name] = (tokens[name], whole)
     return found
+
+
+def same_experts(folder: Path, ids: list[int], routes: Routes) -> bool:
+    """Whether these tokens went through the experts that the own engine sends them through."""
+    from dora_pipe.producers.engines.torch.engine import TorchEngine
+
+    own = TorchEngine.open(folder, slots=1, context_tokens=128, threads=1, routes=True)
+    _, theirs = routed_run(own, [request("w", ids, max_tokens=1, routes=True)])["w"]
+    ours, others = (np.sort(one.choices[1 : len(ids)], -1) for one in (routes, theirs))
+    return np.array_equal(ours, others)

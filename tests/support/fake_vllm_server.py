@@ -20,8 +20,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.simulated import mix64
+from dora_pipe.schemas.routes import Routes
 from dora_pipe.store.safetensors_file import read_manifest
 
 VOCABULARY = 300
@@ -57,6 +61,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.hosted: set[int] = set()
         """Ids of those that the worker has."""
         self.before: set[int] = set()
+        self.gone: list[str] = []
+        """Stays whose experts are not wanted any more."""
         self.loads = 0
         self.refusal = ""
         """What is said of the next adapters, if anything."""
@@ -113,6 +119,9 @@ class FakeVllm(ThreadingHTTPServer):
         method, words = body["method"], body.get("args", [])
         if method == "dora_open":
             return self.facts
+        if method == "dora_experts":
+            self.gone += json.loads(words[1])
+            return {"parts": [experts(one["start"], one["end"]) for one in json.loads(words[0])]}
         if method == "dora_forget":
             return {"numbers": sorted(self.hosted - self.before)}
         if method == "dora_drop_all":
@@ -296,6 +305,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.flush()
+
+
+def experts(start: int, end: int) -> dict[str, Any]:
+    """Of tokens [start, end), as vLLM's worker tells them: two of eight in a layer, by position."""
+    choices = [[[at % 8, (at + 3) % 8]] for at in range(start, end)]
+    return dict(msgspec.to_builtins(Routes.of(np.array(choices, np.uint8), 8)))
 
 
 def _digest_of(path: Path) -> str:

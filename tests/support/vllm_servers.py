@@ -50,12 +50,22 @@ def running_server(
 
 
 def open_shared(
-    *, slots: int, context_tokens: int, decode: Decode | None = None, **which: Any
+    *,
+    slots: int,
+    context_tokens: int,
+    decode: Decode | None = None,
+    routes: bool = False,
+    **which: Any,
 ) -> VllmServerEngine:
     """An engine of that server, without weights."""
     server, model = running_server(**which)
     return VllmServerEngine(
-        model, slots=slots, context_tokens=context_tokens, address=server.address, decode=decode
+        model,
+        slots=slots,
+        context_tokens=context_tokens,
+        address=server.address,
+        decode=decode,
+        routes=routes,
     )
 
 

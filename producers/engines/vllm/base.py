@@ -54,21 +54,22 @@ class VllmRequest(RunningRequest):
     routes: GrowingRoutes = field(default_factory=GrowingRoutes)
     """Through which experts its tokens went, as far as somebody asked."""
 
-    def note_routes(self, first: int, routes: Routes) -> None:
-        """What was computed of the positions from `first` on. What vLLM computes once more, when it
-        had set the request aside, is not what its tokens came from."""
-        length = first + routes.tokens + 1
-        new = min(length - self.routes.known, routes.tokens)
-        if new > 0:
-            self.routes.add(routes.part(routes.tokens - new), length)
+    @property
+    def unrouted(self) -> bool:
+        """Whether it asks for experts, and nobody knows those of all that it has."""
+        return self.request.params.routes and self.request.routed < self.length
+
+    def routes_from(self, start: int) -> int:
+        """The first token of an event's entries whose own tokens begin with number `start`: the
+        first event has those of tokens before them that are not known."""
+        given = len(self.request.token_ids)
+        return given + start if start else min(given, self.request.routed)
 
     def routes_of(self, start: int, end: int) -> Routes | None:
-        """See `RunningRequest`; first of all, of those tokens before them that are not known."""
+        """See `RunningRequest`."""
         if not self.request.params.routes:
             return None
-        given = len(self.request.token_ids)
-        begin = given + start if start else min(given, self.request.routed)
-        return self.routes.between(begin, given + end)
+        return self.routes.between(self.routes_from(start), len(self.request.token_ids) + end)
 
 
 class VllmEngineBase(EngineBase[VllmRequest]):

@@ -19,6 +19,7 @@ first word, and no adapter is dropped before.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from dora_pipe.producers.engines.vllm import wire
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream, call
 from dora_pipe.producers.engines.vllm.lora import LoraVersion, refused
 from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.schemas.routes import Routes
 
 HEALTH_S: Final = 30.0
 
@@ -49,9 +51,21 @@ class VllmServerClient:
         self._process = process
         self._aborts: deque[HttpStream] = deque()
 
-    def open(self) -> wire.ServerFacts:
-        """Prepare it; what it has. Raises PolicyError where it cannot be used."""
-        return msgspec.convert(self.rpc("dora_open"), wire.ServerFacts)
+    def open(self, *, routes: bool = False) -> wire.ServerFacts:
+        """Prepare it, with `routes` to keep the experts of requests that ask for it; what it has.
+        Raises PolicyError where it cannot be used."""
+        words = ("routes",) if routes else ()
+        return msgspec.convert(self.rpc("dora_open", *words), wire.ServerFacts)
+
+    def experts(self, wanted: Sequence[wire.KeptPart], gone: Sequence[str]) -> list[Routes]:
+        """What it has kept of these parts; it forgets the stays that are `gone`. Raises
+        InvariantBroken where it has not."""
+        words = [msgspec.json.encode(one).decode() for one in (wanted, gone)]
+        found = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
+        kept = [one for one in found if one is not None]
+        if len(kept) != len(wanted):
+            raise InvariantBroken("vLLM's server has lost experts of running requests", hint=SHARED)
+        return kept
 
     def label(self) -> str:
         """vLLM's name of its weights."""

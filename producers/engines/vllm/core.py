@@ -124,12 +124,11 @@ def open_core(
     context_tokens: int,
     backend: str,
     more: Mapping[str, Any] | None = None,
-    mixture: bool = False,
 ) -> Any:
     """A vLLM `LLMEngine` with random weights, which takes others through `backend`.
 
     `more` is what it is told beside that. Raises PolicyError for a model that vLLM does not take,
-    or that is no `mixture` where it must be one, ResourceError without memory for it.
+    ResourceError without memory for it.
     """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -143,10 +142,7 @@ def open_core(
         weight_transfer_config=transfer,
     )
     try:
-        model = wanted.create_model_config()
-        check_kernels(model, adapters=wanted.enable_lora)
-        if mixture and not model.is_moe:
-            raise ValueError("sampling.routes is set, and it is no mixture of experts")
+        check_kernels(wanted.create_model_config(), adapters=wanted.enable_lora)
         return LLMEngine.from_engine_args(wanted)
     except MemoryError as error:
         raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
@@ -292,6 +288,8 @@ def sampler_class() -> type[Any]:
             if processed is not None:
                 chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten()
             self.note(chosen)
+            if self.heard is not None:
+                self.heard.note()
             return sampled, None
 
         def note(self, chosen: Any) -> None:
@@ -301,8 +299,6 @@ def sampler_class() -> type[Any]:
             batch = self._runner.input_batch
             self.drawn = dict(zip(batch.req_ids, told, strict=False))
             self.under = dict(zip(batch.req_ids, batch.request_lora_mapping.tolist(), strict=False))
-            if self.heard is not None:
-                self.heard.note()
 
     return PositionSampler
 

@@ -88,7 +88,6 @@ class VllmEngine(VllmEngineBase):
             backend=vllm_weights.BACKEND,
             more=vllm_lora.arguments(lora_rank, versions_resident, device=self.device)
             | vllm_kv.arguments(),
-            mixture=routes,
         )
         self._caches = vllm_kv.Caches(self._core, self.version)
         host = vllm_lora.LocalHost(self._core, self._shapes, rank=lora_rank) if lora_rank else None
@@ -153,7 +152,7 @@ class VllmEngine(VllmEngineBase):
         if self._routes is not None and row.request.params.routes:
             found = self._routes.found.get(row.stay)
             if found is not None:
-                row.note_routes(*found)
+                row.routes.note(*found)
 
     def _advance(self, row: VllmRequest, output: Any) -> StopReason | None:
         """Take what vLLM sampled for a row; why the row ends, which then has left."""
@@ -233,7 +232,7 @@ class VllmEngine(VllmEngineBase):
             detokenize=False,
             logprobs=0,
             # Nobody kept the experts of what vLLM finds in its cache.
-            skip_reading_prefix_cache=params.routes and row.request.routed < row.length,
+            skip_reading_prefix_cache=row.unrouted,
             **extra_args(params),
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import torch
 from vllm import envs
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -21,9 +22,16 @@ from dora_pipe.core.errors import PolicyError, ResourceError, reason
 from dora_pipe.producers.engines.torch.weights import open_weights
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
+from dora_pipe.producers.engines.vllm import routes as vllm_routes
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
 from dora_pipe.producers.engines.vllm.plugins import ClearingScheduler
-from dora_pipe.producers.engines.vllm.wire import BOTH, NO_TOKEN, SAMPLED_FROM
+from dora_pipe.producers.engines.vllm.wire import (
+    BOTH,
+    NO_TOKEN,
+    SAMPLED_FROM,
+    KeptExperts,
+    KeptPart,
+)
 
 vllm_weights.register()
 if vllm_core.device_name() == "cpu":
@@ -76,9 +84,11 @@ class Extension:
     """The adapter that vLLM is asked to load next, as it reads it."""
     dora_before: frozenset[int] = frozenset()
     """vLLM's ids of the adapters that there were before."""
+    dora_kept: vllm_routes.KeptRoutes | None = None
 
-    def dora_open(self) -> dict[str, Any]:
-        """Take the place of the sampler; what the engine has, or why it cannot be used."""
+    def dora_open(self, routes: str = "") -> dict[str, Any]:
+        """Take the place of the sampler, and keep the experts of requests where it is asked for
+        `routes`; what the engine has, or why it cannot be used."""
         config = self.vllm_config
         plain = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
         if not isinstance(plain, TopKTopPSampler):
@@ -91,6 +101,12 @@ class Extension:
         if lacking:
             return {"error": lacking}
         self.model_runner.sampler = sampler_class()(self.model_runner)
+        if routes:
+            try:
+                self.dora_kept = vllm_routes.KeptRoutes(self.model_runner)
+            except PolicyError as error:
+                return {"error": error.message}
+            self.model_runner.sampler.heard = self.dora_kept
         cache, lora = config.cache_config, config.lora_config
         return {
             "version": vllm_core.version(),
@@ -138,6 +154,18 @@ class Extension:
             self.dora_folder.cleanup()
             self.dora_folder = None
         return {"numbers": sorted(self.list_loras() - self.dora_before)}
+
+    def dora_experts(self, wanted: str, gone: str) -> dict[str, Any]:
+        """What was kept of these parts (JSON of `KeptPart`s); forget the stays that are gone."""
+        assert self.dora_kept is not None
+        parts = [
+            self.dora_kept.part(one.stay, one.start, one.end)
+            for one in msgspec.json.decode(wanted, type=list[KeptPart])
+        ]
+        for stay in msgspec.json.decode(gone, type=list[str]):
+            self.dora_kept.forget(stay)
+        found: dict[str, Any] = msgspec.to_builtins(KeptExperts(parts=tuple(parts)))
+        return found
 
     def dora_drop(self, number: str) -> dict[str, Any]:
         """Forget an adapter: vLLM's own door for that leaves it to its worker."""

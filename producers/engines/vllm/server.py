@@ -12,6 +12,9 @@ digest (/start_weight_update, /update_weights, /finish_weight_update), the prefi
 and the server goes on (/resume). The last chunk of every stream names the label of each of its
 tokens: another one than that of the loaded weights is an InvariantBroken.
 
+Experts. With `routes` the server's worker keeps through which experts the tokens of a request went
+(`routes`), until it is told that nobody wants them: they are asked for with what goes out.
+
 Adapters. With `lora_rank`, versions are adapters on one base, several of them in the server
 (`lora`, `client`); a stream names the one of its version, and every token comes with
 the adapter that it was computed under: another one is an InvariantBroken, too.
@@ -34,7 +37,13 @@ from typing import Final
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ResourceError
 from dora_pipe.producers.engines.base import check_sizes
-from dora_pipe.producers.engines.port import EngineEvent, EngineRequest, StopReason
+from dora_pipe.producers.engines.port import (
+    ROUTES,
+    EngineEvent,
+    EngineRequest,
+    StopReason,
+    TokensSampled,
+)
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.vllm import wire
 from dora_pipe.producers.engines.vllm.base import REASONS, VllmEngineBase, VllmRequest
@@ -59,6 +68,10 @@ NOT_FOUND: Final = 404
 
 SILENCE_MS: Final = 30_000
 """After so long without a word to any row the server is asked whether it is well."""
+
+
+GONE_MAX: Final = 64
+"""Stays that are over are told with the next question for experts, or when there are so many."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,11 +124,12 @@ class VllmServerEngine(VllmEngineBase):
         clock: Clock | None = None,
         lora_rank: int = 0,
         versions_resident: int = 1,
+        routes: bool = False,
     ) -> None:
         """Of a server that runs at `address`, or of one that is started for it.
 
         With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
-        that rank on one base.
+        that rank on one base. With `routes` requests may ask for the experts of their tokens.
 
         Raises ConfigError for sizes that cannot be, or that the server has not, PolicyError for a
         model that vLLM does not take, ResourceError for a server that does not come.
@@ -139,11 +153,11 @@ class VllmServerEngine(VllmEngineBase):
         """By request, those of the rows."""
         self._prefix = uuid.uuid4().hex[:12]
         self._heard_ns = 0
+        self._gone: list[str] = []  # stays that are over, whose experts the server keeps
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
-            facts = self._server.open()
+            self._facts = facts = self._server.open(routes=routes)
             check_room(facts, slots, context_tokens, lora_rank, versions_resident)
-            self._facts = facts
             self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
             self._host = RemoteHost(self._server, rank=lora_rank) if lora_rank else None
             super().__init__(
@@ -154,6 +168,7 @@ class VllmServerEngine(VllmEngineBase):
                 clock=clock,
                 versions=LoraVersions(self._host, most=versions_resident),
             )
+            self.declares |= {ROUTES} if routes else set()
             self._warm_up(self._server.label())
             undo.pop_all()
 
@@ -175,11 +190,11 @@ class VllmServerEngine(VllmEngineBase):
         self._gather()
         events: list[EngineEvent] = []
         running: list[str] = []
-        for stream in list(self._streams.values()):
-            if not stream.ready:
-                continue
-            stream.late = False
-            reason = self._advance(stream)
+        ready = [one for one in self._streams.values() if one.ready]
+        reasons = [self._advance(stream) for stream in ready]
+        told = zip(ready, reasons, strict=True)
+        self._ask_routes([stream.row for stream, reason in told if stream.row.emits(reason)])
+        for stream, reason in zip(ready, reasons, strict=True):
             events += stream.row.events(reason, stream.trouble)
             if reason is not None:
                 stay = self._leave(stream.row)
@@ -257,13 +272,31 @@ class VllmServerEngine(VllmEngineBase):
 
     def _advance(self, stream: Stream) -> StopReason | None:
         """Take a row's next token; why the row ends with it."""
-        reason = None
+        stream.late, reason = False, None
         if stream.tokens:
             one = stream.tokens.popleft()
             reason = self._extend(stream.row, [one.token], [one.logprob], [one.sampler_logprob])
         if reason is None and not stream.tokens and stream.finish:
             reason = REASONS.get(stream.finish, "error")
         return reason
+
+    def _ask_routes(self, rows: Iterable[VllmRequest]) -> None:
+        """Have the experts of what goes out of these rows, in one call for all."""
+        asked = [row for row in rows if row.request.params.routes and len(row.tokens) > row.sent]
+        if not asked and len(self._gone) < GONE_MAX:
+            return
+        wanted = [
+            wire.KeptPart(stay=row.stay, start=row.routes_from(row.sent), end=row.length)
+            for row in asked
+        ]
+        found = self._server.experts(wanted, self._gone)
+        self._gone.clear()
+        for row, routes in zip(asked, found, strict=True):
+            row.routes.add(routes, row.length)
+
+    def _emit(self, row: VllmRequest) -> TokensSampled | None:
+        self._ask_routes([row])
+        return row.emit()
 
     def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
         """Raise InvariantBroken unless vLLM, too, has sampled all of this from the loaded ones."""
@@ -311,6 +344,7 @@ class VllmServerEngine(VllmEngineBase):
             max_tokens=self._tokens_left(row),
             salt=self._salt(version.name),
             adapter=version.name,
+            whole=row.unrouted,
         )
         stream = Stream(row=row, http=self._server.generate(body))
         self._streams[row.request.request] = stream
@@ -320,6 +354,7 @@ class VllmServerEngine(VllmEngineBase):
         stream = self._streams.pop(row.request.request, None)
         if stream is not None:
             self._close(stream.http)
+        self._forget_routes(row)
 
     def _let_go(self, row: VllmRequest) -> None:
         self._server.abort([self._leave(row)])
@@ -330,7 +365,13 @@ class VllmServerEngine(VllmEngineBase):
         if stream is not None:  # None: the server was gone when the row was given again
             self._part(stream)
         del self._rows[row.request.request]
+        self._forget_routes(row)
         return row.stay
+
+    def _forget_routes(self, row: VllmRequest) -> None:
+        """A stay is over, and all was asked for that goes out of it."""
+        if row.request.params.routes:
+            self._gone.append(row.stay)
 
     def _part(self, stream: Stream) -> None:
         """Take no more of a stream."""

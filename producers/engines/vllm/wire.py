@@ -13,6 +13,7 @@ import msgspec
 
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.schemas.routes import Routes
 
 QUOTED_CHARACTERS_MAX: Final = 300
 """Of an answer that an error quotes."""
@@ -37,6 +38,9 @@ NO_TOKEN: Final = -2
 
 LOGPROB_TEMPERATURE: Final = "logprob_temperature"
 """In `extra_args` of a request: what logits are divided by before its log-probs are taken."""
+
+ROUTES_AS: Final = "routes_as"
+"""In `extra_args` of a request to a server: under which name its experts are kept; none without."""
 
 BOTH: Final = 2
 """`logprobs` of a request that wants both kinds: vLLM answers with the token and one place more."""
@@ -139,6 +143,20 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions_resident: int
 
 
+class KeptPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) of a stay, whose experts are wanted."""
+
+    stay: str
+    start: int
+    end: int
+
+
+class KeptExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server's worker has kept of such parts, in their order; None where it has not."""
+
+    parts: tuple[Routes | None, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A sampled token with both log-probs. `under` is the adapter's id, where there are any."""
@@ -192,10 +210,12 @@ def generate_body(
     max_tokens: int,
     salt: str,
     adapter: str,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """The body of a GENERATE request, under an adapter of this name; without one if it is empty.
 
-    What vLLM has cached of prompts is looked up among those of the same `salt` alone.
+    What vLLM has cached of prompts is looked up among those of the same `salt` alone; of a request
+    that must be computed `whole`, not at all.
     """
     return {
         **({"model": adapter} if adapter else {}),
@@ -215,15 +235,21 @@ def generate_body(
             "ignore_eos": True,
             "detokenize": False,
             "logprobs": 0 if one_logprob(params) else BOTH,
-            **extra_args(params),
+            **({"skip_reading_prefix_cache": True} if whole else {}),
+            **extra_args(params, stay),
         },
     }
 
 
-def extra_args(params: SamplingParams) -> dict[str, Any]:
-    """What our sampler inside vLLM is told of a request, as one of vLLM's own settings."""
-    hot = params.logprob_temperature
-    return {} if hot == 1 else {"extra_args": {LOGPROB_TEMPERATURE: hot}}
+def extra_args(params: SamplingParams, stay: str = "") -> dict[str, Any]:
+    """What is told inside vLLM of a request, as one of vLLM's own settings: to our sampler, and of
+    a `stay` in a server to who keeps experts."""
+    told: dict[str, Any] = {}
+    if params.logprob_temperature != 1:
+        told[LOGPROB_TEMPERATURE] = params.logprob_temperature
+    if params.routes and stay:
+        told[ROUTES_AS] = stay
+    return {"extra_args": told} if told else {}
 
 
 def one_logprob(params: SamplingParams) -> bool:

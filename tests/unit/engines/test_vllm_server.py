@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
@@ -17,9 +19,11 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.vllm import server as vllm_server
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.schemas.routes import Routes
 from tests.support.engine_contract import Decode, Result, Subject, byte_decode, request, run, take
 from tests.support.engine_moves import CHECKS
-from tests.support.fake_vllm_server import VOCABULARY, FakeVllm
+from tests.support.engine_routes import routed_run
+from tests.support.fake_vllm_server import VOCABULARY, FakeVllm, experts
 
 OF_A_MODEL = "logprobs_are_at_the_temperature_asked_for"
 """The fake server has no logits."""
@@ -105,6 +109,31 @@ def test_request_names_all_that_decides_its_tokens(server: FakeVllm, subject: Su
         0,
     )
     assert drawn["request_id"] != greedy["request_id"]
+
+
+def test_experts_are_asked_for_with_what_goes_out_and_forgotten_with_the_stay(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_text("a" * 64)
+    address = Address.of(server.url, server.key)
+    engine = VllmServerEngine(tmp_path, slots=4, context_tokens=64, address=address, routes=True)
+    engine.load(tmp_path / "a", version=0, digest="a" * 64)
+    asked = replace(request("r", [5, 6, 7], max_tokens=9, routes=True), emit_every=4)
+    known = replace(asked, request="k", routed=3)
+    silent = request("s", [8], max_tokens=9)
+    found = routed_run(engine, [asked, known, silent])
+    whole = msgspec.convert(experts(0, 12), Routes)
+    assert found["r"][1] == whole
+    assert found["k"][1] == whole.part(3)
+    assert "s" not in found
+    bodies = [body["sampling_params"] for body in server.last_bodies(3)]
+    assert [body.get("skip_reading_prefix_cache") for body in bodies] == [True, None, None]
+    names = [body.get("extra_args", {}).get("routes_as") for body in bodies]
+    assert names[:2] == [body["request_id"] for body in server.last_bodies(3)[:2]]
+    engine.add(replace(asked, request="later"))
+    _until(engine, "later")
+    assert set(server.gone) == set(names[:2])
+    engine.close()
 
 
 def test_request_names_the_temperature_of_its_log_probs_where_it_is_not_one(

@@ -18,7 +18,7 @@ from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import ConfigError, SchemaError
-from dora_pipe.producers.engines.registry import check_engines
+from dora_pipe.producers.engines.registry import BUILT_IN, check_engines
 from dora_pipe.producers.worker.context_tree import ContextTree, placed
 from dora_pipe.producers.worker.resume import prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
@@ -209,16 +209,19 @@ def config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(file, ["sampling.routes=true", *overrides])
 
 
+SILENT = replace(BUILT_IN["torch"], routes=False)
+
+
 def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampling\.routes: what goes on under other weights"):
         config(tmp_path, "staleness.interruptible=true")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: engine `vllm-server` does not say"):
-        check_engines(config(tmp_path), ["vllm-server"])
+    with pytest.raises(ConfigError, match=r"sampling\.routes: engine `.*SILENT` does not say"):
+        check_engines(config(tmp_path), [f"{__name__}:SILENT"])
     graphs = config(tmp_path, "workers.vllm.eager=false")
     with pytest.raises(ConfigError, match=r"sampling\.routes: vLLM's compiled graphs do not say"):
         check_engines(graphs, ["vllm"])
     check_engines(graphs, ["torch"])
-    check_engines(config(tmp_path), ["torch", "vllm"])
+    check_engines(config(tmp_path), ["torch", "vllm", "vllm-server"])
     deepspeed = config(tmp_path, "trainer.kind=deepspeed")
     with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `deepspeed` routes by"):
         need_learner(deepspeed)

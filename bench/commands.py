@@ -179,7 +179,7 @@ def dataplane(
             repeats=repeats,
             folder=Path(folder),
             routes=routes,
-            layers=not peers,
+            layers=not (peers or routes),
             peers=here,
         )
         measured = bench_dataplane(setup, say)

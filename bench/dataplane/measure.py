@@ -58,7 +58,9 @@ TOKENS: Final = (256, 2_048, 16_384, 65_536)
 
 BATCH_GROUPS_MAX: Final = 16
 BATCH_TOKENS: Final = 1024 * 1024
-"""A batch at full load has so many groups, or as many as hold so many tokens."""
+ROUTED_BATCH_TOKENS: Final = 128 * 1024
+"""A batch at full load has so many groups, or as many as hold so many tokens; with routes, whose
+tokens have 393 bytes and not 9, fewer."""
 
 LOAD: Final = 1 / 10
 """Of full load, where latency is measured."""
@@ -183,16 +185,18 @@ def _planes(
     """One repeat of every plane: full load first, because a tenth is a tenth of that."""
     kafka = [("kafka", setup.kafka)] if setup.kafka else []
     for name, address in (*kafka, *peers.items(), ("sqlite", "sqlite:"), (PIPE, PIPE)):
-        full = _plane(setup, address, tokens, batch_of(tokens), setup.seconds, per_s=0.0)
+        full = _plane(
+            setup, address, tokens, batch_of(tokens, routes=setup.routes), setup.seconds, per_s=0.0
+        )
         per_s = rate(full.published, full.assembled) * LOAD
         seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
         light = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
         yield name, PlaneRound(full=full, light=light)
 
 
-def batch_of(tokens: int) -> int:
+def batch_of(tokens: int, *, routes: bool = False) -> int:
     """Trajectories of a batch at full load; whole groups."""
-    groups = BATCH_TOKENS // (tokens * GROUP_SIZE)
+    groups = (ROUTED_BATCH_TOKENS if routes else BATCH_TOKENS) // (tokens * GROUP_SIZE)
     return GROUP_SIZE * max(1, min(BATCH_GROUPS_MAX, groups))
 
 

@@ -37,10 +37,14 @@ class Entrant:
     together: bool = False
     """Generating and training have all devices in turn, as the paper's synchronous baseline."""
 
+    elastic: int = 0
+    """Workers beside the others' that have the trainer's device while no step is computed."""
+
     @property
     def keys(self) -> dict[str, Any]:
         """What it sets beside its cell's keys."""
-        return {"trainer.parts": self.parts}
+        own = {"workers.elastic": self.elastic} if self.elastic else {}
+        return {"trainer.parts": self.parts, **own}
 
 
 ENTRANTS: Final[Mapping[str, Entrant]] = {
@@ -52,6 +56,7 @@ ENTRANTS: Final[Mapping[str, Entrant]] = {
         Entrant(name="one-step", paradigm="one-step", batches=(2.0, 1.5)),
         Entrant(name="dora", paradigm="dora", batches=(3.0, 2.0)),
         Entrant(name="dora-parts", paradigm="dora", batches=(3.0, 2.0), parts=PARTS),
+        Entrant(name="elastic", paradigm="dora", batches=(3.0, 2.0), elastic=1),
         Entrant(name="interruptible", paradigm="interruptible", batches=(3.0, 2.0)),
     )
 }

@@ -189,7 +189,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     def load(self, cell: Cell) -> Config:
         """The configuration of a run. Raises ConfigError."""
         entrant = ENTRANTS[cell.entrant]
-        workers = self.workers + (entrant.together and bool(self.scale.virtual))
+        workers = self.workers + (entrant.together and bool(self.scale.virtual)) + entrant.elastic
         overrides = [
             f'run.name="{entrant.name}-{cell.seed}"',
             f"run.steps={self.scale.steps}",

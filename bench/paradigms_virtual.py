@@ -166,6 +166,7 @@ def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
         prefetch=config.workers.prefetch,
         context_tokens=config.workers.context_tokens,
         load_ns=int(pace.rates.load_s * SECOND_NS),
+        elastic=config.workers.is_elastic(name),
     )
 
 

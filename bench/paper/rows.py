@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Literal
 
 from dora_pipe.bench.paper.lengths import EFFICIENCY
 from dora_pipe.bench.paper.scaling_model import FITTED, GROUPS, MINUTE_S, SIBLINGS, ScalingModel
 from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
+from dora_pipe.sim.modelled_worker import WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan, settings_of
 from dora_pipe.sim.paradigms_planner import LegacyFill, Planner, Production, Proportional
 
@@ -53,6 +54,8 @@ class Scenario:
     planner: Callable[[], Planner] = Production
     parts: int = 1
     """In which a batch is taken."""
+    elastic: bool = False
+    """All GPUs generate, and those that train are of workers that sleep meanwhile."""
     pool: PoolKind = ""
     """A paradigm of `dora_pipe.sim.paradigms`; empty: production's planner."""
     published: Published = Published()
@@ -63,7 +66,14 @@ class Scenario:
 
     def generating(self, law: ScalingModel) -> int:
         """GPUs that generate."""
-        return self.gpus if self.shared else self.gpus - self.training(law)
+        return self.gpus if self.shared or self.elastic else self.gpus - self.training(law)
+
+    def workers(self, law: ScalingModel) -> list[WorkerSize]:
+        """Those of the GPUs that generate; the last are elastic."""
+        found = law.workers(self.generating(law))
+        sleep = len(law.workers(self.training(law))) if self.elastic else 0
+        standalone = found[: len(found) - sleep]
+        return [*standalone, *(replace(one, elastic=True) for one in found[len(standalone) :])]
 
 
 PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
@@ -187,6 +197,20 @@ def other_rows(gpus: int) -> Iterator[Scenario]:
         )
 
 
+def elastic_rows(gpus: int, batches: Sequence[float]) -> Iterator[Scenario]:
+    """GPUs that train alone beside GPUs that train and, between steps, generate."""
+    for elastic in (False, True):
+        for many in batches:
+            yield Scenario(
+                name="elastic" if elastic else "apart",
+                gpus=gpus,
+                part="ours",
+                max_staleness=2,
+                in_flight_batches=many,
+                elastic=elastic,
+            )
+
+
 WARM_STEPS: Final = 4
 """The first steps of a run are not counted: everything starts at once."""
 END_STEPS: Final = 3
@@ -286,7 +310,7 @@ def simulate(
     """One run of a scenario; `lengths` of the siblings by ordinal, those of the checkpoint else."""
     drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS))
     common: dict[str, Any] = {
-        "workers": law.workers(scenario.generating(law)),
+        "workers": scenario.workers(law),
         "rates": law.rates(),
         "trainer": law.trainer(scenario.training(law)),
         "lengths": lengths or drawn,

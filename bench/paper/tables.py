@@ -19,6 +19,7 @@ from dora_pipe.bench.paper.rows import (
     Published,
     Scenario,
     Seeds,
+    elastic_rows,
     other_rows,
     overlap,
     parted_row,
@@ -350,6 +351,35 @@ def parts_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
     }
 
 
+ELASTIC_SHARES, ELASTIC_BATCHES = (0.5, 0.75), (2.0, 3.0)
+"""Shares of the GPUs that train, and C."""
+
+
+def elastic_table(
+    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
+) -> Table:
+    """Workers that sleep while a step is computed, whose GPUs train then; at the smaller size."""
+    rows: list[Row] = []
+    for share in ELASTIC_SHARES:
+        one = replace(law, train_share=share)
+        for scenario in elastic_rows(SIZES[0], ELASTIC_BATCHES):
+            found = simulate_seeds(scenario, law=one, seeds=seeds, steps=steps)
+            standalone = sum(not worker.elastic for worker in scenario.workers(one))
+            row = ours_row(scenario, found, one)
+            kept = ("step", "exposed", "tok/s", "staleness", "moves", "loads", "idle slots")
+            rows.append(
+                {"row": scenario.name, "GPUs that train": scenario.training(one)}
+                | {"standalone workers": standalone, "C": scenario.in_flight_batches}
+                | {name: row[name] for name in kept}
+            )
+    return Table(
+        name="elastic",
+        title=f"Elastic workers, bound 2, {SIZES[0]} GPUs: minutes per step",
+        rows=rows,
+        notes=("elastic: the GPUs that train generate while no step is computed",),
+    )
+
+
 def order_table(
     seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
 ) -> Table:
@@ -473,6 +503,7 @@ SECTIONS = (
     "share",
     "dora",
     "parts",
+    "elastic",
     "sweep",
     "others",
     "order",
@@ -492,6 +523,7 @@ def tables(
         "share": lambda: [share_table(seeds, steps)],
         "dora": lambda: published_tables(seeds, steps, law),
         "parts": lambda: [parts_table(seeds, steps, law)],
+        "elastic": lambda: [elastic_table(seeds, steps, law)],
         "sweep": lambda: [
             ours_table(
                 "sweep", "The knob nobody publishes: batches in flight, bound 2", seeds, steps, law

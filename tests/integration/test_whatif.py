@@ -68,6 +68,7 @@ def run_world(chosen: Config) -> Measured:
             slots=chosen.workers.slots,
             prefetch=chosen.workers.prefetch,
             token_ns=TOKEN_NS,
+            elastic=chosen.workers.is_elastic(f"w{one}"),
         )
         for one in range(chosen.workers.count)
     ]
@@ -106,7 +107,11 @@ def test_the_run_as_it_was_is_reproduced(measured: Measured) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"staleness__max_staleness": 0}, *more([{"workers__count": 1}, {"workers__slots": 4}])],
+    [
+        {"staleness__max_staleness": 0},
+        {"workers__elastic": 1},
+        *more([{"workers__count": 1}, {"workers__slots": 4}]),
+    ],
     ids=str,
 )
 def test_another_setting_is_foretold(measured: Measured, changes: dict[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,6 +150,25 @@ def test_first_part_of_a_step_is_computed_while_the_one_before_it_is_published(
     taken_s = [run.spans[-1].committed_s - run.spans[0].committed_s for run in (at_once, later)]
     assert (taken_s[1] - taken_s[0]) / 7 == pytest.approx(cost_s, abs=0.6)
     assert staleness_of(later) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("declares", [("moves",), ()])
+def test_elastic_workers_generate_between_steps(declares: tuple[str, ...]) -> None:
+    """They win time against two workers alone, and cost time against four that never sleep."""
+    elastic = [replace(one, elastic=number > 1) for number, one in enumerate(workers(4))]
+    walls = [
+        Cluster(plan(workers=some, declares=declares)).run().wall_s
+        for some in (workers(4), elastic, workers(2))
+    ]
+    assert walls == sorted(walls) and len(set(walls)) == 3
+
+
+def test_no_worker_runs_anything_in_a_step_where_all_are_elastic() -> None:
+    every = [replace(one, elastic=True) for one in workers(4)]
+    run = Cluster(plan(workers=every, steps=4)).run()
+    trained_s = sum(span.committed_s - span.taken_s for span in run.spans)
+    assert run.busy_s <= 4 * (run.wall_s - trained_s) + 1e-6
+    assert max(staleness_of(run)) <= 2
 
 
 def test_filtered_groups_are_replaced() -> None:

@@ -29,10 +29,10 @@ USABLE: Final = 0.9
 HEAD_ELEMENTS: Final = 2**24
 """Logits of a chunk with `trainer.head_chunk_tokens = "auto"`."""
 
-MLP_ELEMENTS: Final = 2**22
-"""Numbers of a block's chunk with `trainer.mlp_chunk_tokens = "auto"` ..."""
+MLP_ELEMENTS: Final = 2**25
+"""Numbers of a block's chunk with `trainer.mlp_chunk_tokens = "auto"`, on a GPU ..."""
 
-MLP_ELEMENTS_MIN: Final = 2**24
+MLP_ELEMENTS_MIN: Final = 2**26
 """... in a pass that has more."""
 
 COPIES_IN_CHUNKS: Final = 4

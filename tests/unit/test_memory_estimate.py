@@ -281,16 +281,16 @@ def test_patches_take_a_part_of_the_store_where_versions_are_bfloat16() -> None:
 
 def test_chunks_of_the_head_are_as_large_as_those_of_the_trainer() -> None:
     assert memory_estimate.HEAD_ELEMENTS == memory.HEAD_ELEMENTS
-    assert memory_estimate.MLP_ELEMENTS == memory.MLP_ELEMENTS
-    assert memory_estimate.MLP_ELEMENTS_MIN == memory.MLP_ELEMENTS_MIN
+    assert memory_estimate.MLP_ELEMENTS == memory.MLP_ELEMENTS_GPU
+    assert memory_estimate.MLP_ELEMENTS_MIN == memory.MLP_ELEMENTS_MIN_GPU
 
 
 @pytest.mark.parametrize("asked", ["auto", 0, 100])
 @pytest.mark.parametrize("tokens", [1024, 16_384])
 def test_chunks_of_blocks_are_those_of_the_trainer(asked: Any, tokens: int) -> None:
     config = run(trainer__mlp_chunk_tokens=asked, trainer__micro_batch_tokens=tokens)
-    said = memory_options(config.trainer).numerics(1, 9728, tokens).get("mlp_chunk_tokens", "0")
-    assert memory_estimate.mlp_chunk(BILLIONS, config) == int(said)
+    said = memory_options(config.trainer).numerics(1, 9728, tokens, "cuda")
+    assert memory_estimate.mlp_chunk(BILLIONS, config) == int(said.get("mlp_chunk_tokens", "0"))
 
 
 def test_inputs_of_layers_that_are_offloaded_lie_in_the_hosts_memory() -> None:

@@ -364,7 +364,10 @@ class DeepspeedLearner:
             | narrow
             | temperature_numerics(engine.temperature)
             | engine.memory.numerics(
-                self._engine.vocabulary, self._engine.mlp_width, options.micro_batch_tokens
+                self._engine.vocabulary,
+                self._engine.mlp_width,
+                options.micro_batch_tokens,
+                self._group.device,
             )
             | {
                 "trainer": f"{self.name} {self.version}",

@@ -99,7 +99,7 @@ def _in_chunks(
 
     def forward(hidden: Tensor) -> Tensor:
         rows, tokens = hidden.shape[:2]
-        count = memory.mlp_chunks(rows * tokens, width)
+        count = memory.mlp_chunks(rows * tokens, width, hidden.device.type)
         if count <= 1:
             return compute(hidden)
         if torch.is_grad_enabled() and hidden.device.type == "cpu":

@@ -295,7 +295,10 @@ class TorchLearner:
             | _aux_numerics(options.router_aux_loss)
             | temperature_numerics(options.temperature)
             | options.memory.numerics(
-                self._model.vocabulary, self._model.mlp_width, options.micro_batch_tokens
+                self._model.vocabulary,
+                self._model.mlp_width,
+                options.micro_batch_tokens,
+                options.device,
             )
             | {
                 "trainer": f"{self.name} {self.version}",

@@ -31,6 +31,12 @@ given: 17 MB in float32; some eight copies of it are held at once ..."""
 MLP_ELEMENTS_MIN: Final = 2**24
 """... in passes that have more of them than this."""
 
+MLP_ELEMENTS_GPU: Final = 2**25
+"""As many on a GPU, where kernels of a few hundred tokens end before the next is launched ..."""
+
+MLP_ELEMENTS_MIN_GPU: Final = 2**26
+"""... and in passes that have more than this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
@@ -57,23 +63,28 @@ class MemoryOptions:
         """In how many chunks the head of so many tokens is computed."""
         return _count(tokens, self.head_chunk(vocabulary))
 
-    def mlp_chunk(self, tokens: int, width: int) -> int:
+    def mlp_chunk(self, tokens: int, width: int, device: str = "cpu") -> int:
         """Of a pass of so many tokens, those that a block of this width sees at once; 0: all."""
         if self.mlp_chunk_tokens != "auto":
             return self.mlp_chunk_tokens
-        return max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
+        on_gpu = device.startswith("cuda")
+        at_once = MLP_ELEMENTS_GPU if on_gpu else MLP_ELEMENTS
+        least = MLP_ELEMENTS_MIN_GPU if on_gpu else MLP_ELEMENTS_MIN
+        return max(1, at_once // width) if tokens * width > least else 0
 
-    def mlp_chunks(self, tokens: int, width: int) -> int:
+    def mlp_chunks(self, tokens: int, width: int, device: str = "cpu") -> int:
         """In how many chunks a block of this width is computed."""
-        return _count(tokens, self.mlp_chunk(tokens, width))
+        return _count(tokens, self.mlp_chunk(tokens, width, device))
 
-    def numerics(self, vocabulary: int, width: int, pass_tokens: int) -> dict[str, str]:
+    def numerics(
+        self, vocabulary: int, width: int, pass_tokens: int, device: str = "cpu"
+    ) -> dict[str, str]:
         """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
         computed in another way than without these options. `width` is that of blocks, 0 for none.
         """
         chunks = {
             "head_chunk_tokens": self.head_chunk(vocabulary),
-            "mlp_chunk_tokens": self.mlp_chunk(pass_tokens, width) if width else 0,
+            "mlp_chunk_tokens": self.mlp_chunk(pass_tokens, width, device) if width else 0,
         }
         cut = {key: str(chunk) for key, chunk in chunks.items() if 0 < chunk < pass_tokens}
         return cut | ({"packing": "on"} if self.packing else {})

@@ -214,6 +214,8 @@ def test_chunk_of_a_block_holds_so_many_numbers_where_a_pass_has_many() -> None:
     assert by_default.mlp_chunks(16_384, 1024) == 1
     assert by_default.mlp_chunks(32_000, 1024) == 8
     assert by_default.mlp_chunks(2_000, 9728) == 5
+    assert by_default.mlp_chunks(4_096, 9728, "cuda") == 1  # Kernels of a GPU want many tokens.
+    assert by_default.mlp_chunks(32_000, 3072, "cuda:0") == 3
     assert MemoryOptions(mlp_chunk_tokens=300).mlp_chunks(601, 9728) == 3
     assert MemoryOptions().mlp_chunks(10**6, 9728) == 1
 

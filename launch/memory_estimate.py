@@ -531,11 +531,9 @@ def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
     ]
     stages = [{"zero_stage": stage} for stage in range(dtype == "bfloat16", 4)]
     plain = {"kind": "deepspeed", "ranks": count, "dtype": dtype, "offload": "none"}
-    # It has AdamW alone, and publishes float32.
-    plain |= {"optimizer": "adamw"}
-    publishes = {"policies.dtype": "auto"} if config.policies.dtype == "bfloat16" else {}
+    plain |= {"optimizer": "adamw"}  # It has no other.
     return [
-        {f"trainer.{key}": value for key, value in {**plain, **one}.items()} | publishes
+        {f"trainer.{key}": value for key, value in {**plain, **one}.items()}
         for one in (*stages, *further)
     ]
 

@@ -101,8 +101,6 @@ def test_ratio_is_one_on_the_policy_that_sampled(
 ) -> None:
     if kind == "deepspeed" and open_engine is _vllm:
         pytest.skip("vLLM and DeepSpeed both want the process group of torch")
-    if kind == "deepspeed" and make_model is make_glm4_moe:
-        pytest.skip("DeepSpeed takes no mixtures of experts")
     ratio_max = RATIO_DISTANCE_MAX["float32" if open_engine is _torch else device.DTYPE]
     store = PolicyStore(tmp_path / "policies")
     policy, assets = import_model(store, make_model(tmp_path / "model"))

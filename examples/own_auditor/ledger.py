@@ -27,6 +27,9 @@ TAKEN = ("attempt", "epoch", "partition", "offset", "sha256")
 RUN_STOPPED = "the run stopped"
 """How the reason begins with which a worker leaves after `stop-run`."""
 
+ASLEEP = -1
+"""The version of a worker that hosts nothing."""
+
 
 @dataclass
 class Request:
@@ -109,6 +112,7 @@ class Ledger:
         self.wrote: set[int] = set()  # those of rounds
         self.workers: dict[int, str] = {}  # incarnations that are in
         self.joined: dict[int, str] = {}  # all that ever were
+        self.elastic: set[int] = set()  # incarnations that sleep while a step is computed
         self.assigned: set[tuple[int, int]] = set()  # incarnation, version
         self.fenced: set[int] = set()
         self.groups: dict[str, Group] = {}
@@ -202,6 +206,8 @@ class Ledger:
         for epoch in [epoch for epoch, name in self.workers.items() if name == fact["worker"]]:
             self._out(epoch, fault=True)
         self.workers[fact["at"]] = self.joined[fact["at"]] = fact["worker"]
+        if fact.get("elastic"):
+            self.elastic.add(fact["at"])
 
     def _worker_left(self, fact: Json) -> None:
         stopped = self.stopped or not fact["reason"].startswith(RUN_STOPPED)
@@ -240,6 +246,12 @@ class Ledger:
         self._published(fact, who)
 
     def _published(self, record: Json, who: str) -> None:
+        if record["version"] == ASLEEP:
+            self.findings.holds(
+                "C1", who, "sleeps, not being elastic", record["epoch"] in self.elastic
+            )
+            self.findings.same("C1", who, "weights of one asleep", "", record["digest"])
+            return
         digest = self.versions.get(record["version"], {}).get("digest", "no such version")
         what = f"weights of version {record['version']}"
         self.findings.same("C1", who, what, digest, record["digest"])

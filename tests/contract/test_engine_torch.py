@@ -21,6 +21,7 @@ from dora_pipe.producers.engines.port import (
     INTERRUPTIBLE,
     KV_EXPORT,
     PREFILL_EXACT,
+    SLEEP,
     EngineRequest,
     SamplingParams,
     TokensSampled,
@@ -38,7 +39,7 @@ from tests.support.tiers import more
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make
 
 LOGPROB_TOLERANCE = 1e-4
-PROMISES = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE}
+PROMISES = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama_gqa"])

@@ -23,6 +23,7 @@ from dora_pipe.schemas.topics import Topics
 from tests.support.bus_archive import everything as of_all
 from tests.support.bus_archive import partitions_of
 from tests.support.kafka_broker import KafkaBroker
+from tests.support.user_run import until
 
 pytestmark = pytest.mark.kafka
 
@@ -44,7 +45,9 @@ def bus(kafka_broker: KafkaBroker, topics: Topics) -> Iterator[KafkaBus]:
 
 
 def fill(bus: Bus, topics: Topics, name: str, count: int = 6) -> None:
-    """Plain appends to trajectories, transactions (with their gaps) to control."""
+    """Plain appends to trajectories, transactions (with their gaps) to control, all of them
+    visible: a broker answers a commit before it has marked the partition."""
+    last = 0
     with closing(bus.writer()) as plain, closing(bus.writer(exclusive=f"{topics.run}.w")) as alone:
         for n in range(count):
             value = f"{name}-{n}".encode()
@@ -54,7 +57,8 @@ def fill(bus: Bus, topics: Topics, name: str, count: int = 6) -> None:
                     Append(topic=topics.metrics, value=value),
                 ]
             )
-            alone.append([Append(topic=topics.control, value=value, key=b"k")])
+            (last,) = alone.append([Append(topic=topics.control, value=value, key=b"k")])
+    until(lambda: bus.end(TopicPartition(topics.control, 0)) > last)
 
 
 def archive(bus: Bus, topics: Topics, place: Path) -> Pass:

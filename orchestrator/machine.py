@@ -44,6 +44,7 @@ from dora_pipe.orchestrator.waits import waits
 from dora_pipe.schemas.control import (
     GroupScored,
     RequestFailed,
+    RequestReleased,
     Resume,
     StepCommitted,
     TrajectoriesLogged,
@@ -69,6 +70,15 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import Topics, worker_name_error
 
 LOG = logging.getLogger(__name__)
+
+FROM_WORKERS: Final = (
+    WorkerReady,
+    TrajectoriesLogged,
+    RequestReleased,
+    RequestFailed,
+    GroupScored,
+)
+"""Who says so is alive: its lease begins anew."""
 
 CONTROL_MAX: Final = 1000
 """A round folds at most so many control records; more of them go into further rounds."""
@@ -236,7 +246,7 @@ class OrchestratorMachine:
             self._leases.renew((found.worker, record.offset), now.mono_ns)
             self._note_lost(self.state.workers.get(found.worker))
             self._misnamed |= {found.worker} if worker_name_error(found.worker) else set()
-        elif isinstance(found, TrajectoriesLogged | RequestFailed | GroupScored | WorkerReady):
+        elif isinstance(found, FROM_WORKERS):
             self._leases.renew((found.worker, found.epoch), now.mono_ns)
         elif isinstance(found, StepCommitted):
             self._pace.committing(self.state, found)

@@ -286,7 +286,7 @@ def test_worker_that_an_older_log_has_under_an_odd_name_folds_as_it_did_and_is_f
     assert "w.1" not in after.machine.state.workers
 
 
-@pytest.mark.parametrize("sign", ["metrics", "control"])
+@pytest.mark.parametrize("sign", ["metrics", "logged", "released"])
 def test_metrics_or_control_of_its_epoch_keep_a_worker_alive(sign: str) -> None:
     bench = Bench()
     epoch = bench.serving()
@@ -296,7 +296,8 @@ def test_metrics_or_control_of_its_epoch_keep_a_worker_alive(sign: str) -> None:
         if sign == "metrics":
             bench.turn(bench.status("w0", epoch))
         else:
-            bench.turn(bench.fact(records.logged(place)))
+            made = records.logged if sign == "logged" else records.released
+            bench.turn(bench.fact(made(place)))
     bench.turn(bench.status("w0", epoch - 1))
     assert [one for one in bench.wait(6) if isinstance(one, LeaseExpired)]
 

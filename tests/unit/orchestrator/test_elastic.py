@@ -26,7 +26,7 @@ from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 from tests.support.orchestrator_world import World
 from tests.support.singly import placed as placed_by
-from tests.unit.orchestrator.test_world import FAULTY_S, check_state, finish, swarm
+from tests.unit.orchestrator.test_world import play, swarm
 
 TWO: dict[str, Any] = {
     "run__steps": 5,
@@ -181,9 +181,7 @@ def world(seed: int) -> World:
 @pytest.mark.parametrize("seed", range(12))
 def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
     run = world(seed)
-    run.run(seconds=FAULTY_S)
-    check_state(run.machine.state)
-    finish(run)
+    play(run)
     state = run.machine.state
     assert run.commands or state.counters.rejected == 0, state.counters.rejection
     found = recover(run.bus, run.topics)
@@ -194,10 +192,7 @@ def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12, 160))
 def test_runs_with_elastic_workers_are_safe_and_end_at_length(seed: int) -> None:
-    run = world(seed)
-    run.run(seconds=FAULTY_S)
-    check_state(run.machine.state)
-    finish(run)
+    play(world(seed))
 
 
 @settings(max_examples=25, deadline=None)

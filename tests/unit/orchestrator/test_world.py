@@ -164,12 +164,17 @@ def finish(world: World) -> None:
     assert max(world.ledger.moves.values(), default=0) <= most
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
-    world = swarm(seed)
+def play(world: World) -> None:
+    """Run it under faults, and then to its end."""
     world.run(seconds=FAULTY_S)
     check_state(world.machine.state)
     finish(world)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
+    world = swarm(seed)
+    play(world)
     state = world.machine.state
     if not world.commands:
         assert state.counters.rejected == 0, state.counters.rejection
@@ -183,10 +188,7 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30, 160))
 def test_run_is_safe_under_faults_and_ends_when_they_stop_at_length(seed: int) -> None:
-    world = swarm(seed)
-    world.run(seconds=FAULTY_S)
-    check_state(world.machine.state)
-    finish(world)
+    play(swarm(seed))
 
 
 def random_state(seed: int, seconds: float) -> State:

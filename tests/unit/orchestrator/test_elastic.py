@@ -26,7 +26,7 @@ from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 from tests.support.orchestrator_world import World
 from tests.support.singly import placed as placed_by
-from tests.unit.orchestrator.test_world import play, swarm
+from tests.unit.orchestrator.test_world import check_to_the_end, swarm
 
 TWO: dict[str, Any] = {
     "run__steps": 5,
@@ -181,7 +181,7 @@ def world(seed: int) -> World:
 @pytest.mark.parametrize("seed", range(12))
 def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
     run = world(seed)
-    play(run)
+    check_to_the_end(run)
     state = run.machine.state
     assert run.commands or state.counters.rejected == 0, state.counters.rejection
     found = recover(run.bus, run.topics)
@@ -192,7 +192,7 @@ def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12, 160))
 def test_runs_with_elastic_workers_are_safe_and_end_at_length(seed: int) -> None:
-    play(world(seed))
+    check_to_the_end(world(seed))
 
 
 @settings(max_examples=25, deadline=None)

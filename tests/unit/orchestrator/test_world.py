@@ -164,8 +164,8 @@ def finish(world: World) -> None:
     assert max(world.ledger.moves.values(), default=0) <= most
 
 
-def play(world: World) -> None:
-    """Run it under faults, and then to its end."""
+def check_to_the_end(world: World) -> None:
+    """Run it under faults, and then to its end: safe on the way, and it ends."""
     world.run(seconds=FAULTY_S)
     check_state(world.machine.state)
     finish(world)
@@ -174,7 +174,7 @@ def play(world: World) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
     world = swarm(seed)
-    play(world)
+    check_to_the_end(world)
     state = world.machine.state
     if not world.commands:
         assert state.counters.rejected == 0, state.counters.rejection
@@ -188,7 +188,7 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30, 160))
 def test_run_is_safe_under_faults_and_ends_when_they_stop_at_length(seed: int) -> None:
-    play(swarm(seed))
+    check_to_the_end(swarm(seed))
 
 
 def random_state(seed: int, seconds: float) -> State:

@@ -17,7 +17,14 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bench.cells import CellFile, setting_digest
-from dora_pipe.bench.entrants import ENTRANTS, best, overrides_of, reported, tried
+from dora_pipe.bench.entrants import (
+    ENTRANTS,
+    better_half,
+    on_seeds,
+    overrides_of,
+    reported,
+    settings_of,
+)
 from dora_pipe.bench.paradigms import (
     BASES,
     Cell,
@@ -279,8 +286,9 @@ Done = CellFile[Cell, ParadigmRun]
 def play(
     study: Study, only: Sequence[str] | None, *, seeds: int, choose: int, jobs: int
 ) -> tuple[list[Cell], list[ParadigmRun]]:
-    """The setting of every entrant, chosen over so many seeds of its grid, and its runs that are
-    compared; with no `jobs` those that are there. Raises UsageError where there are none."""
+    """The setting of every entrant, chosen out of its grid on so many seeds, each for the better
+    half of what the one before left, and its runs that are compared; with no `jobs` those that are
+    there. Raises UsageError where there are none."""
     names = list(only or ENTRANTS)
     if unknown := [name for name in names if name not in ENTRANTS]:
         raise UsageError(f"no entrant {unknown[0]!r}", hint=f"one of {', '.join(ENTRANTS)}")
@@ -289,8 +297,13 @@ def play(
     study.begin()
     done: Done = CellFile(Path(study.out), study.setting(), kind=ParadigmRun)
     rates = study.scale.rates if choose else study.scale.rates[:1]
-    tries = measure_cells(study, done, tried(names, rates, choose), jobs=jobs)
-    chosen = [best(name, rates, tries) for name in names]
+    settings = {name: list(settings_of(name, rates)) for name in names}
+    tries: list[ParadigmRun] = []
+    for seed in range(choose):
+        cells = [cell for name in names for cell in on_seeds(settings[name], seed)]
+        tries += measure_cells(study, done, cells, jobs=jobs)
+        settings = {name: better_half(settings[name], tries) for name in names}
+    chosen = [settings[name][0] for name in names]
     runs = measure_cells(study, done, reported(chosen, seeds), jobs=jobs)
     if not runs:
         raise UsageError(f"{study.out} has none of these runs yet", hint="leave out --report")
@@ -362,7 +375,7 @@ def print_study(
             emit_rows([], [{"figure": name, **asdict(one)} for one in found], as_json=True)
         return
     emit_line(study.summary(seeds))
-    why = f"the best of its grid over {tries} other seeds" if tries else "its own"
+    why = f"the best of its grid, halved on {tries} other seeds" if tries else "its own"
     emit_table(
         ("entrant", "C", "learning rate", "filter", "chosen as"),
         [(one.entrant, one.batches, one.learning_rate, one.filtered, why) for one in chosen],

@@ -47,8 +47,8 @@ def paradigms(
         int,
         typer.Option(
             min=0,
-            help="Runs of every C and learning rate, on other seeds, by which each gets its best; "
-            "0: its own.",
+            help="Other seeds, by which each gets the best C and learning rate: all are tried on "
+            "the first, the better half on the next and so on; 0: its own.",
         ),
     ] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, where time is virtual.")] = 1,

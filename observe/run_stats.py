@@ -86,18 +86,22 @@ DECISIONS_KEPT: Final = 64
 BATCHES: Final = 4
 """So many batches' worth of groups that end without a step say that something may be wrong."""
 
-WorkerState = Literal["joined", "loading", "idle", "generating", "draining", "left", "fenced"]
+WorkerState = Literal[
+    "joined", "loading", "idle", "generating", "asleep", "draining", "left", "fenced"
+]
 
 STATES: Final[tuple[WorkerState, ...]] = (
     "joined",
     "loading",
     "idle",
     "generating",
+    "asleep",
     "draining",
     "left",
     "fenced",
 )
-"""`joined`: it has no version yet. `loading`: it shall host another version than it does."""
+"""`joined`: it has no version yet. `loading`: it shall host another version than it does. `asleep`:
+an elastic one that shall host none."""
 
 
 @dataclass(slots=True)
@@ -180,6 +184,8 @@ class WorkerView:
             return "draining"
         if self.status is not None and self.status.active:
             return "generating"
+        if self.history.target < 0 and self.history.joined.elastic:
+            return "asleep"
         if self.history.target < 0 and self.history.hosted < 0:
             return "joined"
         return "idle" if self.history.target == self.history.hosted else "loading"

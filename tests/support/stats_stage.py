@@ -51,8 +51,8 @@ class Stage(ToldRun):
         return epoch
 
     def assign(self, name: str, epoch: int, version: int) -> None:
-        """A worker shall host a version."""
-        digest = records.weights(version)
+        """A worker shall host a version, or none."""
+        digest = records.weights(version) if version >= 0 else ""
         self.decide(Assign(reason="new", worker=name, epoch=epoch, version=version, digest=digest))
 
     def group(

@@ -24,7 +24,7 @@ from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import TakenGroup
-from dora_pipe.schemas.rounds import End, EndSiblings, Fence, SiblingFate, TakeBatch
+from dora_pipe.schemas.rounds import NO_VERSION, End, EndSiblings, Fence, SiblingFate, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -146,6 +146,19 @@ def test_worker_is_what_was_decided_and_what_it_said_last() -> None:
         states.append(stage.stats.workers["w0"].state)
     assert states == ["joined", "loading", "idle", "generating", "left"]
     assert stage.stats.heard == {}
+
+
+def test_elastic_worker_that_shall_host_no_version_sleeps() -> None:
+    stage = Stage()
+    epoch = stage.fact(records.joined("w0", elastic=True))
+    states = [stage.stats.workers["w0"].state]
+    for version in (0, NO_VERSION):
+        stage.fact(records.ready("w0", epoch, version))
+        stage.assign("w0", epoch, version)
+        states.append(stage.stats.workers["w0"].state)
+    assert states == ["asleep", "idle", "asleep"]
+    lines = frame(stage.stats, stage.now_ns).workers.lines
+    assert [line.text for line in lines] == ["1 asleep, no version", "w0 -   asleep"]
 
 
 def test_rate_is_of_the_last_statuses_alone() -> None:

@@ -31,6 +31,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
 from dora_pipe.bench.dataplane.procfs import tree_cpu_s
 from dora_pipe.bench.dataplane.raw import RawReader
+from dora_pipe.bench.peak import peak_bytes
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.errors import BusError, InvariantBroken
@@ -274,16 +275,10 @@ def _main(path: str) -> None:
             bus,
             Topics("memory"),
             Path(f"{path}.index"),
-            on_piece=lambda progress: curve.append((progress.records, _peak_bytes())),
+            on_piece=lambda progress: curve.append((progress.records, peak_bytes("cpu"))),
         )
-    curve.append((curve[-1][0], _peak_bytes()))
+    curve.append((curve[-1][0], peak_bytes("cpu")))
     sys.stdout.buffer.write(msgspec.json.encode(curve))
-
-
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(peak) * 1024
 
 
 if __name__ == "__main__":

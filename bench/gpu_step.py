@@ -33,6 +33,7 @@ import numpy as np
 
 from dora_pipe.bench.codec import sample_trajectory
 from dora_pipe.bench.gpu_cases import GROUP, SHAPES, VOCABULARY, StepCase, cases_of, with_
+from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.policy import PolicyDtype
@@ -189,7 +190,7 @@ def _own(case: StepCase, folder: Path) -> GpuStepFigure:
 
 
 def _timed(step: Callable[[], Any], case: StepCase) -> tuple[list[float], int, int]:
-    """Seconds of every step, the peak and what was held before; bytes, 0 on a CPU."""
+    """Seconds of every step, the peak and what was held before; bytes."""
     held = fresh_peak(case.device)
     took = []
     for _ in range(case.steps):
@@ -220,23 +221,6 @@ def now_s(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def fresh_peak(device: str) -> int:
-    """Forget the peak so far; the bytes that torch's allocator holds now."""
-    import torch
-
-    if device != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def peak_bytes(device: str) -> int:
-    """Most that torch's allocator held since."""
-    import torch
-
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
 def config_of(model: str, tokens: int) -> Any:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from dora_pipe.bench.moves_engine import write_config
+from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
 from dora_pipe.schemas.policy import Manifest
@@ -163,23 +164,14 @@ def load_again(model_dir: Path, weights: Path, digest: str) -> list[Loaded]:
     for version, way in enumerate(ways, start=1):
         if way == "read":
             note_path(weights).unlink()
-        own_bytes = _status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+        own_bytes = fresh_peak("cpu")
         began_s = time.perf_counter()
         engine.load(weights, version=version, digest=digest)
         seconds = time.perf_counter() - began_s
         found.append(
-            Loaded(way=way, own_bytes=own_bytes, peak_bytes=_status_bytes("VmHWM"), seconds=seconds)
+            Loaded(way=way, own_bytes=own_bytes, peak_bytes=peak_bytes("cpu"), seconds=seconds)
         )
     return found
-
-
-def _status_bytes(name: str) -> int:
-    """A figure of this process's memory, as Linux says it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise ResourceError(f"the kernel does not say {name}")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ Weights are random, rows are one sequence each, the loss is the mean log-prob.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from dora_pipe.bench.endpoint import rss_bytes
+from dora_pipe.bench.peak import fresh_peak, peak_bytes
 
 HIDDEN: Final = 384
 LAYERS: Final = 8
@@ -94,10 +93,10 @@ def _measured(case: MemoryCase) -> StepMemoryFigure:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with _prepared(case, device) as compute:
-        before = _fresh_peak(device)
+        before = fresh_peak(device)
         start_s = time.perf_counter()
         compute()
-        peak = _peak(device)
+        peak = peak_bytes(device)
         seconds = time.perf_counter() - start_s
     return StepMemoryFigure(
         what=case.what,
@@ -191,27 +190,6 @@ def _config(case: MemoryCase) -> Any:
         num_attention_heads=case.width // 64,
         max_position_embeddings=case.tokens,
     )
-
-
-def _fresh_peak(device: str) -> int:
-    """Forget the peak so far; the bytes that are held now."""
-    import torch
-
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
-    return rss_bytes(os.getpid())
-
-
-def _peak(device: str) -> int:
-    import torch
-
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()
-    line = next(one for one in status.splitlines() if one.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def _main() -> int:

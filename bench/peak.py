@@ -1,0 +1,36 @@
+"""The most memory that a process held: of its own on a CPU, of torch's allocator on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from dora_pipe.core.errors import ResourceError
+
+
+def fresh_peak(device: str) -> int:
+    """Forget the peak so far; the bytes that are held now."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
+    return _own_bytes("VmRSS")
+
+
+def peak_bytes(device: str) -> int:
+    """The most that was held since, bytes."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    return _own_bytes("VmHWM")
+
+
+def _own_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
+    """A figure of this process's memory, as Linux says it."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise ResourceError(f"the kernel does not say {name}")

@@ -64,6 +64,7 @@ from dora_pipe.store.verified import (
     note_path,
     note_verified,
     one_at_a_time,
+    settle,
 )
 
 LOG = logging.getLogger(__name__)
@@ -286,6 +287,7 @@ class PolicyStore:
                 return here  # Another process has made it meanwhile.
             with self._temporary(final.parent) as path:
                 self._make_here(digest, path)
+                settle(path)
                 self._keep_copy(path, final)
         note_verified(final, digest)
         return final
@@ -558,6 +560,7 @@ class PolicyStore:
         with self._temporary(path.parent) as partial:
             if not (self._peers(name, partial) and is_whole(partial)):
                 self._get(name, partial, is_whole)
+            settle(partial)
             partial.replace(path)
         shrink(self.root, self._cache_bytes_max, self._clock)
         return True

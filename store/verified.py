@@ -87,8 +87,15 @@ def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
     return found
 
 
+def settle(path: Path) -> None:
+    """Set back when a file changed that is whole, under a name that nobody else knows: a note of it
+    says something at once, for whatever changes it later gives it the time that it is then."""
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - SETTLED_NS))
+
+
 def note_verified(path: Path, digest: str) -> None:
-    """Leave a note of a file that the caller has just compared."""
+    """Leave a note of a file that the caller has just compared, and settled."""
     note = _note_of(path, digest)
     if note is not None:
         _write(path, note)

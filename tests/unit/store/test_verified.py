@@ -202,13 +202,32 @@ def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_no
     store = PolicyStore(tmp_path / "b", files, clock=clock)
     path = store.weights(digest)
     assert note_path(path).exists()
-    older(note_path(path), -10.0)  # the store needs no time here
     clock.sleep(100)
     assert store.weights(digest) == path
     need_digest(path, digest)
     assert reads == []
     store.drop_weights(digest)
     assert list(path.parent.iterdir()) == []
+
+
+def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list[Path]) -> None:
+    (tmp_path / "shared").mkdir()
+    files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
+    trainer = PolicyStore(tmp_path / "a", files, clock=clock)
+    before = trainer.publish_weights(write).digest
+    after = trainer.publish_version(
+        lambda path: write(path, 1.5), before=before, whole=False
+    ).manifest.digest
+    worker = PolicyStore(tmp_path / "b", files, clock=clock, patched=True)
+    worker.weights(before)
+    del reads[:]
+    path = worker.weights(after)
+    assert worker.weights(after) == path
+    need_digest(path, after)
+    assert reads == []
+    path.write_bytes(path.read_bytes())
+    need_digest(path, after)
+    assert reads == [path], "what changes later is read"
 
 
 def test_note_goes_with_its_file_and_is_no_file_of_the_store_by_itself(

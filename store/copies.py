@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.core.clock import Clock
-from dora_pipe.store.verified import SUFFIX, note_path
+from dora_pipe.store.verified import SUFFIX, unlink_noted
 
 KEEP_S: Final = 600.0
 """A copy used within this time is not removed."""
@@ -48,8 +48,7 @@ def shrink(
     for used_ns, size, path in sorted(found):
         if total <= bytes_max or used_ns > youngest_ns:
             break
-        path.unlink(missing_ok=True)
-        note_path(path).unlink(missing_ok=True)
+        unlink_noted(path)
         removed.append(path)
         total -= size
     return removed

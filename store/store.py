@@ -61,10 +61,10 @@ from dora_pipe.store.verified import (
     SUFFIX,
     is_noted_as,
     need_digest,
-    note_path,
     note_verified,
     one_at_a_time,
     settle,
+    unlink_noted,
 )
 
 LOG = logging.getLogger(__name__)
@@ -245,8 +245,7 @@ class PolicyStore:
     def _forget(self, path: Path) -> None:
         """Delete a copy that is not what its name says."""
         LOG.warning("%s was damaged on this machine; it is had again", path)
-        path.unlink(missing_ok=True)
-        note_path(path).unlink(missing_ok=True)
+        unlink_noted(path)
 
     def _sound(self, digest: str) -> Path:
         """As `whole`, and compared. Raises PolicyError."""
@@ -500,9 +499,7 @@ class PolicyStore:
 
     def drop_copy(self, digest: str) -> None:
         """Delete what patches made of a version on this machine, or a copy from elsewhere."""
-        made = self._made_path(digest)
-        made.unlink(missing_ok=True)
-        note_path(made).unlink(missing_ok=True)
+        unlink_noted(self._made_path(digest))
 
     def drop_patch(self, digest: str) -> bool:
         """Delete a patch here and in the store; whether the store had it. Raises ResourceError."""
@@ -537,10 +534,8 @@ class PolicyStore:
         return removed
 
     def _drop(self, name: str) -> bool:
-        found, here = self._files.delete(name), self.root / name
-        if self._remote:
-            here.unlink(missing_ok=True)
-        note_path(here).unlink(missing_ok=True)
+        found = self._files.delete(name)
+        unlink_noted(self.root / name)
         return found
 
     def _publish(self, path: Path, name: str) -> None:

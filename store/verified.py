@@ -101,6 +101,12 @@ def note_verified(path: Path, digest: str) -> None:
         _write(path, note)
 
 
+def unlink_noted(path: Path) -> None:
+    """Delete a file with its note; neither need be there."""
+    path.unlink(missing_ok=True)
+    note_path(path).unlink(missing_ok=True)
+
+
 def note_path(path: Path) -> Path:
     """Where the note of a file lies."""
     return path.with_suffix(SUFFIX)

@@ -143,7 +143,7 @@ def test_other_families_have_the_logprobs_of_transformers(family: str, tmp_path:
     assert logprob_distance(tmp_path, [5, 6, 7] * 12, result) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "grouped"])
 def test_a_mixture_keeps_every_promise_and_has_the_logprobs_of_transformers(
     kind: str, tmp_path: Path
 ) -> None:

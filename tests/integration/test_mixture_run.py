@@ -25,12 +25,13 @@ from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
-from tests.support.models import make_glm4_moe, make_qwen3_moe
+from tests.support.models import make_glm4_moe, make_grouped, make_qwen3_moe
 
 STEPS = 2
 KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
     "qwen3_moe": (make_qwen3_moe, "float32", True),
     "glm4_moe": (make_glm4_moe, "bfloat16", False),
+    "grouped": (make_grouped, "float32", True),
 }
 """The last says whether experts are recorded and trained by."""
 MEMORY = {"gradient_checkpointing": True, "packing": True}

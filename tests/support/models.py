@@ -4,7 +4,8 @@
 `make_llama_gqa` is about as large but differs wherever a mistake could hide: grouped-query
 attention, tied embeddings, sharded weights, scaled rotary frequencies, a byte-level tokenizer
 (a character may take several tokens) that puts a `<s>` before every text. `make_qwen3_moe` and
-`make_glm4_moe` are mixtures of eight experts; the second has shared ones too, behind a dense layer.
+`make_glm4_moe` are mixtures of eight experts; the second has shared ones too, behind a dense layer,
+and `make_grouped` in two groups, of which a token's experts are from one.
 """
 
 from __future__ import annotations
@@ -127,6 +128,11 @@ def make_glm4_moe(
         if name.endswith("e_score_correction_bias"):
             choice.normal_(std=0.02)  # as it is in models whose experts were balanced by it
     return _save(model, character_tokenizer(), directory, scale)
+
+
+def make_grouped(directory: Path, seed: int = 0, **options: Any) -> Path:
+    """Write `make_glm4_moe` with its experts in two groups."""
+    return make_glm4_moe(directory, seed, **{"n_group": 2, "topk_group": 1} | options)
 
 
 def _built(build: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:

@@ -67,6 +67,10 @@ class Experts:
     """Of the block beside them that every token passes; 0: none."""
     scale: float = 1.0
     """What experts give counts so many times."""
+    groups: int = 1
+    """Of experts that lie beside each other, all of one size."""
+    groups_chosen: int = 1
+    """By the sum of their two highest scores; a token's experts are from these alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +225,8 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
     mixture = family in ("qwen3_moe", "glm4_moe")
     if not mixture and any("expert" in key and value for key, value in config.items()):
         return f"mixtures of experts of type {family!r} are not supported"
-    if (config.get("n_group") or 1) > 1:
-        return "experts that are chosen group by group are not supported"
+    if family != "glm4_moe" and (config.get("n_group") or 1) > 1:
+        return f"experts of type {family!r} that are chosen group by group are not supported"
     if config.get("hidden_act", "silu") != "silu":
         return f"the activation {config['hidden_act']!r} is not supported"
     window = _window(config, family)
@@ -321,6 +325,7 @@ def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
     chosen = _number(config, "num_experts_per_tok", int)
     if chosen > count:
         raise PolicyError(f"a token passes {chosen} of {count} experts")
+    groups, groups_chosen = _groups(config, count, chosen) if glm else (1, 1)
     layers = range(_number(config, "num_hidden_layers", int))
     return Experts(
         count=count,
@@ -331,7 +336,21 @@ def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
         layers=tuple(layer for layer in layers if is_sparse(config, layer)),
         shared_width=width * int(config.get("n_shared_experts", 1) or 0) if glm else 0,
         scale=_number(config, "routed_scaling_factor", float, 1.0) if glm else 1.0,
+        groups=groups,
+        groups_chosen=groups_chosen,
     )
+
+
+def _groups(config: Mapping[str, Any], count: int, per_token: int) -> tuple[int, int]:
+    """Groups of so many experts, and how many of them a token's experts are from."""
+    groups, chosen = _number(config, "n_group", int, 1), _number(config, "topk_group", int, 1)
+    size = count // groups
+    if groups > 1 and (count % groups or size < 2 or chosen > groups or chosen * size < per_token):
+        raise PolicyError(
+            f"{count} experts in {groups} groups (n_group), of which a token's {per_token} are from"
+            f" {chosen} (topk_group): that cannot be"
+        )
+    return (groups, chosen) if groups > 1 else (1, 1)
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:

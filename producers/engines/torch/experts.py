@@ -71,12 +71,25 @@ def routed(
     else:
         assert weights.choice_bias is not None
         scores = _sigmoid(logits)
-        choice = torch.topk(scores + weights.choice_bias, experts.per_token, -1).indices
+        ranked = _within_groups(experts, scores + weights.choice_bias)
+        choice = torch.topk(ranked, experts.per_token, -1).indices
         chosen = scores.gather(1, choice)
     if experts.normed:
         total = chosen.sum(-1, keepdim=True)
         chosen = chosen / (total if experts.scores == "softmax" else total + NOTHING)
     return choice, chosen if experts.scale == 1 else chosen * experts.scale
+
+
+def _within_groups(experts: Experts, ranked: torch.Tensor) -> torch.Tensor:
+    """Scores [rows, experts] by which experts are chosen, of groups that are not chosen none
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    if experts.groups == 1:
+        return ranked
+    grouped = ranked.view(len(ranked), experts.groups, -1)
+    best = torch.topk(grouped, 2, -1).values
+    chosen = torch.topk(best[..., 0] + best[..., 1], experts.groups_chosen, -1).indices
+    left = torch.full_like(ranked[:, : experts.groups], -torch.inf).scatter_(1, chosen, 0)
+    return (grouped + left.unsqueeze(-1)).view_as(ranked)
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from dora_pipe.audit.mismatch import measure
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.routing import RoutedExperts
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import TokensSampled
 from dora_pipe.producers.engines.torch.engine import TorchEngine
@@ -24,7 +26,7 @@ from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch, make_trajectory
 from tests.support.engine_contract import request as engine_request
-from tests.support.models import make_qwen2
+from tests.support.models import MIXTURE, make_qwen2
 from tests.support.torch_engines import make
 
 PROMPT = [1, *range(20, 36)]
@@ -69,7 +71,7 @@ class Policy:
         return found
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe", "grouped"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -119,6 +121,30 @@ def test_experts_of_another_model_are_refused(qwen3: Policy) -> None:
     many = Routes.of(said.routes.choices[:, :1], 8)
     with pytest.raises(PolicyError, match="experts of 1 layers, 2 for a token"):
         logprobs(model, said, many)
+
+
+def test_a_router_of_deepseek_that_chooses_group_by_group_takes_experts_of_a_record() -> None:
+    heads = dict(head_dim=8, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16)
+    heads |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    mixture = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1)
+    mixture |= dict(n_group=2, topk_group=1)
+    torch.manual_seed(0)
+    network: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**MIXTURE | heads | mixture)).eval()
+    gate = network.model.layers[1].mlp.gate
+    torch.nn.init.normal_(gate.weight)
+    ids, routed = torch.tensor([PROMPT]), RoutedExperts(network)
+    seen: list[torch.Tensor] = []
+    with torch.no_grad():
+        hook = gate.register_forward_hook(lambda *said: seen.append(said[2][2]))
+        own = network(ids).logits
+        hook.remove()
+        (chosen,) = seen
+        assert (chosen // 4 == chosen[:, :1] // 4).all(), "of one group of four"
+        routed.take(chosen.unsqueeze(1))
+        assert torch.equal(network(ids).logits, own)
+        routed.take((chosen.unsqueeze(1) + 1) % 8)
+        assert (network(ids).logits - own).abs().max() > 1e-3
+        assert (routed.differing > 0, routed.seen) == (True, 2 * len(PROMPT))
 
 
 @pytest.mark.parametrize("planted", [False, True])

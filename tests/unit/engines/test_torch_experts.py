@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dora_pipe.producers.engines.torch.experts import (
     mixed,
     routed,
 )
-from tests.support.models import make_glm4_moe, make_qwen3_moe
+from tests.support.models import make_glm4_moe, make_grouped, make_qwen3_moe
 
 ROWS = 120
 COUNTS = range(ROWS_MIN, ROWS)
@@ -38,7 +39,7 @@ def drawn(
     return model, weights, torch.randn(ROWS, model.hidden, generator=generator)
 
 
-@pytest.fixture(params=[make_qwen3_moe, make_glm4_moe])
+@pytest.fixture(params=[make_qwen3_moe, make_glm4_moe, make_grouped])
 def layer(request: Any, tmp_path: Path) -> tuple[CausalLM, ExpertWeights, torch.Tensor]:
     return drawn(request.param, tmp_path)
 
@@ -59,7 +60,7 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(
 
 
 def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
-    for make in (make_qwen3_moe, make_glm4_moe):
+    for make in (make_qwen3_moe, make_glm4_moe, make_grouped):
         model, weights, x = drawn(make, tmp_path / make.__name__)
         assert model.experts is not None
         network = build(tmp_path / make.__name__)
@@ -89,3 +90,12 @@ def test_a_layer_without_experts_has_none(tmp_path: Path) -> None:
     assert [model.sparse(layer) for layer in range(2)] == [False, True]
     assert model.only([1]).sparse(0)
     assert not any("experts" in name for name in model.only([0]).tensors())
+
+
+def test_experts_are_from_the_groups_that_are_chosen(tmp_path: Path) -> None:
+    model, weights, x = drawn(make_grouped, tmp_path)
+    assert model.experts is not None
+    chosen = routed(model.experts, weights, x)[0]
+    assert (chosen // 4 == chosen[:, :1] // 4).all(), "both are of one group of four"
+    free = routed(replace(model.experts, groups=1), weights, x)[0]
+    assert (free // 4 != free[:, :1] // 4).any(), "which they are not by themselves"

@@ -20,7 +20,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_batch
-from tests.support.models import make_glm4_moe, make_llama_gqa, make_qwen2, make_qwen3_moe
+from tests.support.models import make_further, make_llama_gqa, make_qwen2, make_qwen3_moe
 
 
 @dataclass
@@ -105,7 +105,7 @@ TORCH = {
     "qwen2": make_qwen2,
     "llama-gqa": make_llama_gqa,
     "qwen3-moe": make_qwen3_moe,
-    "glm4-moe": make_glm4_moe,
+    "glm4-moe": make_further,
 }
 
 

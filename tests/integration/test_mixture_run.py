@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.audit.auditor import audit
@@ -25,13 +26,13 @@ from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
-from tests.support.models import make_glm4_moe, make_grouped, make_qwen3_moe
+from tests.support.models import make_further, make_glm4_moe, make_qwen3_moe
 
 STEPS = 2
 KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
     "qwen3_moe": (make_qwen3_moe, "float32", True),
     "glm4_moe": (make_glm4_moe, "bfloat16", False),
-    "grouped": (make_grouped, "float32", True),
+    "further": (make_further, "float32", True),
 }
 """The last says whether experts are recorded and trained by."""
 MEMORY = {"gradient_checkpointing": True, "packing": True}
@@ -120,3 +121,10 @@ def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
     ids = torch.arange(30).reshape(2, -1)
     with torch.no_grad():
         assert torch.equal(network(ids).logits, theirs(ids).logits)
+    assert further(tmp_path) == further(cluster.directory.parent / "cold")
+
+
+def further(folder: Path) -> dict[str, bytes]:
+    """The tensors of layers behind the last."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name: one.numpy().tobytes() for name, one in tensors.items() if ".layers.2." in name}

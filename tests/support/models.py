@@ -5,7 +5,8 @@
 attention, tied embeddings, sharded weights, scaled rotary frequencies, a byte-level tokenizer
 (a character may take several tokens) that puts a `<s>` before every text. `make_qwen3_moe` and
 `make_glm4_moe` are mixtures of eight experts; the second has shared ones too, behind a dense layer,
-and `make_grouped` in two groups, of which a token's experts are from one.
+and `make_grouped` in two groups, of which a token's experts are from one; `make_further` has a
+layer behind the last beside that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     Glm4MoeConfig,
@@ -133,6 +135,20 @@ def make_glm4_moe(
 def make_grouped(directory: Path, seed: int = 0, **options: Any) -> Path:
     """Write `make_glm4_moe` with its experts in two groups."""
     return make_glm4_moe(directory, seed, **{"n_group": 2, "topk_group": 1} | options)
+
+
+def make_further(directory: Path, seed: int = 0, **options: Any) -> Path:
+    """Write `make_grouped` with a layer for multi-token prediction behind its last, as published
+    models of its kind have one: of a decoder, and matrices of its own."""
+    make_grouped(directory, seed, num_nextn_predict_layers=1, **options)
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    last, behind = "model.layers.1.", "model.layers.2."
+    layer = {name: one + 0.5 for name, one in tensors.items() if name.startswith(last)}
+    tensors |= {name.replace(last, behind): one for name, one in layer.items()}
+    tensors[f"{behind}eh_proj.weight"] = torch.ones(64, 128)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return directory
 
 
 def _built(build: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:

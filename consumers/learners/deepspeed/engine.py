@@ -33,6 +33,7 @@ from dora_pipe.consumers.learners.torch.model import (
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
 from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import Piece, pieces, untied
 
 Moment = Literal["exp_avg", "exp_avg_sq", "remainder"]
@@ -135,6 +136,8 @@ class Engine:
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
         self.mlp_width = mlp_width(network)
+        self.further = further_layers(network.config.get_text_config().to_dict())
+        """Layers that files have and the network has not."""
         whole = pieces(network)
         adapter = {name: _all_of(name, one) for name, one in _named(self.pairs).items()}
         self.files: dict[str, Piece] = whole if self.pairs is None else adapter

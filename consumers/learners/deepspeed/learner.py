@@ -72,6 +72,7 @@ from dora_pipe.consumers.learners.torch.optimizer import STEPS
 from dora_pipe.consumers.objectives.registry import needs_reference
 from dora_pipe.core.errors import InvariantBroken, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.carried_tensors import CarriedTensors, carried_names
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.network_names import Piece
 from dora_pipe.store.safetensors_file import (
@@ -148,6 +149,7 @@ class DeepspeedLearner:
         """Digest of the version that the KL is to, where that moves."""
         lora = self._options.engine.lora
         self._adapter_base = AdapterBase(reference, lora) if lora else None
+        self._carried = CarriedTensors()
         command = Open(
             learner=self._number,
             retired=_retired(),
@@ -412,7 +414,10 @@ class DeepspeedLearner:
         self, weights: Path, files: Mapping[str, Piece]
     ) -> Iterator[Callable[[str], Tensor]]:
         """The network's tensors, each put together of what a file has of it. Raises PolicyError."""
-        entries = _fitting(weights, files)
+        entries = {entry.name: entry for entry in read_entries(weights)}
+        names = sorted(carried_names(entries, self._engine.further))
+        self._carried = CarriedTensors(weights, [entries.pop(name) for name in names])
+        _need_fit(weights, entries, files)
         of: dict[str, list[str]] = {}
         for name, piece in files.items():
             of.setdefault(piece.name, []).append(name)
@@ -451,7 +456,8 @@ class DeepspeedLearner:
             for name, piece in engine.files.items()
         ]
         if adapter_base is None:
-            return self._whole(use, kept, moments=False)
+            carried = self._carried.sources()
+            return self._whole(lambda sources: use([*sources, *carried]), kept, moments=False)
         if adapter_base.updated:
             base_tensors = adapter_base.base_tensors()
             return self._whole(lambda sources: use([*sources, *base_tensors]), kept, moments=False)
@@ -505,16 +511,14 @@ class DeepspeedLearner:
         return replies
 
 
-def _fitting(weights: Path, files: Mapping[str, Piece]) -> dict[str, Entry]:
-    """The tensors of a file that has what the model has. Raises PolicyError."""
-    entries = {entry.name: entry for entry in read_entries(weights)}
+def _need_fit(weights: Path, entries: Mapping[str, Entry], files: Mapping[str, Piece]) -> None:
+    """Raise PolicyError unless a file's tensors are those that the model has."""
     odd = sorted(entries.keys() ^ files.keys())
     if odd:
         raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
     for name, entry in entries.items():
         if entry.shape != files[name].shape or entry.dtype not in DTYPES:
             raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
-    return entries
 
 
 def _publishing(options: DeepspeedOptions, first: Path) -> DeepspeedOptions:

@@ -36,6 +36,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.routes import Choices
+from dora_pipe.store.carried_tensors import CarriedTensors, carried_names, further_layers
 from dora_pipe.store.network_names import parameters_in, stored
 from dora_pipe.store.safetensors_file import Entry, TensorSource, mapped, read_entries
 
@@ -117,11 +118,12 @@ class TorchModel:
         self._memory = memory
         self._routed: RoutedExperts | None = None
         self._balance: BalanceLoss | None = None
+        self._carried = CarriedTensors()
         self.lean = False
 
     def load(self, weights: Path) -> None:
         """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
-        load_weights(self.network, weights)
+        self._carried = load_weights(self.network, weights)
         self.lean = head_is_all(self.network, self.device)
         if self._memory.packing:
             need_apart(self.network, self.device)
@@ -188,11 +190,13 @@ class TorchModel:
         """It does not: all of them are stored in any case."""
 
     def sources(self) -> list[TensorSource]:
-        """Every tensor to store, tied ones once, parameters and persistent buffers alike."""
-        return [
+        """Every tensor to store, tied ones once, parameters and persistent buffers alike, and what
+        the file had beyond the network."""
+        own = [
             tensor_source(name, tensor, torch.bfloat16 if name in self._bfloat16 else tensor.dtype)
             for name, tensor in stored(self.network).items()
         ]
+        return own + self._carried.sources()
 
 
 def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
@@ -220,10 +224,13 @@ def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
     return network
 
 
-def load_weights(network: Any, weights: Path) -> None:
-    """Copy a safetensors file into a network, tensor by tensor. Raises PolicyError."""
+def load_weights(network: Any, weights: Path) -> CarriedTensors:
+    """Copy a safetensors file into a network, tensor by tensor; what it has of layers for further
+    tokens, which is in no network. Raises PolicyError."""
     wanted = stored(network)
     found = {entry.name: entry for entry in read_entries(weights)}
+    further = further_layers(network.config.get_text_config().to_dict())
+    carried = [found.pop(name) for name in sorted(carried_names(found, further))]
     odd = sorted(wanted.keys() ^ found.keys())
     if odd:
         raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
@@ -234,6 +241,7 @@ def load_weights(network: Any, weights: Path) -> None:
                 raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
             # Converted there, likewise.
             tensor.copy_(read_tensor(data, entry).to(tensor.device))
+    return CarriedTensors(weights, carried)
 
 
 def read_tensor(data: memoryview, entry: Entry) -> Tensor:

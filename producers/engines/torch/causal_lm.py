@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.model_dir import read_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
@@ -20,6 +21,8 @@ EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys that say how many experts a layer has, by family and time."""
 GLM_TURNED: Final = 0.5
 """What a glm4_moe config without `partial_rotary_factor` means."""
+_DEFAULTS: Final = {"glm4_moe": {"num_nextn_predict_layers": 1}}
+"""What configs without a key mean, by family."""
 ROPE_KINDS = ("default", "linear", "llama3")
 """Rotary frequencies that do not depend on the length of the sequence."""
 MISTRAL_WINDOW_TOKENS = 4096
@@ -94,6 +97,8 @@ class CausalLM:
     mlp_bias: bool
     qk_norm: bool
     experts: Experts | None = None
+    further: range = range(0)
+    """Layers behind the last, which files have and nothing here computes."""
 
     @property
     def turned(self) -> int:
@@ -301,6 +306,7 @@ def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
         qk_norm=family in ("qwen3", "qwen3_moe")
         or (family == "glm4_moe" and bool(config.get("use_qk_norm"))),
         experts=_experts(config, family),
+        further=further_layers(_DEFAULTS.get(family, {}) | dict(config)),
     )
     if model.heads % model.kv_heads or model.head_dim % 2 or model.turned % 2:
         raise PolicyError(

@@ -255,7 +255,8 @@ class TorchEngine(EngineBase[int]):
 
     def _read(self, weights: Path, version: int, digest: str) -> OpenWeights:
         model = self._model
-        return open_weights(weights, version, digest, model.tensors(), tied_tensors(model))
+        tied, further = tied_tensors(model), model.further
+        return open_weights(weights, version, digest, model.tensors(), tied, further)
 
     def _replace(self, held: OpenWeights, version: int, digest: str) -> None:
         weights, self._weights = self._weights or empty(self._model), None
@@ -423,7 +424,8 @@ def _slot_routes(model: CausalLM, slots: int, context_tokens: int) -> SlotRoutes
 
 def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:
     """The weights of a model's directory, and their digest."""
-    opened, digest = open_directory(files, where, model.tensors(), tied_tensors(model))
+    tied, further = tied_tensors(model), model.further
+    opened, digest = open_directory(files, where, model.tensors(), tied, further)
     weights = empty(model)
     fill(weights, opened.items())
     return weights, digest

@@ -22,6 +22,7 @@ import torch
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 from dora_pipe.schemas.policy import weights_digest
+from dora_pipe.store.carried_tensors import carried_names
 from dora_pipe.store.safetensors_file import Entry, read_entries, read_manifest
 from dora_pipe.store.verified import digest_of
 
@@ -111,13 +112,15 @@ def open_weights(
     digest: str,
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
+    further: range,
 ) -> OpenWeights:
-    """The weights of a version, which are those of its digest and of a model's shapes.
+    """The weights of a version, which are those of its digest and of a model's shapes, without its
+    layers for further tokens.
 
     Raises PolicyError where they are not, ResourceError.
     """
     opened = OpenWeights([weights])
-    check_fit(shapes, tied, opened, weights)
+    check_fit(shapes, tied, opened, weights, further)
     found = digest_of(weights, digest)
     if found != digest:
         raise PolicyError(other_digest(weights, found, version, digest))
@@ -129,11 +132,12 @@ def open_directory(
     where: Path,
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
+    further: range,
 ) -> tuple[OpenWeights, str]:
     """The weights of a model's directory, whatever they are, and their digest, from reading them.
     Raises PolicyError, ResourceError."""
     opened = OpenWeights(files)
-    check_fit(shapes, tied, opened, where)
+    check_fit(shapes, tied, opened, where, further)
     return opened, weights_digest(one for path in files for one in read_manifest(path).tensors)
 
 
@@ -152,8 +156,12 @@ def check_fit(
     tied: Mapping[str, str],
     tensors: OpenWeights,
     where: Path,
+    further: range,
 ) -> None:
-    """Raise PolicyError unless these are the tensors of a model; drop a tied one's equal twin."""
+    """Raise PolicyError unless these are the tensors of a model; drop a tied one's equal twin, and
+    layers for further tokens."""
+    for name in carried_names(tensors.shapes, further):
+        tensors.drop(name)
     found = tensors.shapes
     for name, twin in tied.items():
         if name in found and twin in found:

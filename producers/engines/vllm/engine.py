@@ -79,7 +79,7 @@ class VllmEngine(VllmEngineBase):
         vllm_weights.register()
         self.version = vllm_core.version()
         self.device, self.dtype = vllm_core.device_name(), str(settings.dtype)
-        self._shapes, self._tied = vllm_weights.expected_tensors(model_dir)
+        self._shapes, self._tied, self._further = vllm_weights.expected_tensors(model_dir)
         self._core = vllm_core.open_core(
             model_dir,
             settings,
@@ -143,7 +143,8 @@ class VllmEngine(VllmEngineBase):
         """Have the weights of the model's directory, if it holds any."""
         files = weight_files(model_dir)
         if files:
-            opened, digest = open_directory(files, model_dir, self._shapes, self._tied)
+            expected = self._shapes, self._tied, self._further
+            opened, digest = open_directory(files, model_dir, *expected)
             self._replace(opened, 0, digest)
             self._versions.base = digest
 
@@ -251,7 +252,8 @@ class VllmEngine(VllmEngineBase):
         return self._caches.array_of(tokens)
 
     def _read(self, weights: Path, version: int, digest: str) -> OpenWeights:
-        return open_weights(weights, version, digest, self._shapes, self._tied)
+        expected = self._shapes, self._tied, self._further
+        return open_weights(weights, version, digest, *expected)
 
     def _transfer(self, held: OpenWeights, digest: str, label: str) -> None:
         vllm_weights.transfer(self._core, held, label)

@@ -136,7 +136,7 @@ class Extension:
     def dora_write(self, path: str, digest: str, base: str, rank: str) -> dict[str, Any]:
         """Read and compare an adapter, and write the directory that vLLM shall load it from."""
         self.dora_forget()
-        shapes, _ = _expected(self.vllm_config.model_config.model)
+        shapes, *_ = _expected(self.vllm_config.model_config.model)
         try:
             self.dora_folder = vllm_lora.written(
                 Path(path), digest=digest, base=base, rank=int(rank), shapes=shapes
@@ -180,7 +180,7 @@ class Extension:
 
 
 @functools.cache
-def _expected(model_dir: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def _expected(model_dir: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str], range]:
     """Of the one model that this process has."""
     return vllm_weights.expected_tensors(Path(model_dir))
 

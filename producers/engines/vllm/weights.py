@@ -19,6 +19,7 @@ import torch
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.weights import OpenWeights
+from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import stored, untied
 
 BACKEND: Final = "dora-pipe"
@@ -188,8 +189,11 @@ def transfer(core: Any, tensors: Tensors, label: str) -> None:
     assert core.reset_prefix_cache(), "requests are running while weights change"
 
 
-def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Name and shape of every tensor of the model's weights files, and who is tied to whom.
+def expected_tensors(
+    model_dir: Path,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], range]:
+    """Name and shape of every tensor of the model's weights files, who is tied to whom, and which
+    layers are in files alone.
 
     Asked of transformers, which makes the model without memory for it.
     """
@@ -206,4 +210,5 @@ def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[
     first = {id(tensor): name for name, tensor in untied(model).items()}
     state = {name: first[id(one)] for name, one in model.state_dict(keep_vars=True).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}
-    return shapes, {name: twin for name, twin in state.items() if name != twin}
+    twins = {name: twin for name, twin in state.items() if name != twin}
+    return shapes, twins, further_layers(model.config.get_text_config().to_dict())

@@ -129,7 +129,8 @@ def test_a_router_of_deepseek_that_chooses_group_by_group_takes_experts_of_a_rec
     mixture = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1)
     mixture |= dict(n_group=2, topk_group=1)
     torch.manual_seed(0)
-    network: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**MIXTURE | heads | mixture)).eval()
+    make: Any = DeepseekV3ForCausalLM
+    network = make(DeepseekV3Config(**MIXTURE | heads | mixture)).eval()
     gate = network.model.layers[1].mlp.gate
     torch.nn.init.normal_(gate.weight)
     ids, routed = torch.tensor([PROMPT]), RoutedExperts(network)

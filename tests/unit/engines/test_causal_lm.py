@@ -124,7 +124,7 @@ def test_rotary_settings_of_both_forms_are_read(
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_local_experts": 8}, "mixtures of experts of type"),
-        (GLM | {"model_type": "qwen3_moe", "n_group": 2}, "type 'qwen3_moe' that are chosen group by group"),
+        (GLM | {"model_type": "qwen3_moe", "n_group": 2}, "chosen group by group"),
         (GLM | {"n_group": 8}, "8 experts in 8 groups (n_group)"),
         (GLM | {"n_group": 3, "topk_group": 2}, "8 experts in 3 groups"),
         (GLM | {"n_group": 2, "topk_group": 3}, "from 3 (topk_group)"),

@@ -31,7 +31,7 @@ PARTS = [
 def test_what_vllm_is_given_is_what_files_have(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    shapes, tied = expected_tensors(make(tmp_path))
+    shapes, tied, _ = expected_tensors(make(tmp_path))
     there = [one for path in weight_files(tmp_path) for one in read_entries(path)]
     assert shapes == {one.name: one.shape for one in there}
     head = {"lm_head.weight": "model.embed_tokens.weight"}

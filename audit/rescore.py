@@ -15,7 +15,7 @@ not compared: how long a task takes is no property of the log.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -47,6 +47,7 @@ POLL_S: Final = 0.005
 
 
 AGENTS_OWN: Final = "its agent gave the reward"
+IN_ERROR: Final = "it ended in an error"
 
 
 class Tasks(Protocol):
@@ -72,6 +73,10 @@ class Rescored:
     trajectory: str
     recorded: float | None
     found: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of now, by name."""
+    error: str = ""
+    """Why it has no reward now: a class of error and what it says, or in words."""
     difference: str = ""
     """In words; empty when everything is as recorded."""
     not_compared: str = ""
@@ -81,6 +86,11 @@ class Rescored:
     def equal(self) -> bool:
         """Whether prompt, observations and reward are the recorded ones."""
         return not self.difference and not self.not_compared
+
+    @property
+    def lost(self) -> bool:
+        """Whether infrastructure lost what was asked now: another try may answer."""
+        return self.found is None and bool(self.error) and bool(self.not_compared)
 
 
 Turn = tuple[SegmentKind, list[int]]
@@ -104,13 +114,15 @@ def rescore(
     *,
     clock: Clock,
     stopped: Callable[[Sequence[int]], bool],
+    agents: bool = False,
 ) -> Iterator[Rescored]:
     """Ask for every trajectory, some at a time; in the order in which answers come.
 
     `stopped` says whether a turn of the model ended by itself, not by its length: then its
-    environment was told of it. Raises TaskError where the task cannot be run at all.
+    environment was told of it. `agents`: the task is asked too where an agent gave the reward.
+    Raises TaskError where the task cannot be run at all.
     """
-    again = _Again(tasks, stopped)
+    again = _Again(tasks, stopped, agents=agents)
     waiting = iter(trajectories)
     over = False
     while not over or again.asked:
@@ -138,8 +150,10 @@ def raise_if_different(found: Rescored) -> None:
 
 
 class _Again:
-    def __init__(self, tasks: Tasks, stopped: Callable[[Sequence[int]], bool]) -> None:
-        self._tasks = tasks
+    def __init__(
+        self, tasks: Tasks, stopped: Callable[[Sequence[int]], bool], *, agents: bool
+    ) -> None:
+        self._tasks, self._agents = tasks, agents
         self._stopped = stopped
         self.asked: dict[str, _Asked] = {}
         self.done: list[Rescored] = []
@@ -150,12 +164,24 @@ class _Again:
         if meta.finish == "error":
             wrong = "" if one.reward is None else "it ended in an error and has a reward"
             self.done.append(
-                Rescored(trajectory=name, recorded=one.reward, found=None, difference=wrong)
+                Rescored(
+                    trajectory=name,
+                    recorded=one.reward,
+                    found=None,
+                    error=IN_ERROR,
+                    difference=wrong,
+                )
             )
             return
-        if meta.rewarded_by == "agent":
+        if meta.rewarded_by == "agent" and not self._agents:
             self.done.append(
-                Rescored(trajectory=name, recorded=one.reward, found=None, not_compared=AGENTS_OWN)
+                Rescored(
+                    trajectory=name,
+                    recorded=one.reward,
+                    found=one.reward,
+                    parts=dict(meta.reward_parts),
+                    not_compared=AGENTS_OWN,
+                )
             )
             return
         self.asked[name] = _Asked(recorded=one, turns=turns_of(one.segments, one.token_ids))
@@ -181,7 +207,8 @@ class _Again:
             case TaskFailed():
                 self._failed(asked, event)
             case EpisodeLost():
-                self._end(asked, not_compared=f"EpisodeLost: {event.message}")
+                said = f"EpisodeLost: {event.message}"
+                self._end(asked, error=said, not_compared=said)
 
     def _prompted(self, asked: _Asked, event: PromptReady) -> None:
         recorded = asked.recorded
@@ -233,13 +260,14 @@ class _Again:
     def _rewarded(self, asked: _Asked, event: Rewarded) -> None:
         one, meta = asked.recorded, asked.recorded.meta
         error = meta.reward_error or ""
+        parts = dict(event.parts)
         if one.reward is None and error_class(error) in INFRASTRUCTURE:
-            self._end(asked, not_compared=error)
+            self._end(asked, found=event.reward, parts=parts, not_compared=error)
             return
         pairs = (
             ("reward", one.reward, event.reward),
             ("raw reward", meta.reward_raw, event.raw),
-            ("reward's parts", dict(meta.reward_parts), dict(event.parts)),
+            ("reward's parts", dict(meta.reward_parts), parts),
             # Records from before rewards said it have none.
             ("answer", meta.reward_answer, event.answer if meta.reward_answer else ""),
         )
@@ -248,28 +276,30 @@ class _Again:
             for what, recorded, found in pairs
             if recorded != found
         )
-        self._end(asked, found=event.reward, difference=next(said, ""))
+        self._end(asked, found=event.reward, parts=parts, difference=next(said, ""))
 
     def _failed(self, asked: _Asked, event: TaskFailed) -> None:
         """No reward now: as recorded, if there was none then."""
         said = f"{event.error}: {event.message}"
         if event.error in INFRASTRUCTURE:
-            self._end(asked, not_compared=said)
+            self._end(asked, error=said, not_compared=said)
         elif asked.recorded.reward is None:
-            self._end(asked)
+            self._end(asked, error=said)
         else:
-            self._end(asked, difference=f"it has no reward ({said})")
+            self._end(asked, error=said, difference=f"it has no reward ({said})")
 
     def _differs(self, asked: _Asked, difference: str) -> None:
         recorded = asked.recorded
         self._tasks.start(Forget(request=recorded.trajectory, source=recorded.meta.source))
-        self._end(asked, difference=difference)
+        self._end(asked, error=difference, difference=difference)
 
     def _end(
         self,
         asked: _Asked,
         *,
         found: float | None = None,
+        parts: Mapping[str, float] | None = None,
+        error: str = "",
         difference: str = "",
         not_compared: str = "",
     ) -> None:
@@ -280,6 +310,8 @@ class _Again:
                 trajectory=name,
                 recorded=asked.recorded.reward,
                 found=found,
+                parts=parts or {},
+                error=error,
                 difference=difference,
                 not_compared=not_compared,
             )

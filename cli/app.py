@@ -37,6 +37,7 @@ COMMANDS: Final[Panels] = {
     "Audit and replay": {
         "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
         "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
+        "rescore": ("cli.commands.audit:rescore", "What another reward would have changed."),
         "export": ("cli.commands.audit:export", "Hand a run to other tools."),
         "archive": ("cli.commands.audit:archive", "Seal a run's log, or check an archive."),
         "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),

@@ -1,16 +1,13 @@
-"""`replay`: trains steps, generates trajectories or asks for rewards again; a line for each."""
+"""`replay`: trains steps or generates trajectories again; a line for each."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
 
 import msgspec
 
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.rebuild import Rebuilder
 from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
 from dora_pipe.audit.replay_trajectory import (
@@ -21,16 +18,12 @@ from dora_pipe.audit.replay_trajectory import (
     raise_if_different,
     regenerate,
 )
-from dora_pipe.audit.rescore import Rescored, rescore
-from dora_pipe.audit.rescore import raise_if_different as raise_if_rewarded_otherwise
-from dora_pipe.audit.rescore_groups import Counted, rescore_groups
-from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
-from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.task_again import chats_of_run
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
-from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.recovery import read_history
@@ -40,21 +33,12 @@ from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
-from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
-from dora_pipe.producers.worker.chats import digest_of, recorded_chats
-from dora_pipe.producers.worker.role import task_ports, worker_config
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.trajectory import Trajectory
 
 DISTANCES_SHOWN_MAX = 20
 FIGURES_SHOWN_MAX = 10
-
-LINE_S: Final = 10.0
-"""How often a line says how far this is."""
 
 
 def replay_steps(
@@ -140,7 +124,6 @@ def replay_trajectories(
     run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
     """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
-    from dora_pipe.producers.chat.tokenizer import Tokenizer
     from dora_pipe.producers.worker.role import params_by_source
 
     started, _ = policy_after(run.bus, run.topics, 0)
@@ -149,7 +132,7 @@ def replay_trajectories(
     tokenizer = Tokenizer(assets)
     found: list[Regenerated] = []
     with closing(run.tables()) as tables:
-        chats = _chats(tables, config, started, assets, tokenizer)
+        chats = chats_of_run(tables, config, started, assets, tokenizer)
         params = params_by_source(config, tokenizer.stop_ids, chats)
         names = chosen(tables, wanted, random, seed)
         for name, some in engines_of(run.bus, run.topics, tables, names).items():
@@ -174,17 +157,6 @@ def replay_trajectories(
     say(f"{equal} of {len(found)} trajectories bit-equal, {tokens} sampled tokens")
     for one in found:
         raise_if_different(one)
-
-
-def _chats(
-    tables: Catalogue, config: Config, started: RunStarted, assets: Path, tokenizer: Tokenizer
-) -> dict[str, Chat]:
-    """The chats that workers of the run had, by source; none where its prompts are text."""
-    digests = {one for (one,) in tables.query("select template_digest from workers")} - {""}
-    chats = recorded_chats(config, started.at_ns, assets, tokenizer, digests)
-    if chats:
-        _say_other_code("chat's rendering", digests, digest_of(chats))
-    return chats
 
 
 def chosen(tables: Catalogue, wanted: Sequence[str], random: int, seed: int) -> list[str]:
@@ -295,128 +267,3 @@ def _print_trajectory(found: Regenerated, *, as_json: bool) -> None:
         f"{found.trajectory}  version {found.version:>4}  {found.tokens:>5} tokens  "
         f"{prefills}  {verdict}"
     )
-
-
-# Rewards.
-
-
-def replay_rewards(
-    run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
-) -> None:
-    """Ask the task again for the rewards of these trajectories, or of all that count.
-
-    Raises ReplayDiverged, naming the first that differs, TaskError, InvariantBroken behind the rest
-    for records that are not those that were logged.
-    """
-    started, _ = policy_after(run.bus, run.topics, 0)
-    with closing(run.tables()) as tables:
-        names = chosen(tables, wanted, random, seed) if wanted or random else None
-        asked = COUNTS if names is None else f"{COUNTS} and trajectory_id in (select unnest(?))"
-        left = logged_records(tables, asked, [] if names is None else [names])
-        together = {} if names is not None else _scored_together(tables)
-        digests = {one for (one,) in tables.query("select reward_digest from workers")}
-        config = worker_config(started, run.config)
-        assets = run.policies.assets(started.assets_digest)
-        tokenizer = Tokenizer(assets)
-        chats = _chats(tables, config, started, assets, tokenizer)
-    with ExitStack() as stack:
-        pools = [(one, stack.enter_context(TaskPool(one.task))) for one in pool_specs(config)]
-        facts = [pool.wait() for _, pool in pools]
-        for (one, _), its in zip(pools, facts, strict=True):
-            check_data(its, started, one.sources)
-        _say_other_code("reward's code", digests, reward_digest_of(facts))
-        damage, again_left, ports = Damage(), dict(left), task_ports(pools, tokenizer, chats)
-        again = rescore(
-            ports,
-            _trajectories(run, left, damage),
-            clock=SystemClock(),
-            stopped=_stopped(config, tokenizer, chats),
-        )
-        first = _report(again, as_json=as_json, every=names is not None)
-        if together:
-            records = _trajectories(run, again_left, Damage())
-            scored = rescore_groups(ports, records, together, clock=SystemClock())
-            second = _report(scored, as_json=as_json, every=False, what="rewards of groups")
-            first = first or second
-    raise_if_damaged(damage, ", and not asked for")
-    if first is not None:
-        raise_if_rewarded_otherwise(first)
-
-
-def _scored_together(tables: Catalogue) -> dict[str, Counted]:
-    """What siblings count that were scored together, by trajectory."""
-    query = "select trajectory_id, reward, group_parts from trajectories"
-    return {
-        name: Counted(reward, msgspec.json.decode(parts, type=dict[str, float]))
-        for name, reward, parts in tables.query(f"{query} where group_parts is not null")
-    }
-
-
-def _report(
-    again: Iterator[Rescored], *, as_json: bool, every: bool, what: str = "rewards"
-) -> Rescored | None:
-    """Print every answer that says something; the first that differs."""
-    said_s, equal, asked = time.monotonic(), 0, 0
-    left: list[Rescored] = []
-    first: Rescored | None = None
-    for one in again:
-        asked += 1
-        equal += one.equal
-        if one.not_compared:
-            left.append(one)
-        if first is None and one.difference:
-            first = one
-        if as_json:
-            emit_json(one)
-        elif every or not one.equal:
-            emit_line(_line(one))
-        if time.monotonic() - said_s >= LINE_S:
-            said_s = time.monotonic()
-            say(f"{asked} {what} asked for, {equal} as recorded")
-    skipped = f", {len(left)} not compared" if left else ""
-    say(f"{equal} of {asked} {what} as recorded{skipped}")
-    return first
-
-
-def _line(one: Rescored) -> str:
-    verdict = "equal"
-    if one.difference:
-        verdict = f"DIFFERS: {one.difference}"
-    elif one.not_compared:
-        verdict = f"not compared: {one.not_compared}"
-    return f"{one.trajectory}  reward {one.recorded}  {verdict}"
-
-
-def _trajectories(
-    run: OpenRun, left: dict[tuple[int, int], LoggedRecord], damage: Damage
-) -> Iterator[Trajectory]:
-    """These records, in the order of the log, each held against control."""
-    for record in records_of(run.bus, ends_of(run.bus, run.topics.trajectories)):
-        named = left.pop((record.partition, record.offset), None)
-        if named is not None and damage.is_sound(record, named):
-            yield logged_trajectory(record, named)
-    damage.look_for_the_rest(left)
-
-
-def _say_other_code(what: str, digests: set[str], here: str) -> None:
-    """Another one than workers had explains what differs; it is said first."""
-    for digest in sorted(digests - {here}):
-        then, now = digest[:12] or "unknown", here[:12] or "unknown"
-        say(f"the {what} is another one here ({now}) than workers of the run had ({then})")
-
-
-def _stopped(
-    config: Config, tokenizer: Tokenizer, chats: Mapping[str, Chat]
-) -> Callable[[Sequence[int]], bool]:
-    """Whether a turn ended by a stop token or a stop string."""
-    samplings = (config.sampling, *(one.sampling for one in config.evaluations))
-    texts = tuple(text for one in samplings for text in one.stop if text)
-
-    stop_ids = set(tokenizer.stop_ids).union(*(one.stop_ids for one in chats.values()))
-
-    def stopped(ids: Sequence[int]) -> bool:
-        if not ids:
-            return False
-        return ids[-1] in stop_ids or (bool(texts) and tokenizer.full_text(ids).endswith(texts))
-
-    return stopped

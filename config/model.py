@@ -121,7 +121,8 @@ class Task(Section, frozen=True, kw_only=True):
     """MCP servers whose tools the model may call: `{command = ["python", "notes.py"]}`,
     `{url = "http://host/mcp"}`. See docs/tools.md."""
     reward: str = ""
-    """`module:function`, or `math`, `exact`; for `dataset`."""
+    """`module:function`, or a built-in one such as `math`; in place of the task's own, where a
+    `kind` takes none."""
     rewards: tuple[RewardUse, ...] = ()
     """In place of `reward`, several: `{use = "math", weight = 1.0, ...}`. See docs/rewards.md."""
     directory: str = ""

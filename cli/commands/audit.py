@@ -131,7 +131,8 @@ def replay(
             raise UsageError("--rewards asks the task again; --from, --to and --set train")
         if trajectory or random:
             raise UsageError("--trajectory and --random generate again; --from trains again")
-    from dora_pipe.cli.replay import replay_rewards, replay_steps, replay_trajectories
+    from dora_pipe.cli.replay import replay_steps, replay_trajectories
+    from dora_pipe.cli.replay_rewards import replay_rewards
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root, archive) as found, watched(found) as (open_run, report):
@@ -141,6 +142,44 @@ def replay(
             replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
         else:
             replay_steps(open_run, first, last, changes or (), as_json=as_json, report=report)
+
+
+def rescore(
+    run: RunArgument,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward",
+            metavar="USE",
+            help="module:function or a built-in one, of every task; NAME=USE of one. Without: the "
+            "run's own, as it is here.",
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Where the module is imported from; the folder of the run's file."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where scores go; in the run's directory.")
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Ask a reward of all logged texts: which groups would have had another fate, which advantages
+    another sign, and the curves of both. The log stays as it is; the same command goes on."""
+    from dora_pipe.cli.rescore import rescore_run
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+        rescore_run(
+            open_run,
+            reward or (),
+            directory=directory,
+            out=out,
+            as_json=as_json,
+            report=report,
+        )
 
 
 def export(

@@ -17,11 +17,12 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
 from dora_pipe.producers.data.rows import DataRows
-from dora_pipe.producers.rewards.registry import Rewards, open_rewards
+from dora_pipe.producers.rewards.registry import open_rewards
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.dataset import DatasetTask
+from dora_pipe.producers.tasks.other_reward import OtherReward
 from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.wire import canonical, sha256_hex
@@ -56,11 +57,15 @@ def open_task(config: model.Task) -> Task:
 
     A class or function is called with `options`, and with those keys of `HANDED` that are set (of
     `task.rewards`, and for a built-in task of `task.reward`, as a scorer: `rewards.registry`); a
-    Task object is taken as it is. Raises ConfigError for an unknown kind or option (with the
+    Task object is taken as it is. A reward that it does not take is asked in place of its own
+    (`OtherReward`). Raises ConfigError for an unknown kind or option (with the
     nearest name), TaskError where the user's module or data cannot be used. A user's module
     runs in the calling process: roles ask a pool instead (`TaskPool.facts`).
     """
     factory = _factory(config.kind)
+    if (config.reward or config.rewards) and not _takes_reward(factory):
+        alone = msgspec.structs.replace(config, reward="", rewards=())
+        return OtherReward(open_task(alone), open_rewards(config))
     given = {key: getattr(config, key) for key in HANDED}
     scored = config.rewards or (config.reward and config.kind in BUILT_IN)
     given["reward"] = open_rewards(config) if scored else config.reward
@@ -115,6 +120,17 @@ def _adapter(package: str, name: str) -> Callable[..., Any]:
     return functools.partial(found, name)
 
 
+def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
+    if isinstance(factory, Task):
+        return False
+    try:
+        takes = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return True  # no signature to be known: calling it will tell
+    anything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    return anything or "reward" in takes
+
+
 def _check_arguments(
     kind: str, factory: Callable[..., Any], arguments: Mapping[str, Any], keys: set[str]
 ) -> None:
@@ -129,8 +145,6 @@ def _check_arguments(
     for name in arguments:
         if name not in takes:
             where = f"task.{name}" if name in keys else f"task.options.{name}"
-            if isinstance(arguments[name], Rewards):
-                where = arguments[name].key
             raise ConfigError(f"{where}: `{kind}` does not take it", hint=nearest(name, takes))
     try:
         signature.bind(**arguments)

@@ -16,7 +16,16 @@ from dora_pipe.config.load import changed_keys, dump_toml, from_plain, load_conf
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
-from dora_pipe.producers.tasks.port import Completion, Retry, Reward, Row, Split, Task
+from dora_pipe.producers.tasks.port import (
+    Completion,
+    Environment,
+    Observation,
+    Retry,
+    Reward,
+    Row,
+    Split,
+    Task,
+)
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 
 HERE = __name__
@@ -318,5 +327,51 @@ def test_a_users_task_is_given_the_scorer() -> None:
     task = open_task(model.Task(kind=kind, rewards=(model.RewardUse(use="exact"),)))
     assert isinstance(task, Mine)
     assert isinstance(task.scorer, Rewards)
-    with pytest.raises(ConfigError, match=r"task\.rewards: `calculator` does not take it"):
-        open_task(model.Task(kind="calculator", rewards=(model.RewardUse(use="exact"),)))
+
+
+def words_per_count(row: Row, text: str) -> float:
+    return int(row["count"]) / len(text.split())
+
+
+def test_a_task_that_takes_no_reward_is_scored_by_it_all_the_same() -> None:
+    task = open_task(model.Task(kind="arithmetic", reward=f"{HERE}:words_per_count"))
+    own = open_task(model.Task(kind="arithmetic"))
+    row = task.rows("train")[0]
+    assert (row, task.prompt(row)) == (own.rows("train")[0], own.prompt(row))
+    assert task.score(row, Completion(text="c1 2 = 2", turns=())) == row["count"] / 4
+    assert reward_digest(task) != reward_digest(own)
+
+
+class Played(Environment):
+    """An episode that has a reward of its own."""
+
+    def reset(self, row: Row) -> str:
+        return str(row["start"])
+
+    def step(self, text: str) -> Observation:
+        return Observation(text=text, done=True)
+
+    def reward(self, text: str, turns: Sequence[str]) -> float:
+        return 7.0
+
+
+class Games(Task):
+    """A task whose episodes score themselves."""
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return [{"start": 3}]
+
+    def environment(self, row: Row) -> Environment:
+        return Played()
+
+
+def test_the_reward_of_an_environment_gives_way_to_another() -> None:
+    task = open_task(model.Task(kind=f"{HERE}:Games", rewards=(model.RewardUse(use="exact"),)))
+    world = task.environment({"start": 3})
+    assert world is not None
+    assert (world.reset({"start": 3}), world.reward("3", ())) == ("3", None)
+    assert world.step("x") == Observation(text="x", done=True)
+    found = task.score({"start": 3, "answer": "3"}, Completion(text="3", turns=()))
+    assert isinstance(found, Reward)
+    assert found.value == 1.0
+    assert not task.single_turn()

@@ -1,0 +1,132 @@
+"""What another reward says of a run's texts, in a file beside the log; decides what is kept of it.
+
+`rewards.jsonl` has a line a trajectory, `about.json` says whose scores they are. A line that was
+being written when somebody ended the process is cut off, and its trajectory asked for again; what
+was lost to infrastructure (a time limit, a dead process, `Retry`) is not written at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from dora_pipe.core.errors import ResourceError, UsageError
+
+ABOUT: Final = "about.json"
+REWARDS: Final = "rewards.jsonl"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose scores a file has. Example: ``About(run="demo", started_ns=17, reward="new:score",
+    reward_digest="ab12...", package="0.9.0")``."""
+
+    run: str
+    started_ns: int
+    """`run started`, which tells runs of the same name apart."""
+    reward: str
+    """As the command was given it; empty: the run's own."""
+    reward_digest: str
+    """sha256 of the code of the reward."""
+    package: str
+    """Version of dora-pipe that began the file."""
+
+
+class NewReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A trajectory's reward now.
+
+    Example: ``NewReward(trajectory="g0000000042-003", reward=0.5)``
+    """
+
+    trajectory: str
+    reward: float | None
+    parts: dict[str, float] = {}
+    error: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RescoredFile:
+    """The folder of one reward's scores.
+
+    Example: ``RescoredFile(Path("runs/demo/rescored/ab12cd34ef56"))``
+    """
+
+    folder: Path
+
+    @property
+    def rewards(self) -> Path:
+        """A line a trajectory."""
+        return self.folder / REWARDS
+
+    def begin(self, about: About) -> dict[str, NewReward]:
+        """Make the folder, or take up what is there; what it has, by trajectory.
+
+        Raises UsageError where it has other scores, ResourceError where it cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._check(about)
+            return {one.trajectory: one for one in self._lines()}
+        except OSError as error:
+            raise ResourceError(f"{self.folder}: {error.strerror or error}") from error
+
+    def append(self) -> IO[bytes]:
+        """The file, for lines of `line_of`. Raises ResourceError."""
+        try:
+            return self.rewards.open("ab", buffering=0)
+        except OSError as error:
+            raise ResourceError(f"{self.rewards}: {error.strerror or error}") from error
+
+    def _check(self, about: About) -> None:
+        file = self.folder / ABOUT
+        if not file.is_file():
+            partial = file.with_suffix(f".{os.getpid()}.partial")
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+            partial.replace(file)
+            return
+        try:
+            there = msgspec.json.decode(file.read_bytes(), type=About)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{file}: {error}", hint="another folder: --out DIR") from None
+        for name in ("run", "started_ns", "reward_digest"):
+            if getattr(there, name) != getattr(about, name):
+                raise UsageError(
+                    f"{self.folder} has the scores of another {_WORDS[name]}",
+                    hint="another folder: --out DIR",
+                )
+
+    def _lines(self) -> Iterator[NewReward]:
+        """What is there; a last line that is no whole one is cut off."""
+        if not self.rewards.is_file():
+            return
+        decode = msgspec.json.Decoder(NewReward).decode
+        whole = 0
+        with self.rewards.open("r+b") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    yield decode(line)
+                except msgspec.DecodeError as error:
+                    raise UsageError(
+                        f"{self.rewards}, line {number}: {error}", hint="delete the file, or --out"
+                    ) from None
+                whole += len(line)
+            file.truncate(whole)
+
+
+_WORDS: Final[dict[str, str]] = {
+    "run": "run",
+    "started_ns": "run of that name",
+    "reward_digest": "reward",
+}
+
+
+def line_of(one: NewReward) -> bytes:
+    """As the file has it."""
+    return msgspec.json.encode(one) + b"\n"

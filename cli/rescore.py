@@ -1,0 +1,295 @@
+"""`rescore`: asks another reward of all logged texts and says what it would have changed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.rescore import rescore
+from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
+from dora_pipe.audit.rescoring import Rescoring, ScoredGroup, compare
+from dora_pipe.bus.logged import Damage
+from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
+from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
+from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.task_again import TaskAgain, opened_task, trajectories_of
+from dora_pipe.cli.texts import decoder_of
+from dora_pipe.config.model import Config, Task
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.lineage import policy_after
+from dora_pipe.producers.worker.role import worker_config
+from dora_pipe.schemas.trajectory import answer_of
+
+FOLDER: Final = "rescored"
+"""In a run's directory: a folder for every reward, by the digest of its code."""
+
+DIGITS: Final = 12
+"""Of that digest, in the folder's name."""
+
+EXAMPLES: Final = 20
+
+TEXT_CHARACTERS: Final = 60
+"""Of the end of an example's answer."""
+
+STEPS_SHOWN: Final = 10
+"""In which the rewards differ most; `--json` has every one."""
+
+GROUPS: Final = """
+    select group_id, g.version, size, fate, step, ended_ns, evaluation,
+           list(trajectory_id order by sibling), list(t.reward order by sibling)
+    from groups g join trajectories t using (group_id)
+    where own_fate is null and record_offset is not null
+      and fate in ('trained', 'filtered', 'failed', 'evaluated')
+    group by all order by group_id"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What was asked, and what of it came to something."""
+
+    folder: Path
+    rewards: Mapping[str, NewReward]
+    """By trajectory."""
+    asked: int
+    """Now; the others were there."""
+    lost: Sequence[str]
+    """Trajectories that infrastructure lost, each with why; the same command asks again."""
+
+
+def rescore_run(
+    run: OpenRun,
+    rewards: Sequence[str],
+    *,
+    directory: Path | None,
+    out: Path | None,
+    as_json: bool,
+    report: CommandProgress,
+) -> None:
+    """Ask the rewards of all texts that count and have not been asked, and print the difference.
+
+    Raises UsageError, ConfigError, TaskError, InvariantBroken behind the rest for records that are
+    not those that were logged.
+    """
+    started, _ = policy_after(run.bus, run.topics, 0)
+    config = with_rewards(worker_config(started, run.config), rewards, directory)
+    damage = Damage()
+    with opened_task(run, config) as task:
+        about = About(
+            run=run.topics.run,
+            started_ns=started.at_ns,
+            reward=" ".join(rewards),
+            reward_digest=task.reward_digest,
+            package=version("dora-pipe"),
+        )
+        answers = _ask(run, task, about, out, damage, report=report, agents=bool(rewards))
+    with closing(run.tables()) as tables:
+        if not rewards and tables.query("select 1 from trajectories where group_parts is not null"):
+            raise UsageError(
+                "the siblings of this run were scored together, which is not asked again here",
+                hint="replay RUN --rewards compares such rewards",
+            )
+        groups, left_out = scored_groups(tables, answers.rewards)
+        settings = {
+            step: msgspec.json.decode(one)
+            for step, one in tables.query("select step, settings from steps")
+        }
+        found = compare(groups, config.groups, settings, examples=EXAMPLES)
+        texts = _texts(run, tables, [one.trajectory for one in found.examples])
+    if as_json:
+        emit_json({**_plain(found, about, answers), "left_out": left_out, "texts": texts})
+    else:
+        _print(found, about, answers, left_out, texts)
+    raise_if_damaged(damage, ", and not asked for")
+
+
+def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
+    """The configuration with other rewards of its tasks: ``module:function`` or a built-in one for
+    all, ``NAME=...`` for the task of that name. Raises UsageError."""
+    by_name = {"": ""}
+    for one in rewards:
+        name, equals, use = one.partition("=")
+        by_name[name if equals else ""] = use if equals else one
+    names = {one.name for one in config.tasks} | {""}
+    if unknown := sorted(by_name.keys() - names):
+        hint = f"one of {', '.join(sorted(names - {''})) or 'none has a name'}"
+        raise UsageError(f"no task {unknown[0]!r}", hint=hint)
+
+    def changed(task: Task) -> Task:
+        use = by_name.get(task.name) or by_name[""]
+        where = task.directory if directory is None else str(directory.resolve())
+        if not use:
+            return task
+        if task.url:
+            raise UsageError(
+                f"the task at {task.urls[0]} has the reward that its server has",
+                hint="serve it with the other reward, and leave out --reward",
+            )
+        return msgspec.structs.replace(task, reward=use, rewards=(), directory=where)
+
+    tasks = [changed(one) for one in config.tasks]
+    more = tuple(tasks[1:]) or msgspec.UNSET
+    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+
+
+def _ask(
+    run: OpenRun,
+    task: TaskAgain,
+    about: About,
+    out: Path | None,
+    damage: Damage,
+    *,
+    report: CommandProgress,
+    agents: bool,
+) -> Answers:
+    """Ask for what the file does not have, and write it there, a line each."""
+    if not about.reward_digest and out is None:
+        raise UsageError(
+            "the source of this reward cannot be known, so its scores have no name",
+            hint="a folder for them: --out DIR",
+        )
+    digest = about.reward_digest[:DIGITS]
+    file = RescoredFile(out or run.directory.path / FOLDER / digest)
+    there = file.begin(about)
+    with closing(run.tables()) as tables:
+        logged = logged_records(tables, COUNTS)
+    left = {place: one for place, one in logged.items() if one.trajectory not in there}
+    asked, lost = 0, list[str]()
+    again = rescore(
+        task.ports,
+        trajectories_of(run, dict(left), damage),
+        clock=SystemClock(),
+        stopped=task.stopped,
+        agents=agents,
+    )
+    with file.append() as lines:
+        for one in again:
+            asked += 1
+            report("asking for rewards", asked, len(left))
+            if one.lost:
+                lost.append(f"{one.trajectory}: {one.error}")
+                continue
+            new = NewReward(
+                trajectory=one.trajectory, reward=one.found, parts=dict(one.parts), error=one.error
+            )
+            lines.write(line_of(new))
+            there[new.trajectory] = new
+    return Answers(folder=file.folder, rewards=there, asked=asked, lost=lost)
+
+
+def scored_groups(
+    tables: Catalogue, rewards: Mapping[str, NewReward]
+) -> tuple[list[ScoredGroup], int]:
+    """Groups that have ended, with both rewards of their siblings; how many are left out, because
+    one of these has not been asked."""
+    taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
+    found: list[ScoredGroup] = []
+    rows = tables.query(GROUPS)
+    for group, at, size, fate, step, ended_ns, evaluation, names, old in rows:
+        if not all(name in rewards for name in names):
+            continue
+        found.append(
+            ScoredGroup(
+                group=group,
+                version=at,
+                size=size,
+                fate=fate,
+                step=bisect_left(taken, ended_ns) if step is None else step,
+                evaluation=evaluation,
+                trajectories=tuple(names),
+                old=tuple(old),
+                new=tuple(rewards[name].reward for name in names),
+            )
+        )
+    return found, len(rows) - len(found)
+
+
+def _texts(run: OpenRun, tables: Catalogue, names: Sequence[str]) -> dict[str, str]:
+    """The ends of these answers; none where they cannot be read."""
+    decode: Callable[[Sequence[int]], str] | None = decoder_of(run) if names else None
+    if decode is None:
+        return {}
+    where = f"{COUNTS} and trajectory_id in (select unnest(?))"
+    wanted: dict[tuple[int, int], LoggedRecord] = logged_records(tables, where, [list(names)])
+    found = trajectories_of(run, wanted, Damage())
+    return {
+        one.trajectory: " ".join(decode(answer_of(one)).split())[-TEXT_CHARACTERS:] for one in found
+    }
+
+
+def _plain(found: Rescoring, about: About, answers: Answers) -> dict[str, Any]:
+    return {
+        **msgspec.to_builtins(about),
+        "folder": str(answers.folder),
+        "asked": answers.asked,
+        "lost": list(answers.lost),
+        "without_reward": sum(one.reward is None for one in answers.rewards.values()),
+        **asdict(found),
+    }
+
+
+def _print(
+    found: Rescoring, about: About, answers: Answers, left_out: int, texts: Mapping[str, str]
+) -> None:
+    digest, none = about.reward_digest[:DIGITS] or "unknown", _without(answers)
+    emit_line(f"reward       {about.reward or 'as the run has it here'}, code {digest}")
+    emit_line(f"asked        {answers.asked} texts now, {len(answers.rewards)} in all{none}")
+    emit_line(f"written to   {answers.folder}")
+    mean = f"mean of training {show(found.old)} -> {show(found.new)}"
+    emit_line(f"rewards      {found.differ} of {found.trajectories} differ, {mean}")
+    emit_line(f"groups       {_moved(found)}")
+    emit_line(f"advantages   {found.signs} of {found.advantages} have another sign")
+    first = "none" if found.first is None else f"step {found.first}"
+    emit_line(f"first step with another fate or advantage: {first}")
+    for line in answers.lost[:EXAMPLES]:
+        say(f"not scored: {line}")
+    if left_out:
+        say(f"{left_out} groups are left out: not all their siblings have been scored")
+    if found.differ:
+        _print_tables(found, texts)
+
+
+def _without(answers: Answers) -> str:
+    count = sum(one.reward is None for one in answers.rewards.values())
+    return f", {count} without a reward" if count else ""
+
+
+def _moved(found: Rescoring) -> str:
+    moves = sorted(found.moves.items())
+    said = ", ".join(f"{count} {old} -> {new}" for (old, new), count in moves)
+    return said or "every one has the fate that it had"
+
+
+def _print_tables(found: Rescoring, texts: Mapping[str, str]) -> None:
+    emit_line()
+    most = sorted(found.steps, key=lambda one: (-one.signs - one.fates, one.at))[:STEPS_SHOWN]
+    emit_table(
+        ("step", "trained", "reward then", "now", "other signs", "other fates"),
+        [
+            (one.at, one.trajectories, one.old, one.new, one.signs, one.fates)
+            for one in sorted(most, key=lambda one: one.at)
+        ],
+    )
+    if found.evaluations:
+        emit_line()
+        emit_table(
+            ("evaluation", "version", "trajectories", "reward then", "now"),
+            [(one.name, one.at, one.trajectories, one.old, one.new) for one in found.evaluations],
+        )
+    emit_line()
+    emit_table(
+        ("trajectory", "then", "now", "its answer ends with"),
+        [
+            (one.trajectory, one.old, one.new, texts.get(one.trajectory, ""))
+            for one in found.examples
+        ],
+    )

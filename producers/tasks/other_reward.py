@@ -1,0 +1,115 @@
+"""A task with another reward than its own; its rows, prompts, tools and environments stay.
+
+It decides that the functions of `task.reward` or `task.rewards` score every trajectory, whatever
+the task's own `reward`, or that of an environment, would say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from dora_pipe.producers.rewards.registry import Rewards
+from dora_pipe.producers.tasks.port import (
+    Completion,
+    Environment,
+    Observation,
+    Prompt,
+    Reward,
+    Row,
+    Split,
+    Task,
+    Tool,
+    Turn,
+)
+
+
+class OtherReward(Task):
+    """`task`, scored by `rewards`: they are given the columns of its rows by name.
+
+    Example: ``OtherReward(Arithmetic(), open_rewards(config.task))``.
+    """
+
+    def __init__(self, task: Task, rewards: Rewards) -> None:
+        self._task, self._rewards = task, rewards
+        self.replayable = task.replayable
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """See Task."""
+        return self._task.rows(split)
+
+    def check(self) -> None:
+        """See Task."""
+        self._task.check()
+
+    def prompt(self, row: Row) -> Prompt:
+        """See Task."""
+        return self._task.prompt(row)
+
+    def tools(self, row: Row) -> Sequence[Tool]:
+        """See Task."""
+        return self._task.tools(row)
+
+    def environment(self, row: Row) -> Environment | None:
+        """See Task: an episode as it was, without a reward of its own."""
+        found = self._task.environment(row)
+        return None if found is None else _Unscored(found)
+
+    def single_turn(self) -> bool:
+        """See Task."""
+        return self._task.single_turn()
+
+    def reward(
+        self, row: Row, text: str, turns: Sequence[str]
+    ) -> float | Reward | Awaitable[float | Reward]:
+        """See Task."""
+        return self.score(row, Completion(text=text, turns=turns))
+
+    def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
+        """See Task."""
+        return self._rewards.score(row, completion)
+
+    def score_group(
+        self, row: Row, completions: Sequence[Completion]
+    ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
+        """See Task."""
+        return self._rewards.score_group(row, completions)
+
+    def scores_groups(self) -> bool:
+        """See Task."""
+        return self._rewards.scores_groups
+
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """See Task."""
+        return self._task.demonstrations(seed, count)
+
+    def reward_sources(self) -> Sequence[Any]:
+        """Of the rewards, and of the task, which decides what they are shown."""
+        return (*self._rewards.sources(), type(self._task))
+
+    def packages(self) -> Mapping[str, str]:
+        """See Task."""
+        return self._task.packages()
+
+
+class _Unscored(Environment):
+    """An environment whose own reward is not asked."""
+
+    def __init__(self, world: Environment) -> None:
+        self._world = world
+
+    def reset(self, row: Row) -> Prompt:
+        """See Environment."""
+        return self._world.reset(row)
+
+    def step(self, text: str) -> Observation:
+        """See Environment."""
+        return self._world.step(text)
+
+    def respond(self, turn: Turn) -> Observation | Awaitable[Observation]:
+        """See Environment."""
+        return self._world.respond(turn)
+
+    def close(self) -> None:
+        """See Environment."""
+        return self._world.close()

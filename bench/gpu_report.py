@@ -128,6 +128,7 @@ PIECES: Final = (
     _round("lora-bf16", "adapters", "vllm"),
     _round("server", "the engine's contract on a server", "vllm"),
     _round("server-bf16", "the same in bfloat16", "vllm"),
+    _round("sleep", "vLLM lets go of its memory, and hosts the next version behind it", "vllm"),
     _round("runs", "whole runs", "vllm"),
     _round("runs-bf16", "the same in bfloat16", "vllm"),
     _round("demo-bf16", "the demo with vLLM", "vllm"),

@@ -239,7 +239,8 @@ class Engine(Protocol):
         """Why the KV cache of a request cannot be taken; None if it can, or there is none."""
 
     def export(self, request: str) -> Exported | None:
-        """Take a request out, between two steps; None for an unknown one.
+        """Take a request out, between two steps; None for an unknown one, and for one that has
+        ended where it is computed though no step has given its last tokens: the next ones do.
 
         No event follows: what it had sampled is in the answer. With `kv_export`, another engine of
         the same weights that gets the sequence and `kv` goes on from it: in the same company with

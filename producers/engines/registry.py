@@ -146,7 +146,7 @@ def check_capabilities(engine: Engine, config: Config, *, elastic: bool = False)
     if elastic and SLEEP not in engine.declares:
         raise ConfigError(
             f"workers.elastic: engine {engine.name} cannot let go of its weights between steps",
-            hint="workers.engine = torch, or a run without elastic workers",
+            hint="workers.engine = torch, vllm or vllm-server, or a run without elastic workers",
         )
     if config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
         raise ConfigError(
@@ -210,7 +210,7 @@ def _vllm_settings(config: Config) -> dict[str, Any]:
 
     keys = msgspec.structs.asdict(config.workers.vllm)
     del keys["addresses"]
-    return {"settings": VllmSettings(**keys)}
+    return {"settings": VllmSettings(**keys, sleep=config.workers.elastic > 0)}
 
 
 def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:

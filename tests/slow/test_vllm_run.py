@@ -101,6 +101,16 @@ def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path
     assert_clean(place, "tiny")
 
 
+def test_elastic_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:
+    words = ("-o", "workers.count=2", "-o", "workers.elastic=1", "-o", "workers.engine=vllm")
+    assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")
+    assert {one.worker: one.elastic for one in of(place, WorkerJoined)} == {"w0": False, "w1": True}
+    slept = [one for one in of(place, WorkerReady) if one.worker == "w1" and one.version < 0]
+    assert slept and call(place, "replay", "tiny") == 0, (place / "said").read_text()
+
+
 def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> None:
     vllm = ("-o", "workers.engine=vllm", "-o", f"workers.vllm.dtype={LORA_DTYPE}")
     words = ("-o", "workers.count=1", *vllm, "-o", "run.steps=6")

@@ -14,7 +14,8 @@ from dora_pipe.launch.run_dir import opened
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.process import PROGRAM, ServerProcess
 from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
-from dora_pipe.schemas.control import WorkerJoined, WorkerReady
+from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
+from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
 
@@ -95,6 +96,45 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
 
 def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outlive_one(
+    place: Path,
+) -> None:
+    """A worker is drained; then the server that took what it had is killed."""
+    words = (
+        "config.toml",
+        *WORDS,
+        "-o",
+        "workers.slots=16",
+        "-o",
+        "workers.vllm.tensor_parallel=2",
+    )
+    orchestrator = start(place, "orchestrator", *words)
+    until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
+    served = [
+        start(place, "worker", *words, "--name", name, "--engine", "vllm-server")
+        for name in ("w0", DRAINED)
+    ]
+    until(lambda: len(joined(place)) == 2, WAIT_S)
+    trainer = start(place, "trainer", *words)
+    until(lambda: samples(place), WAIT_S)
+    drain(place)
+    until(lambda: any(one.meta.moves for one in trajectories(place).values()), WAIT_S)
+    os.kill(_server_of(served[0].pid), signal.SIGKILL)
+    said = place / "said"
+    assert served[0].wait(WAIT_S) == 7, said.read_text()
+    late = start(place, "worker", *words, "--name", "late", "--engine", "torch")
+    ends = [one.wait(WAIT_S) for one in (orchestrator, served[1], late, trainer)]
+    assert ends == [0] * 4, said.read_text()
+    assert_clean(place, "tiny")
+    released = {one.trajectory for one in of(place, RequestReleased) if one.kv is not None}
+    moved = [one for one in trajectories(place).values() if one.meta.moves]
+    assert moved and {one.trajectory for one in moved} <= released
+    for one in moved:
+        first, second = [part for part in one.segments if part.kind == "model"][:2]
+        assert (first.worker, second.worker) == (DRAINED, "w0")
+        assert second.start not in one.meta.prefills
 
 
 def test_lora_run_has_one_server_that_hosts_every_version(place: Path) -> None:

@@ -64,6 +64,8 @@ class Subject:
     """That may change which token is drawn, and all that follow."""
     keeping: Callable[..., Engine] | None = None
     """Opens it so that it declares `prefix_reuse`; `kv_keep` says how much it keeps."""
+    ahead: bool = False
+    """It computes ahead of its steps, so that a request may have ended there before it leaves."""
     samples: bool = True
     """Its log-probs are of a distribution."""
 

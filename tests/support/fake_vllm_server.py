@@ -1,7 +1,8 @@
 """A server that speaks like vLLM's and has no model: tokens are hashes.
 
-A token is a function of (label of the weights or adapter, seed, position). The server keeps a
-record of the doors that were opened, and can be told to go wrong in named ways.
+A token is a function of (label of the weights or adapter, seed, position), and so is what two ranks
+of it have of a KV cache, each its head. The server keeps a record of the doors that were opened,
+and can be told to go wrong in named ways.
 
 As a program it is what `vllm.serve` is to a worker: ``python -m tests.support.fake_vllm_server``.
 """
@@ -14,22 +15,26 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import numpy as np
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.simulated import mix64
+from dora_pipe.producers.engines.vllm.kv_files import CacheFacts, is_seen, opened
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.store.safetensors_file import read_manifest
 
 VOCABULARY = 300
 CHUNK_TOKENS = 8
+RANKS = 2
 GUARD_S = 30.0
 """No handler waits longer for a test."""
 
@@ -54,8 +59,16 @@ class FakeVllm(ThreadingHTTPServer):
             "dtype": "float32",
             "lora_rank": 0,
             "versions_resident": 1,
+            "sleeps": True,
         }
         self.label, self.held = "default", ""
+        self.asleep: set[str] = set()
+        """vLLM's names of what has no memory."""
+        self.kv = CacheFacts(layout="fake", dtype="<f4", layers=1, heads=2, width=1)
+        self.forgets_kv = False
+        """Its ranks say that they know no request."""
+        self.kv_files: list[Path] = []
+        """Of the caches that requests began with."""
         self.named: dict[str, int] = {}
         """Adapters that the front end knows, with their ids."""
         self.hosted: set[int] = set()
@@ -83,6 +96,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.release = threading.Event()
         self.trouble: dict[int, Any] = {}
         """By seed: "refuse", "error", "cut", "nan", "silent end" or a label for all tokens."""
+        self.chunk_s = 0.0
+        """Between two chunks; none: a stream has ended when its second token is read."""
         self.healthy = True
         self.cached_tokens = 0
         """Of every prompt, as it says."""
@@ -113,9 +128,46 @@ class FakeVllm(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is none."""
 
+    def ranks(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """What a method of the extension answers, from each of its processes."""
+        method, words = body["method"], body.get("args", [])
+        if method == "dora_kv":
+            seen = is_seen(Path(words[0]), words[1])
+            return [msgspec.to_builtins(self.kv if seen else CacheFacts())] * RANKS
+        if method == "dora_copy_kv":
+            stay, path = words
+            return [{"state": self.copy_kv(stay, path, rank)} for rank in range(RANKS)]
+        return [self.rpc(body)]
+
+    def copy_kv(self, stay: str, path: str, rank: int) -> str:
+        """Write a rank's head of what a request has."""
+        running = [one for one in self.bodies if one["request_id"] == stay]
+        if self.forgets_kv or not running:
+            return "ended"
+        array = opened(Path(path), write=True)
+        array[..., rank, :] = self.head(running[0], array.shape[2], rank)
+        return "copied"
+
+    def head(self, body: dict[str, Any], tokens: int, rank: int) -> np.ndarray[Any, Any]:
+        """What a rank has of a request's first tokens."""
+        seed, made = body["sampling_params"]["seed"], _weights(self.label)
+        numbers = [mix64(mix64(seed ^ rank) ^ made ^ at) for at in range(tokens)]
+        return (np.array(numbers, np.uint64)[:, None] % 1000).astype("<f4")
+
+    def check_kv(self, body: dict[str, Any]) -> None:
+        """What a request begins with must be what it would have."""
+        named = body["sampling_params"].get("extra_args", {}).get("kv_file")
+        if named is None or not Path(named).exists():
+            return
+        self.kv_files.append(Path(named))
+        array = opened(Path(named))
+        assert array.shape[2] == len(body["token_ids"]) - 1
+        for rank in range(RANKS):
+            assert (array[..., rank, :] == self.head(body, array.shape[2], rank)).all()
+
     def rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The extension's methods; a file of weights holds its own digest, or is one of adapters'
-        tests."""
+        """The extension's other methods; a file of weights holds its own digest, or is one of
+        adapters' tests."""
         method, words = body["method"], body.get("args", [])
         if method == "dora_open":
             return self.facts
@@ -187,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/inference/v1/generate":
             self._generate(body)
         elif path == "/collective_rpc":
-            self._answer({"results": [server.rpc(body)]})
+            self._answer({"results": server.ranks(body)})
         elif path.endswith("load_lora_adapter"):
             status, said = server.adapter(path, body["lora_name"])
             self._answer(said, status)
@@ -207,6 +259,12 @@ class _Handler(BaseHTTPRequestHandler):
             if path == "/update_weights" and body["update_info"]["digest"] != server.held:
                 self._answer({"error": "not held"}, 500)
                 return
+            if path == "/sleep":
+                server.asleep = {"weights", "kv_cache"}
+            if path == "/wake_up":
+                server.asleep -= set(parse_qs(urlsplit(self.path).query)["tags"])
+            if path == "/update_weights":
+                assert "weights" not in server.asleep
             if path == "/finish_weight_update":
                 server.label = body["weight_version"]
             self._answer({"status": "done"})
@@ -238,6 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         number = server.named.get(body.get("model", ""), 0)
         server.begin.wait(GUARD_S)
+        assert not server.asleep
+        server.check_kv(body)
         if number and number not in server.hosted:
             raise AssertionError("vLLM's engine core would have ended")
         abort = server.running[name] = threading.Event()
@@ -270,6 +330,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._event({"error": {"message": "it broke", "code": 500}})
                 return
             upto = min(sent + (CHUNK_TOKENS if sent else 1), len(tokens))
+            time.sleep(server.chunk_s)
             if hold is not None and upto > hold and not server.release.is_set():
                 for _ in range(int(GUARD_S / 0.01)):
                     if server.release.is_set() or abort.wait(0.01):
@@ -323,12 +384,17 @@ def _digest_of(path: Path) -> str:
         return path.read_text()
 
 
+def _weights(label: str) -> int:
+    """A number of the digest in a label, or in an adapter's name."""
+    return mix64(int.from_bytes(label.partition(":")[2].encode()[:8].ljust(8), "big"))
+
+
 def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str]:
     """What is sampled for a request, and why it ends; weights are the digest in the label, or in
     the adapter's name."""
     params, found = body["sampling_params"], []
     seed = params["seed"] if params["temperature"] else 0
-    weights = mix64(int.from_bytes(label.partition(":")[2].encode()[:8].ljust(8), "big"))
+    weights = _weights(label)
     for position in range(len(body["token_ids"]), len(body["token_ids"]) + params["max_tokens"]):
         drawn = mix64(mix64(seed) ^ weights ^ position)
         token, logprob = drawn % VOCABULARY, -(drawn >> 40) / 2**22 - 0.125

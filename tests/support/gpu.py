@@ -102,6 +102,7 @@ ROUNDS: Final = (
     Round(name="lora-bf16", needs="vllm", tests=LORA_TESTS, only="vllm", dtype="bfloat16"),
     Round(name="server", needs="vllm", tests=SERVER_TESTS, only="server"),
     Round(name="server-bf16", needs="vllm", tests=SERVER_TESTS, only="server", dtype="bfloat16"),
+    Round(name="sleep", needs="vllm", tests=("tests/contract/test_engine_vllm_sleep.py",)),
     Round(name="runs", needs="vllm", tests=("tests/slow/test_vllm_run.py",)),
     Round(name="runs-bf16", needs="vllm", tests=("tests/slow/test_vllm_run.py",), dtype="bfloat16"),
     Round(name="demo-bf16", needs="vllm", dtype="bfloat16"),

@@ -23,7 +23,8 @@ from tests.support.engine_contract import Decode, Subject
 
 NOT_INSTALLED = "vllm is not installed: make test-vllm"
 CONTEXT_TOKENS = 256
-SETTINGS = VllmSettings(dtype=DTYPE)  # type: ignore[arg-type]
+SETTINGS = VllmSettings(dtype=DTYPE, sleep=not ON_GPU)  # type: ignore[arg-type]
+"""On a GPU a process has one engine that sleeps: `test_engine_vllm_sleep.py`."""
 
 
 BUILDERS: dict[str, Callable[..., Path]] = {
@@ -65,7 +66,12 @@ def vllm_subject(folder: Path, kind: str = "qwen2", **changes: Any) -> Iterator[
 
 @contextmanager
 def stored_subject(
-    name: str, folder: Path, directories: Sequence[Path], opener: Callable[..., Engine]
+    name: str,
+    folder: Path,
+    directories: Sequence[Path],
+    opener: Callable[..., Engine],
+    *,
+    ahead: bool = False,
 ) -> Iterator[Subject]:
     """An engine under contract whose policies are these two models; it is opened with the first."""
     store = PolicyStore(folder / "policies")
@@ -88,6 +94,7 @@ def stored_subject(
         policies=(first, second),
         rounding=ROUNDING,
         coarse=COARSE,
+        ahead=ahead,
     )
     for engine in opened:
         engine.close()

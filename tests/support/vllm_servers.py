@@ -26,9 +26,10 @@ ADAPTERS = 3
 
 @cache
 def running_server(
-    lora_rank: int = 0, tensor_parallel: int = 1, kind: str = "qwen2"
+    lora_rank: int = 0, tensor_parallel: int = 1, kind: str = "qwen2", number: int = 0
 ) -> tuple[ServerProcess, Path]:
     """A server of so many ranks, and the folder of the model that it has; both until the tests end.
+    Those of another `number` are others, of an equal model.
 
     Starting one takes half a minute of CPU. Engines that want less take a part of it.
     """
@@ -64,6 +65,7 @@ def open_shared(
         slots=slots,
         context_tokens=context_tokens,
         address=server.address,
+        settings=SETTINGS,
         decode=decode,
         routes=routes,
     )
@@ -82,7 +84,7 @@ def server_subject(
     directories = [model, BUILDERS[kind](folder / "seed1", 1)]
     shutil.copytree(model, folder / "seed0")
     opener = partial(open_shared, **which)
-    with stored_subject("vllm-server", folder, directories, opener) as subject:
+    with stored_subject("vllm-server", folder, directories, opener, ahead=True) as subject:
         yield subject
 
 

@@ -8,6 +8,7 @@ imports no vLLM.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
     INTERRUPTIBLE,
     LORA,
+    SLEEP,
     EngineRequest,
     Kv,
     SamplingParams,
@@ -24,11 +26,19 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
+from dora_pipe.producers.engines.vllm.core import KV_TAG, WEIGHTS_TAG
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
 REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons that are ends of a request here; any other is an error."""
+
+NO_ALLOCATOR: Final = (
+    "vLLM has no allocator there that could let go of memory; an elastic worker sleeps, holds no"
+    " request and no version, and keeps its memory"
+)
+
+LOG = logging.getLogger(__name__)
 
 MIN_P_AND_TOP_P: Final = "vLLM applies min_p before top_p, which gives another distribution"
 
@@ -76,6 +86,8 @@ class VllmEngineBase(EngineBase[VllmRequest]):
     """The part of the engine port that does not depend on where vLLM runs."""
 
     _versions: LoraVersions
+    device: str
+    """`cpu`, or what vLLM calls a GPU."""
 
     def __init__(
         self,
@@ -86,6 +98,7 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         decode: Decode | None,
         clock: Clock | None,
         versions: LoraVersions,
+        sleeps: bool = False,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -95,6 +108,11 @@ class VllmEngineBase(EngineBase[VllmRequest]):
             clock=clock,
         )
         self.declares = frozenset({COUNTER_SAMPLING, LORA if versions.adapters else INTERRUPTIBLE})
+        self._asleep = False
+        if sleeps:
+            self.declares |= {SLEEP}
+            if self.device == "cpu":
+                LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
         self._vocabulary = vocabulary
         self._stays = 0
         self._label = ""
@@ -137,8 +155,29 @@ class VllmEngineBase(EngineBase[VllmRequest]):
 
     def _replace(self, held: Any, version: int, digest: str) -> None:
         label, self._label = f"{version}:{digest[:16]}", ""
-        self._transfer(held, digest, label)  # what breaks in there leaves one that takes no request
-        self._label = label
+        # What breaks in there leaves one that takes no request.
+        if self._asleep:
+            self._wake(WEIGHTS_TAG)
+        self._transfer(held, digest, label)
+        if self._asleep:  # not before the weights: a GPU need not hold both and what they come by
+            self._wake(KV_TAG)
+        self._label, self._asleep = label, False
+
+    def _release_memory(self) -> None:
+        if SLEEP not in self.declares:
+            super()._release_memory()
+        self._label = ""
+        if self.device != "cpu":
+            self._fall_asleep()
+            self._asleep = True
+
+    def _fall_asleep(self) -> None:
+        """Have vLLM let go of its memory of a GPU."""
+        raise NotImplementedError
+
+    def _wake(self, tag: str) -> None:
+        """Have vLLM take memory again for what it calls so."""
+        raise NotImplementedError
 
     def _transfer(self, held: Any, digest: str, label: str) -> None:
         """Have vLLM load what was read, under this label."""

@@ -27,7 +27,9 @@ import msgspec
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.vllm import wire
+from dora_pipe.producers.engines.vllm.core import SLEEP_LEVEL, VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream, call
+from dora_pipe.producers.engines.vllm.kv_files import CacheFacts
 from dora_pipe.producers.engines.vllm.lora import LoraVersion, refused
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.schemas.routes import Routes
@@ -67,6 +69,17 @@ class VllmServerClient:
             raise InvariantBroken("vLLM's server has lost experts of running requests", hint=SHARED)
         return kept
 
+    def caches(self, folder: str, mark: str) -> CacheFacts:
+        """The KV caches that can leave and arrive by files in this folder; of no layout where one
+        of its processes does not see it."""
+        found = [msgspec.convert(one, CacheFacts) for one in self._ask("dora_kv", folder, mark)]
+        return found[0] if all(one == found[0] for one in found) else CacheFacts()
+
+    def copy_cache(self, stay: str, path: str) -> set[str]:
+        """Have each of its processes copy its part of a request's KV cache into a file; what they
+        say."""
+        return {str(one["state"]) for one in self._ask("dora_copy_kv", stay, path)}
+
     def label(self) -> str:
         """vLLM's name of its weights."""
         return str(self._call("GET", "/weight_info")["weight_version"])
@@ -91,11 +104,7 @@ class VllmServerClient:
     def rpc(self, method: str, *words: str) -> dict[str, Any]:
         """Call a method of the extension, in each of its processes; what the first answers. Raises
         PolicyError when one refuses, ResourceError where its machine does."""
-        results = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
-        for found in results:
-            if "error" in found:
-                raise (ResourceError if found.get("here") else PolicyError)(str(found["error"]))
-        return dict(results[0])
+        return self._ask(method, *words)[0]
 
     def load_adapter(self, name: str, folder: str) -> str:
         """Have it load an adapter under a name; what it says against that, empty where nothing."""
@@ -114,6 +123,14 @@ class VllmServerClient:
     def pause(self) -> None:
         """Have it abort all that runs, and take nothing up."""
         self._call("POST", "/pause?mode=abort")
+
+    def sleep(self) -> None:
+        """Have it let go of a GPU's memory for weights and KV caches."""
+        self._call("POST", f"/sleep?level={SLEEP_LEVEL}")
+
+    def wake(self, tag: str) -> None:
+        """Have it take memory again for what vLLM calls by this tag; it holds nothing yet."""
+        self._call("POST", f"/wake_up?tags={tag}")
 
     def resume(self) -> None:
         """Have it go on."""
@@ -173,6 +190,14 @@ class VllmServerClient:
                 self._aborts.popleft().close()
         except ResourceError as error:
             raise self.gone(error) from None
+
+    def _ask(self, method: str, *words: str) -> list[dict[str, Any]]:
+        """As `rpc`, what each of them answers."""
+        results = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
+        for found in results:
+            if "error" in found:
+                raise (ResourceError if found.get("here") else PolicyError)(str(found["error"]))
+        return [dict(found) for found in results]
 
     def _tell(self, path: str, body: dict[str, Any]) -> str:
         """Ask at a door that answers without a record; what it says where it refuses."""
@@ -266,6 +291,15 @@ class RemoteHost:
         stream.close()
         if not stream.ended:
             self._server.abort([stay])
+
+
+def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
+    """Raise ConfigError where a server shall sleep and was not started so that it can."""
+    if settings.sleep and facts.device != "cpu" and not facts.sleeps:
+        raise ConfigError(
+            "vLLM's server cannot let go of its memory, and the worker is elastic",
+            hint="start it with --sleep, or a run with workers.elastic = 0",
+        )
 
 
 def check_room(

@@ -68,6 +68,13 @@ GPU_FREE_MIN: Final = 0.01
 """Share of a GPU that must be free when vLLM starts. Its own default is nearly all, also where the
 KV cache has a size of its own: a second engine, or the trainer, could not have the same GPU."""
 
+SLEEP_LEVEL: Final = 2
+"""vLLM's: weights are dropped, not kept on the host, for others are loaded behind it."""
+
+WEIGHTS_TAG: Final = "weights"
+KV_TAG: Final = "kv_cache"
+"""vLLM's names of what it takes memory for again."""
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -82,6 +89,9 @@ class VllmSettings:
     prefix_cache: bool = True
     tensor_parallel: int = 1
     """Processes of vLLM, each with a part of every layer."""
+    sleep: bool = False
+    """Whether its engine can be told to sleep. On a GPU its memory is from another allocator then,
+    of which a process has but one."""
 
 
 def prepare(threads: int, environment: Mapping[str, str] | None = None) -> Any:
@@ -189,6 +199,7 @@ def arguments(
         "skip_tokenizer_init": True,
         "async_scheduling": False,
         "seed": 0,
+        "enable_sleep_mode": settings.sleep and device == "cuda",
     }
 
 

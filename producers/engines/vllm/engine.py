@@ -36,6 +36,7 @@ from dora_pipe.producers.engines.vllm import routes as vllm_routes
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
 from dora_pipe.producers.engines.vllm.base import REASONS, VllmEngineBase, VllmRequest
 from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.kv_files import array_of
 from dora_pipe.producers.engines.vllm.wire import SEED_MASK, extra_args
 
 
@@ -101,12 +102,10 @@ class VllmEngine(VllmEngineBase):
             decode=decode,
             clock=clock,
             versions=vllm_lora.LoraVersions(host, most=versions_resident),
+            sleeps=settings.sleep,
         )
-        self._layout = self._caches.layout
-        if self._layout:
-            self.declares |= {KV_EXPORT}
-        if routes:
-            self.declares |= {ROUTES}
+        self._layout = self._caches.facts.layout
+        self.declares |= ({KV_EXPORT} if self._layout else set()) | ({ROUTES} if routes else set())
         self._warm_up(str(self._core.get_weight_version()))
         self._begin_with(model_dir)
 
@@ -249,7 +248,13 @@ class VllmEngine(VllmEngineBase):
         return self._caches.copied(row.stay, row.length - 1, row.weights)
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        return self._caches.array_of(tokens)
+        return array_of(self._caches.facts, tokens)
+
+    def _fall_asleep(self) -> None:
+        self._core.sleep(vllm_core.SLEEP_LEVEL)
+
+    def _wake(self, tag: str) -> None:
+        self._core.wake_up([tag])
 
     def _read(self, weights: Path, version: int, digest: str) -> OpenWeights:
         expected = self._shapes, self._tied, self._further

@@ -21,12 +21,17 @@ from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.core.errors import PolicyError, ResourceError, reason
 from dora_pipe.producers.engines.torch.weights import open_weights
 from dora_pipe.producers.engines.vllm import core as vllm_core
+from dora_pipe.producers.engines.vllm import kv as vllm_kv
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
 from dora_pipe.producers.engines.vllm import routes as vllm_routes
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
+from dora_pipe.producers.engines.vllm.kv_files import CacheFacts, is_seen, opened
 from dora_pipe.producers.engines.vllm.plugins import ClearingScheduler
 from dora_pipe.producers.engines.vllm.wire import (
     BOTH,
+    ID_PREFIX,
+    KV_COPIED,
+    KV_ENDED,
     NO_TOKEN,
     SAMPLED_FROM,
     KeptExperts,
@@ -85,6 +90,7 @@ class Extension:
     dora_before: frozenset[int] = frozenset()
     """vLLM's ids of the adapters that there were before."""
     dora_kept: vllm_routes.KeptRoutes | None = None
+    dora_cache: vllm_kv.RankCache | None = None
 
     def dora_open(self, routes: str = "") -> dict[str, Any]:
         """Take the place of the sampler, and keep the experts of requests where it is asked for
@@ -118,6 +124,7 @@ class Extension:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "lora_rank": lora.max_lora_rank if lora is not None else 0,
             "versions_resident": lora.max_loras if lora is not None else 1,
+            "sleeps": config.model_config.enable_sleep_mode,
         }
 
     def dora_read(self, path: str, digest: str, version: str) -> dict[str, Any]:
@@ -167,6 +174,36 @@ class Extension:
         found: dict[str, Any] = msgspec.to_builtins(KeptExperts(parts=tuple(parts)))
         return found
 
+    def dora_kv(self, folder: str, mark: str) -> dict[str, Any]:
+        """The KV caches that can leave and arrive (`CacheFacts`), by files in this folder."""
+        if self.dora_cache is None:
+            self.dora_cache = vllm_kv.RankCache(self.model_runner, vllm_core.version())
+        seen = is_seen(Path(folder), mark)
+        told: dict[str, Any] = msgspec.to_builtins(self.dora_cache.facts if seen else CacheFacts())
+        return told
+
+    def dora_copy_kv(self, stay: str, path: str) -> dict[str, Any]:
+        """Copy the first positions of a running request, as many as the file has, to this process's
+        heads of it; what was done (`KV_COPIED`, `KV_ENDED`).
+
+        What this process knows is of the last step: of a request that has left with it, too, whose
+        blocks nobody has got yet.
+        """
+        assert self.dora_cache is not None
+        runner, wanted = self.model_runner, f"{ID_PREFIX}{stay}-"
+        name = next((one for one in runner.requests if one.startswith(wanted)), "")
+        if not name:
+            return {"state": KV_ENDED}
+        try:
+            array = opened(Path(path), write=True)
+        except (OSError, ValueError) as error:
+            return {"error": f"{path}: {reason(error)}", "here": True}
+        if _computed(runner, name) < array.shape[2]:
+            return {"state": "not computed"}
+        (blocks,) = runner.requests[name].block_ids
+        self.dora_cache.read_into(blocks, array)
+        return {"state": KV_COPIED}
+
     def dora_drop(self, number: str) -> dict[str, Any]:
         """Forget an adapter: vLLM's own door for that leaves it to its worker."""
         return {"dropped": self.remove_lora(int(number))}
@@ -177,6 +214,17 @@ class Extension:
         for number in numbers:
             self.remove_lora(number)
         return {"numbers": numbers}
+
+
+def _computed(runner: Any, name: str) -> int:
+    """How many positions of a request are in its blocks; 0 of one that had no part in the last
+    step, whose blocks may be another's."""
+    batch = runner.input_batch
+    row = batch.req_id_to_index.get(name)
+    if row is None:
+        return 0
+    first, end = runner.query_start_loc.np[row : row + 2].tolist()
+    return int(batch.num_computed_tokens_cpu[row] + end - first)
 
 
 @functools.cache

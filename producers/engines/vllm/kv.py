@@ -1,9 +1,10 @@
-"""KV caches of running requests in vLLM in this process; decides where they lie and their name.
+"""KV caches of running requests in vLLM's processes; decides where they lie and their name.
 
 vLLM's kernels each pack the keys and values of a block in an order of their own. Which one is not
 known here: it is learned, by giving vLLM's own function that writes keys and values numbers that
 tell their places. So a cache that leaves is told by token, kv head and dimension, whatever block
-size or kernel it comes from; and one that arrives is written by that same function.
+size or kernel it comes from, and however many processes share its heads; and one that arrives is
+written by that same function.
 
 Where the cache is not one of plain blocks of keys and values (sliding windows, states, latent or
 quantized caches), nothing is exported and nothing taken.
@@ -19,11 +20,9 @@ import numpy as np
 import torch
 
 from dora_pipe.producers.engines.port import Array, Kv
+from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, CacheFacts
 
-KV_ARRAY: Final = "kv"
-"""The one array of an exported cache: [layers, 2, tokens, kv_heads, head_dim], keys first."""
-
-CONNECTOR: Final = "dora_pipe.producers.engines.vllm.plugins"
+CONNECTORS: Final = "dora_pipe.producers.engines.vllm.plugins"
 
 _DIGIT: Final = 128
 """Numbers below this are exact in every type of a KV cache."""
@@ -32,43 +31,103 @@ _STORED: Final = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<
 """Types of a KV cache, and of the arrays of it; numpy has no bfloat16, its bits are moved."""
 
 
-def arguments() -> dict[str, Any]:
-    """What vLLM is told so that it takes KV caches."""
+def arguments(connector: str = "Connector") -> dict[str, Any]:
+    """What vLLM is told so that it takes KV caches, by one of the connectors of `plugins`. One that
+    cannot be had any more when it is needed is computed."""
     from vllm.config import KVTransferConfig
 
     config = KVTransferConfig(
-        kv_connector="Connector", kv_connector_module_path=CONNECTOR, kv_role="kv_consumer"
+        kv_connector=connector,
+        kv_connector_module_path=CONNECTORS,
+        kv_role="kv_consumer",
+        kv_load_failure_policy="recompute",
     )
     return {"kv_transfer_config": config}
 
 
-class Caches:
-    """The KV cache of an engine, by stay.
+class RankCache:
+    """The KV cache of one process of vLLM, which has some of the heads of every layer; made in
+    vLLM's worker.
 
-    `layout` is empty where no cache can leave or arrive. Example: ``caches.copied("r/1", 41)``
-    between two steps.
+    Example: ``array = cache.read(blocks, 41)`` between two steps.
+    """
+
+    def __init__(self, runner: Any, version: str) -> None:
+        """Of vLLM's model runner; `version` is vLLM's."""
+        model = runner.vllm_config.model_config
+        self._layers = _with_cache(runner.compilation_config.static_forward_context)
+        self._places = self._learned(runner.kv_cache_config)
+        self._own = own_heads(int(model.get_total_num_kv_heads()))
+        self.facts: CacheFacts = CacheFacts()
+        if self._places is not None:
+            _, _, _, width = self._places.shape
+            heads, kind = int(model.get_total_num_kv_heads()), model.hf_config.model_type
+            sizes = f"{len(self._layers)}x{heads}x{width}"
+            self.facts = CacheFacts(
+                layout=f"vllm-{version} {kind} {sizes} {str(self._dtype).removeprefix('torch.')}",
+                dtype=_STORED[self._dtype],
+                layers=len(self._layers),
+                heads=heads,
+                width=width,
+            )
+
+    def read(self, blocks: Sequence[int], tokens: int) -> Array:
+        """A copy of the positions [0, tokens) of a request from its blocks, of all heads, where
+        this process has them all."""
+        array = np.empty(self.facts.shape(tokens), self.facts.dtype)
+        self.read_into(blocks, array)
+        return array
+
+    def read_into(self, blocks: Sequence[int], array: Array) -> None:
+        """Copy as many positions as the array has, [layers, 2, tokens, kv_heads, head_dim], to the
+        heads that are this process's own."""
+        assert self._places is not None
+        _, size, heads, width = self._places.shape
+        tokens = array.shape[2]
+        count = -(-tokens // size)
+        for number, layer in enumerate(self._layers.values()):
+            cache = layer.kv_cache
+            chosen = cache[torch.tensor(blocks[:count], device=cache.device)].flatten(1)
+            told = chosen.index_select(1, self._places.flatten())
+            told = told.view(count, 2, size, heads, width).transpose(0, 1).flatten(1, 2)
+            found = _bits(told[:, :tokens]).cpu().numpy().view(array.dtype)
+            array[number, :, :, self._own] = found
+
+    @property
+    def _dtype(self) -> Any:
+        first: Any = next(iter(self._layers.values()))
+        return first.kv_cache.dtype
+
+    def _learned(self, config: Any) -> torch.Tensor | None:
+        """Where a block has its numbers, if all layers have plain blocks of the same kind."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        groups = config.kv_cache_groups
+        if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+            return None
+        spec, blocks = groups[0].kv_cache_spec, config.num_blocks
+        shape = (blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        caches = [layer.kv_cache for layer in self._layers.values()]
+        if any(tuple(one.shape) != shape or one.dtype not in _STORED for one in caches):
+            return None
+        return learned_places(next(iter(self._layers.values())))
+
+
+class Caches:
+    """The KV cache of an engine in this process, by stay. `facts` have no layout where no cache can
+    leave or arrive. Example: ``caches.copied("r/1", 41, digest)`` between two steps.
     """
 
     def __init__(self, core: Any, version: str) -> None:
+        def made(worker: Any) -> RankCache:
+            return RankCache(worker.model_runner, version)
+
         self._scheduler = core.engine_core.engine_core.scheduler
         self._connector = self._scheduler.connector
         self._worker_half = _detached()
-        (layers,) = core.collective_rpc(_attention_layers)
-        self._layers: dict[str, Any] = layers
-        self._places = self._learned()
-        self.layout = ""
-        if self._places is not None:
-            _, _, heads, width = self._places.shape
-            kind, dtype = core.model_config.hf_config.model_type, str(self._dtype)
-            sizes = f"{len(layers)}x{heads}x{width}"
-            self.layout = f"vllm-{version} {kind} {sizes} {dtype.removeprefix('torch.')}"
-
-    def array_of(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        """Name, type and shape of the one array of a cache; of no meaning without a `layout`."""
-        if self._places is None:
-            return KV_ARRAY, "", ()
-        shape = (len(self._layers), 2, tokens, *self._places.shape[2:])
-        return KV_ARRAY, _STORED[self._dtype], shape
+        (cache,) = core.collective_rpc(made)
+        self._cache: RankCache = cache
+        self.facts: CacheFacts = self._cache.facts
 
     def offer(self, stay: str, kv: Kv) -> None:
         """A stay that vLLM gets next begins with this cache."""
@@ -77,14 +136,15 @@ class Caches:
     def copied(self, stay: str, tokens: int, weights: str) -> Kv | None:
         """A copy of the first so many positions of a stay, made by these weights; None where vLLM
         does not have just these."""
-        array = self._connector.offered.get(stay)
+        array: Array | None = self._connector.offered.get(stay)
         if array is None:
             request = self._scheduler.requests.get(stay)
             held = 0 if request is None else request.num_computed_tokens
-            if self._places is None or not held or held != tokens:
+            if not self.facts.layout or not held or held != tokens:
                 return None
-            array = self._read(stay, tokens)
-        return Kv(tokens=tokens, layout=self.layout, weights=weights, arrays={KV_ARRAY: array})
+            (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(stay)
+            array = self._cache.read(blocks, tokens)
+        return self.facts.kv(array, weights)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -104,39 +164,18 @@ class Caches:
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
 
-    @property
-    def _dtype(self) -> Any:
-        first: Any = next(iter(self._layers.values()))
-        return first.kv_cache.dtype
 
-    def _learned(self) -> torch.Tensor | None:
-        """Where a block has its numbers, if all layers have plain blocks of the same kind."""
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
+def own_heads(heads: int) -> slice:
+    """Which of so many kv heads this process of vLLM has. Where there are fewer than processes,
+    some have the same one."""
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
-        groups = self._scheduler.kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-            return None
-        spec, blocks = groups[0].kv_cache_spec, self._scheduler.kv_cache_config.num_blocks
-        shape = (blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-        caches = [layer.kv_cache for layer in self._layers.values()]
-        if any(tuple(one.shape) != shape or one.dtype not in _STORED for one in caches):
-            return None
-        return learned_places(next(iter(self._layers.values())))
-
-    def _read(self, stay: str, tokens: int) -> Array:
-        """Gather the positions [0, tokens) of a running stay from its blocks."""
-        assert self._places is not None
-        _, size, heads, width = self._places.shape
-        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(stay)
-        count = -(-tokens // size)
-        array = np.empty((len(self._layers), 2, tokens, heads, width), _STORED[self._dtype])
-        for number, layer in enumerate(self._layers.values()):
-            cache = layer.kv_cache
-            chosen = cache[torch.tensor(blocks[:count], device=cache.device)].flatten(1)
-            told = chosen.index_select(1, self._places.flatten())
-            told = told.view(count, 2, size, heads, width).transpose(0, 1).flatten(1, 2)
-            array[number] = _bits(told[:, :tokens]).cpu().numpy().view(array.dtype)
-        return array
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * heads // ranks
+    return slice(first, first + max(1, heads // ranks))
 
 
 def learned_places(layer: Any) -> torch.Tensor | None:
@@ -161,7 +200,8 @@ def learned_places(layer: Any) -> torch.Tensor | None:
 
 
 def write(layers: Mapping[str, Any], array: Array, blocks: Sequence[int], *, start: int) -> None:
-    """Have the positions of a cache from `start` on in these blocks, by vLLM's own kernel."""
+    """Have the positions of a cache from `start` on in these blocks, by vLLM's own kernel; `array`
+    is of this process's heads."""
     attention = _with_cache(layers)
     cache = next(iter(attention.values())).kv_cache
     positions = torch.arange(start, array.shape[2], device=cache.device)
@@ -177,10 +217,6 @@ def write(layers: Mapping[str, Any], array: Array, blocks: Sequence[int], *, sta
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
     """The same bits in a type that numpy has."""
     return numbers.view(torch.int16) if numbers.dtype == torch.bfloat16 else numbers
-
-
-def _attention_layers(worker: Any) -> dict[str, Any]:
-    return _with_cache(worker.model_runner.compilation_config.static_forward_context)
 
 
 def _with_cache(layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""The classes that vLLM imports by their names into the process of its engine core: a KV connector,
+"""The classes that vLLM imports by their names into the process of its engine core: KV connectors,
 and a scheduler for adapters on a CPU.
 
-The connector lets a request begin with the KV cache that it came with. vLLM makes two of these. The
+A connector lets a request begin with the KV cache that it came with. vLLM makes two of these. The
 scheduler's knows which stays were offered a cache, answers how many tokens of it are to be had
 beyond those that vLLM has, and notes the blocks that vLLM gives for them. The worker's, which holds
 nothing, writes them in the same step, after new blocks were cleared and before the model runs, so
 that this step computes the last token alone.
+
+In this process a cache is offered as an array, to a server as a file that its request names: there
+the worker's half is in each of vLLM's processes, which reads its own heads. Whoever wrote the file
+may be gone by then; what was not read is computed by vLLM.
 
 A cache is offered once: a stay that vLLM sets aside afterwards is prefilled again by vLLM. Nothing
 is given out here; `kv` reads the cache of a running request from its blocks.
@@ -13,9 +17,12 @@ is given out here; `kv` reads the cache of a running request from its blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -24,14 +31,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from dora_pipe.producers.engines.port import Array
-from dora_pipe.producers.engines.vllm.kv import write
+from dora_pipe.producers.engines.vllm.kv import own_heads, write
+from dora_pipe.producers.engines.vllm.kv_files import opened
+from dora_pipe.producers.engines.vllm.wire import KV_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Positions [start, tokens of `array`) of a cache that shall be in these blocks."""
+    """Positions of a cache from `start` on that shall be in these blocks."""
 
-    array: Array
+    source: Array | Path
+    """The cache, or its file."""
     start: int
     blocks: list[int]
 
@@ -54,6 +64,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.offered: dict[str, Array] = {}
         """By stay, [layers, 2, tokens, kv_heads, head_dim]; until vLLM has blocks for it."""
         self._loads: list[Load] = []
+        self._lost: set[int] = set()
 
     def offer(self, stay: str, array: Array) -> None:
         """A stay that vLLM gets next begins with this cache."""
@@ -72,7 +83,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if array is not None and num_external_tokens:
             (own,) = blocks.get_block_ids()
             start = array.shape[2] - num_external_tokens
-            self._loads.append(Load(array=array, start=start, blocks=own))
+            self._loads.append(Load(source=array, start=start, blocks=own))
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         """What the worker shall write in the step that was just arranged."""
@@ -81,8 +92,20 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         """Write what the scheduler's half noted; in the worker."""
+        layers = forward_context.no_compile_layers
         for load in self._get_connector_metadata().loads:
-            write(forward_context.no_compile_layers, load.array, load.blocks, start=load.start)
+            try:
+                array = opened(load.source) if isinstance(load.source, Path) else load.source
+            except OSError:
+                self._lost.update(load.blocks)
+            else:
+                own = array[:, :, :, own_heads(array.shape[3])]
+                write(layers, own, load.blocks, start=load.start)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that were not written in this step; vLLM computes what they should hold."""
+        lost, self._lost = self._lost, set()
+        return lost
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there before the first one runs."""
@@ -101,6 +124,45 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Its blocks are free at once; what it was offered is forgotten."""
         self.offered.pop(request.request_id, None)
         return False, None
+
+
+def _file_of(source: Array | Path) -> Path:
+    """The file that an array is mapped from."""
+    assert isinstance(source, np.memmap) and source.filename is not None
+    return Path(source.filename)
+
+
+class ServerConnector(Connector):
+    """Of a server: a request names the file of its cache (`KV_FILE` of its `extra_args`), and the
+    step is told of files, not of arrays, which would go to every process."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._known: set[str] = set()
+        """Stays whose file was looked for."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `Connector`; a file that is gone has none."""
+        named = (request.sampling_params.extra_args or {}).get(KV_FILE)
+        if named and request.request_id not in self._known:
+            self._known.add(request.request_id)
+            with suppress(OSError):
+                self.offer(request.request_id, opened(Path(named)))
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        """See `Connector`."""
+        made = super().build_connector_meta(scheduler_output)
+        return Loads([replace(one, source=_file_of(one.source)) for one in made.loads])
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `Connector`."""
+        self._known.discard(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
 
 
 class ClearingScheduler(Scheduler):  # type: ignore[misc]

@@ -84,6 +84,7 @@ class ServerProcess:
         words += ["--versions-resident", str(versions_resident)]
         words += [] if settings.eager else ["--graphs"]
         words += [] if settings.prefix_cache else ["--no-prefix-cache"]
+        words += ["--sleep"] if settings.sleep else []
         report, theirs = os.pipe()
         key = secrets.token_urlsafe(KEY_BYTES)
         try:

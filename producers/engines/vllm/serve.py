@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
     parser.add_argument("--versions-resident", type=int, default=1, help="adapters at once")
+    parser.add_argument("--sleep", action="store_true", help="let go of a GPU's memory when told")
     parser.add_argument("--lifeline", action="store_true", help="end when stdin ends")
     parser.add_argument("--report", type=int, default=-1, help="file descriptor for one JSON line")
     return parser
@@ -163,11 +164,13 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         kv_gb=asked.kv_gb,
         prefix_cache=not asked.no_prefix_cache,
         tensor_parallel=asked.tensor_parallel,
+        sleep=asked.sleep,
     )
     arguments: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     engine = vllm_core.arguments(
         asked.model, settings, slots=asked.slots, context_tokens=asked.context_tokens
     )
+    from dora_pipe.producers.engines.vllm import kv as vllm_kv
     from dora_pipe.producers.engines.vllm.weights import HELD_BACKEND
 
     device = vllm_core.device_name()
@@ -176,6 +179,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     ours = {
         **engine,
         **adapters,
+        **vllm_kv.arguments("ServerConnector"),
         "tokens_only": True,
         "generation_config": "vllm",
         "served_model_name": ["policy"],

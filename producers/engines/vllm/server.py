@@ -12,6 +12,9 @@ digest (/start_weight_update, /update_weights, /finish_weight_update), the prefi
 and the server goes on (/resume). The last chunk of every stream names the label of each of its
 tokens: another one than that of the loaded weights is an InvariantBroken.
 
+KV caches. Those of running requests come and go by files (`kv_remote`). The server may have ended a
+request whose last tokens no step has taken; such a one is not given out, it ends in the next steps.
+
 Experts. With `routes` the server's worker keeps through which experts the tokens of a request went
 (`routes`), until it is told that nobody wants them: they are asked for with what goes out.
 
@@ -38,9 +41,11 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ResourceError
 from dora_pipe.producers.engines.base import check_sizes
 from dora_pipe.producers.engines.port import (
+    KV_EXPORT,
     ROUTES,
     EngineEvent,
     EngineRequest,
+    Exported,
     StopReason,
     TokensSampled,
 )
@@ -52,9 +57,12 @@ from dora_pipe.producers.engines.vllm.client import (
     RemoteHost,
     VllmServerClient,
     check_room,
+    check_sleep,
 )
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream
+from dora_pipe.producers.engines.vllm.kv_files import array_of
+from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.wire import quoted
@@ -135,17 +143,11 @@ class VllmServerEngine(VllmEngineBase):
         model that vLLM does not take, ResourceError for a server that does not come.
         """
         check_sizes(slots, context_tokens, threads)
-        process = None
+        settings, process = settings or VllmSettings(), None
         if address is None:
-            process = ServerProcess.start(
-                model_dir,
-                settings or VllmSettings(),
-                slots=slots,
-                context_tokens=context_tokens,
-                threads=threads,
-                lora_rank=lora_rank,
-                versions_resident=versions_resident,
-            )
+            sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
+            adapters = {"lora_rank": lora_rank, "versions_resident": versions_resident}
+            process = ServerProcess.start(model_dir, settings, **sizes, **adapters)
             address = process.address
         self._server = VllmServerClient(address, process)
         self._selector = selectors.DefaultSelector()
@@ -158,6 +160,7 @@ class VllmServerEngine(VllmEngineBase):
             undo.callback(self._server.close, [])
             self._facts = facts = self._server.open(routes=routes)
             check_room(facts, slots, context_tokens, lora_rank, versions_resident)
+            check_sleep(facts, settings)
             self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
             self._host = RemoteHost(self._server, rank=lora_rank) if lora_rank else None
             super().__init__(
@@ -167,8 +170,13 @@ class VllmServerEngine(VllmEngineBase):
                 decode=decode,
                 clock=clock,
                 versions=LoraVersions(self._host, most=versions_resident),
+                sleeps=settings.sleep,
             )
-            self.declares |= {ROUTES} if routes else set()
+            self._caches = RemoteCaches(self._server)
+            undo.callback(self._caches.close)
+            self._layout = self._caches.facts.layout
+            more = {KV_EXPORT: bool(self._layout), ROUTES: routes}
+            self.declares |= {name for name, given in more.items() if given}
             self._warm_up(self._server.label())
             undo.pop_all()
 
@@ -178,8 +186,24 @@ class VllmServerEngine(VllmEngineBase):
         return min(self._facts.kv_tokens, self.slots * self.context_tokens)
 
     def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port; a server takes none."""
-        return None if request.kv is None else "another layout"
+        """See the port."""
+        kv, why = request.kv, super().kv_error(request)
+        if kv is None or why is not None:
+            return why
+        return None if self._caches.has_room(kv) else NO_ROOM
+
+    def export(self, request: str) -> Exported | None:
+        """See the port."""
+        row = self._rows.get(request)
+        if row is None:
+            return None
+        ended = self._layout and self._streams[request].reason
+        kv = ENDED if ended else self._caches.copied(row.stay, row.cached, row.weights)
+        if kv == ENDED:
+            return None
+        exported = Exported(sampled=self._emit(row), kv=kv)
+        self._let_go(row)
+        return exported
 
     def step(self) -> list[EngineEvent]:
         """See the port; a row that waits for the server has its token in a later one."""
@@ -209,6 +233,7 @@ class VllmServerEngine(VllmEngineBase):
         if self._host is not None:
             self._host.close()
         self._server.close(stays)
+        self._caches.close()
 
     def _gather(self) -> None:
         """Read until every row has a token, or for STEP_WAIT_MS."""
@@ -243,6 +268,7 @@ class VllmServerEngine(VllmEngineBase):
             return
         for data in stream.http.events():
             stream.heard = True
+            self._caches.heard(stream.row.stay)
             chunk = wire.read_chunk(data)
             if chunk.error is not None:
                 self._trouble(stream, chunk.error.message)
@@ -335,16 +361,21 @@ class VllmServerEngine(VllmEngineBase):
         self._stays += 1
         row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
         version = self._versions.of(row.request)
-        row.adapter = version.number
+        row.adapter, row.weights = version.number, version.digest
+        salt, kv = self._salt(version.name), ""
+        if row.kv is not None:
+            salt = row.stay  # it has its own numbers, nobody else's
+            kv, row.kv = self._caches.offer(row.stay, row.kv), None
         body = wire.generate_body(
             row.stay,
             row.sequence,
             row.request.params,
             seed=row.request.seed,
             max_tokens=self._tokens_left(row),
-            salt=self._salt(version.name),
+            salt=salt,
             adapter=version.name,
             whole=row.unrouted,
+            kv=kv,
         )
         stream = Stream(row=row, http=self._server.generate(body))
         self._streams[row.request.request] = stream
@@ -354,7 +385,10 @@ class VllmServerEngine(VllmEngineBase):
         stream = self._streams.pop(row.request.request, None)
         if stream is not None:
             self._close(stream.http)
-        self._forget_routes(row)
+        self._over(row)
+
+    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
+        return array_of(self._caches.facts, tokens)
 
     def _let_go(self, row: VllmRequest) -> None:
         self._server.abort([self._leave(row)])
@@ -365,11 +399,12 @@ class VllmServerEngine(VllmEngineBase):
         if stream is not None:  # None: the server was gone when the row was given again
             self._part(stream)
         del self._rows[row.request.request]
-        self._forget_routes(row)
+        self._over(row)
         return row.stay
 
-    def _forget_routes(self, row: VllmRequest) -> None:
+    def _over(self, row: VllmRequest) -> None:
         """A stay is over, and all was asked for that goes out of it."""
+        self._caches.left(row.stay)
         if row.request.params.routes:
             self._gone.append(row.stay)
 
@@ -385,6 +420,12 @@ class VllmServerEngine(VllmEngineBase):
         if http.fileno() >= 0:
             self._selector.unregister(http)
             http.close()
+
+    def _fall_asleep(self) -> None:
+        self._server.sleep()
+
+    def _wake(self, tag: str) -> None:
+        self._server.wake(tag)
 
     def _read(self, weights: Path, version: int, digest: str) -> None:
         self._server.read(weights, version=version, digest=digest)

@@ -42,6 +42,14 @@ LOGPROB_TEMPERATURE: Final = "logprob_temperature"
 ROUTES_AS: Final = "routes_as"
 """In `extra_args` of a request to a server: under which name its experts are kept; none without."""
 
+KV_FILE: Final = "kv_file"
+"""In `extra_args` of a request to a server: the file of the KV cache that it begins with."""
+
+KV_COPIED: Final = "copied"
+KV_ENDED: Final = "ended"
+"""What a server's process says of the KV cache of a request: it is in the file; or it knows of no
+such request, or no more. Anything else: vLLM has not all of it."""
+
 BOTH: Final = 2
 """`logprobs` of a request that wants both kinds: vLLM answers with the token and one place more."""
 
@@ -141,6 +149,8 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int
     """Of the adapters that it has room for; 0 without any."""
     versions_resident: int
+    sleeps: bool = False
+    """Its memory of a GPU is from an allocator that can let go of it."""
 
 
 class KeptPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,11 +221,12 @@ def generate_body(
     salt: str,
     adapter: str,
     whole: bool = False,
+    kv: str = "",
 ) -> dict[str, Any]:
     """The body of a GENERATE request, under an adapter of this name; without one if it is empty.
 
     What vLLM has cached of prompts is looked up among those of the same `salt` alone; of a request
-    that must be computed `whole`, not at all.
+    that must be computed `whole`, not at all. `kv` is the file of the KV cache that it begins with.
     """
     return {
         **({"model": adapter} if adapter else {}),
@@ -236,19 +247,21 @@ def generate_body(
             "detokenize": False,
             "logprobs": 0 if one_logprob(params) else BOTH,
             **({"skip_reading_prefix_cache": True} if whole else {}),
-            **extra_args(params, stay),
+            **extra_args(params, stay, kv),
         },
     }
 
 
-def extra_args(params: SamplingParams, stay: str = "") -> dict[str, Any]:
-    """What is told inside vLLM of a request, as one of vLLM's own settings: to our sampler, and of
-    a `stay` in a server to who keeps experts."""
+def extra_args(params: SamplingParams, stay: str = "", kv: str = "") -> dict[str, Any]:
+    """What is told inside vLLM of a request, as one of vLLM's own settings: to our sampler, of a
+    `stay` in a server to who keeps experts, and of the file of a KV cache to our connector."""
     told: dict[str, Any] = {}
     if params.logprob_temperature != 1:
         told[LOGPROB_TEMPERATURE] = params.logprob_temperature
     if params.routes and stay:
         told[ROUTES_AS] = stay
+    if kv:
+        told[KV_FILE] = kv
     return {"extra_args": told} if told else {}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines.port import COUNTER_SAMPLING, LORA, EngineRequest
+from dora_pipe.producers.engines.port import COUNTER_SAMPLING, KV_EXPORT, LORA, EngineRequest
 from dora_pipe.producers.engines.vllm import client as vllm_client
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
@@ -87,7 +87,7 @@ def under(version: int, **settings: object) -> EngineRequest:
 
 def test_every_version_is_an_adapter_and_a_stream_names_its_own(hosted: Hosted) -> None:
     engine = hosted.hosting(0, 1, 2)
-    assert engine.declares == {COUNTER_SAMPLING, LORA}
+    assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
     assert engine.versions_resident == 3
     results = run(engine, [under(version, max_tokens=20) for version in (0, 1, 2)])
     assert len({tuple(one.tokens) for one in results.values()}) == 3

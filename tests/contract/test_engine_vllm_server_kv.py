@@ -1,0 +1,149 @@
+"""KV caches that go from one vLLM server to another, each of two ranks (`make test-vllm`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora_pipe.producers.engines.port import KV_EXPORT, Engine, EngineRequest, Kv
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from tests.contract.test_engine_vllm_kv import LOGPROB_DISTANCE_MAX, PROMPT, distance
+from tests.support import engine_moves as moves
+from tests.support.engine_contract import Result, Subject, request, requests, run
+from tests.support.vllm_engines import CONTEXT_TOKENS, need_vllm, open_vllm
+from tests.support.vllm_servers import open_shared, server_subject
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """The first server."""
+    need_vllm()
+    with server_subject(tmp_path_factory.mktemp("vllm-ranks"), RANKS) as subject:
+        yield subject
+
+
+@pytest.fixture
+def target(vllm: Subject) -> Iterator[VllmServerEngine]:
+    """A worker of the second one, with the same weights."""
+    engine = opened(vllm, tensor_parallel=RANKS, number=1)
+    yield engine
+    engine.close()
+
+
+def opened(vllm: Subject, **which: Any) -> VllmServerEngine:
+    engine = open_shared(slots=24, context_tokens=CONTEXT_TOKENS, **which)
+    (path, digest), _ = vllm.policies
+    engine.load(path, version=0, digest=digest)
+    return engine
+
+
+def taken(engine: Engine, one: EngineRequest, *, sampled: int) -> tuple[Kv, EngineRequest]:
+    """The request's cache when so many tokens more are there, and the request that goes on from it.
+    A step need not have one of each request."""
+    results = defaultdict[str, Result](Result)
+    engine.add(replace(one, emit_every=1))
+    while len(results[one.request].tokens) < sampled:
+        moves.steps(engine, results, 1)
+    found = engine.export(one.request)
+    assert found is not None and found.sampled is None and found.kv is not None
+    tokens = [*one.token_ids, *results[one.request].tokens]
+    return found.kv, replace(one, token_ids=tokens, sampled=one.sampled + sampled, kv=found.kv)
+
+
+@pytest.mark.parametrize("sampled", [1, 26, 27, 59])
+def test_cache_arrives_with_every_bit_each_rank_its_part(
+    vllm: Subject, target: VllmServerEngine, sampled: int
+) -> None:
+    source = vllm.open(slots=3)
+    source.add(request("beside", [7, 8, 9], max_tokens=180))
+    kv, rest = taken(source, request("r", PROMPT, max_tokens=180), sampled=sampled)
+    assert kv.tokens == len(PROMPT) + sampled - 1
+    arrived, _ = taken(target, rest, sampled=3)
+    assert arrived.tokens == kv.tokens + 3
+    (array,), (other,) = kv.arrays.values(), arrived.arrays.values()
+    assert np.array_equal(other[:, :, : kv.tokens].view("<i4"), array.view("<i4"))
+    assert all(np.abs(array[:, :, :, head]).max() > 0 for head in range(array.shape[3]))
+    source.cancel("beside")
+
+
+@pytest.mark.parametrize("cut", [2, 40])
+def test_requests_that_move_into_company_have_the_logprobs_of_transformers(
+    vllm: Subject, target: VllmServerEngine, cut: int
+) -> None:
+    source = vllm.open(slots=16)
+    company = [replace(one, request=f"c{one.request}") for one in requests(vllm, 6, seed=cut)]
+    wanted = requests(vllm, 12, seed=4, max_tokens=150)
+    results = {one.request: Result() for one in [*wanted, *company]}
+    for engine, some in ((source, wanted), (target, company)):
+        for one in some:
+            engine.add(replace(one, emit_every=1))
+    moves.steps(source, results, cut)
+    running = [one for one in wanted if results[one.request].reason is None]
+    assert len(running) > 4
+    went = [moves.move(source, target, one, results[one.request], ahead=True) for one in running]
+    assert any(went)
+    moves.finish(source, results)
+    moves.finish(target, results)
+    for one in [*wanted, *company]:
+        assert len(results[one.request].tokens) == one.params.max_tokens
+        assert distance(vllm, one, results[one.request]) < LOGPROB_DISTANCE_MAX
+
+
+def test_caches_go_between_two_ranks_one_and_this_process(vllm: Subject) -> None:
+    """A cache is told whole: how many processes share it does not matter to who gets it."""
+    model = next(one for one in vllm.policies[0][0].parents if (one / "seed0").is_dir()) / "seed0"
+    single, here = opened(vllm), open_vllm(model, slots=3, context_tokens=CONTEXT_TOKENS)
+    (path, digest), _ = vllm.policies
+    here.load(path, version=0, digest=digest)
+    assert KV_EXPORT in single.declares
+    last = request("r", PROMPT, max_tokens=150)
+    kv, last = taken(vllm.open(slots=2), last, sampled=9)
+    for engine in (single, here, single, vllm.open(slots=2)):
+        arrived, last = taken(engine, last, sampled=5)
+        (array,), (other,) = kv.arrays.values(), arrived.arrays.values()
+        assert arrived.layout == kv.layout
+        assert np.array_equal(other[:, :, : kv.tokens].view("<i4"), array.view("<i4"))
+        kv = arrived
+    single.close()
+    here.close()
+
+
+def test_request_with_its_cache_computes_one_token_of_its_prompt(
+    vllm: Subject, target: VllmServerEngine
+) -> None:
+    _, rest = taken(vllm.open(slots=2), request("r", PROMPT, max_tokens=120), sampled=40)
+    before = target.prompt_tokens
+    run(target, [rest])
+    assert target.prompt_tokens.computed - before.computed == 1
+    assert target.prompt_tokens.reused - before.reused == len(rest.token_ids) - 1
+
+
+def test_cache_whose_file_is_gone_is_computed(vllm: Subject, target: VllmServerEngine) -> None:
+    """As when it was let go meanwhile, and its worker has gone."""
+    _, rest = taken(vllm.open(slots=2), request("r", PROMPT, max_tokens=60), sampled=9)
+    expected = run(target, [replace(rest, kv=None)])["r"]
+    target.add(rest)
+    (file,) = Path(str(target._caches._folder.path)).glob("*.npy")
+    file.unlink()
+    result = {"r": Result()}
+    moves.finish(target, result)
+    assert result["r"].tokens == expected.tokens
+
+
+def test_request_that_has_ended_in_the_server_ends_where_it_is(vllm: Subject) -> None:
+    engine = vllm.open(slots=2)
+    engine.add(request("r", PROMPT, max_tokens=4))
+    result = {"r": Result()}
+    moves.steps(engine, result, 1)
+    run(vllm.open(slots=2), [request("later", PROMPT, max_tokens=30)])  # by now it has ended
+    assert engine.export("r") is None and engine.active == 1
+    moves.finish(engine, result)
+    assert len(result["r"].tokens) == 4 and result["r"].reason == "length"

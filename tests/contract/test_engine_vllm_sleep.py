@@ -1,0 +1,90 @@
+"""vLLM that is told to sleep: in this process, and as a server (`make test-vllm`, `make test-gpu`).
+
+On a GPU one process has at most one engine that can; so there is one at a time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.producers.engines.port import SLEEP, Engine
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support import models
+from tests.support.device import COARSE, ON_GPU, ROUNDING
+from tests.support.engine_contract import Subject, assert_all_alike, requests, run
+from tests.support.vllm_engines import BUILDERS, CONTEXT_TOKENS, SETTINGS, need_vllm, open_vllm
+
+KV_GB = 0.5
+"""Of the KV cache, so that a GPU shows that it is gone."""
+
+SLEEPING = replace(SETTINGS, sleep=True, kv_gb=KV_GB)
+Opener = Callable[..., Any]
+
+
+@contextmanager
+def opened(opener: Opener, folder: Path) -> Iterator[tuple[Engine, Subject]]:
+    """An engine that can sleep, with the first of two policies."""
+    need_vllm()
+    store = PolicyStore(folder / "policies")
+    directories = [BUILDERS["qwen2"](folder / f"seed{seed}", seed) for seed in (0, 1)]
+    manifests = [import_model(store, directory)[0] for directory in directories]
+    first, second = ((store.weights_path(one.digest), one.digest) for one in manifests)
+    engine: Engine = opener(
+        directories[0], settings=SLEEPING, slots=4, context_tokens=CONTEXT_TOKENS
+    )
+    engine.load(first[0], version=0, digest=first[1])
+    try:
+        yield (
+            engine,
+            Subject(
+                name=engine.name,
+                open=lambda **_: engine,
+                vocabulary=models.QWEN2_VOCABULARY,
+                policies=(first, second),
+                rounding=ROUNDING,
+                coarse=COARSE,
+            ),
+        )
+    finally:
+        engine.close()
+
+
+def free_gb() -> float:
+    """Of the GPU."""
+    import torch
+
+    return float(torch.cuda.mem_get_info()[0]) / 2**30
+
+
+@pytest.mark.parametrize("opener", [open_vllm, VllmServerEngine], ids=["vllm", "vllm-server"])
+def test_engine_sleeps_and_wakes_with_the_version_it_is_given(
+    opener: Opener, tmp_path: Path
+) -> None:
+    with opened(opener, tmp_path) as (engine, subject):
+        assert SLEEP in engine.declares
+        (first, digest), (second, second_digest) = subject.policies
+        wanted = requests(subject, 4)
+        before = run(engine, wanted)
+        engine.add(wanted[0])
+        with pytest.raises(ValueError, match="active"):
+            engine.sleep()
+        engine.cancel(wanted[0].request)
+        free = free_gb() if ON_GPU else 0.0
+        assert engine.sleep().version == -1
+        if ON_GPU:
+            assert free_gb() - free > KV_GB
+        with pytest.raises(ValueError, match="no weights"):
+            engine.add(wanted[0])
+        engine.load(second, version=1, digest=second_digest)
+        assert run(engine, wanted) != before
+        engine.sleep()
+        engine.load(first, version=2, digest=digest)
+        assert_all_alike(subject, run(engine, wanted), before)

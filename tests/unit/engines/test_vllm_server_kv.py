@@ -1,0 +1,190 @@
+"""KV caches of a server without a model, of two ranks: what leaves, what arrives, which files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.producers.engines.port import KV_EXPORT, EngineRequest, Exported, RequestFinished
+from dora_pipe.producers.engines.vllm import kv_remote
+from dora_pipe.producers.engines.vllm.http import Address
+from dora_pipe.producers.engines.vllm.kv_files import MARK, CacheFacts
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from tests.support.engine_contract import request
+from tests.support.fake_vllm_server import FakeVllm
+
+HELD_SEED = 3
+"""Its stream goes on after eleven tokens only when it is told to."""
+
+Open = Callable[[], VllmServerEngine]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVllm]:
+    fake = FakeVllm()
+    fake.hold_after = {HELD_SEED: 11}
+    yield fake
+    fake.release.set()
+    fake.close()
+
+
+@pytest.fixture
+def opens(server: FakeVllm, tmp_path: Path) -> Iterator[Open]:
+    """Opens engines of the server, with weights."""
+    (tmp_path / "a").write_text("a" * 64)
+    opened: list[VllmServerEngine] = []
+
+    def open_engine() -> VllmServerEngine:
+        address = Address.of(server.url, server.key)
+        opened.append(VllmServerEngine(tmp_path, slots=4, context_tokens=256, address=address))
+        opened[-1].load(tmp_path / "a", version=0, digest="a" * 64)
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+def files(engine: VllmServerEngine) -> set[str]:
+    return {one.name for one in engine._caches._folder.path.iterdir()} - {MARK}
+
+
+def running(engine: VllmServerEngine, name: str = "r") -> EngineRequest:
+    """A request that has sampled six tokens, and cannot end."""
+    one = request(name, [5, 6, 7], seed=HELD_SEED, max_tokens=40)
+    engine.add(one)
+    for _ in range(6):
+        engine.step()
+    return one
+
+
+def after(one: EngineRequest, found: Exported | None) -> EngineRequest:
+    """What goes on from there."""
+    assert found is not None and found.sampled is not None
+    tokens = [*one.token_ids, *found.sampled.token_ids]
+    return replace(one, token_ids=tokens, sampled=len(found.sampled.token_ids), kv=found.kv)
+
+
+def test_cache_leaves_with_the_heads_of_every_rank_and_no_file_is_left(opens: Open) -> None:
+    engine = opens()
+    assert KV_EXPORT in engine.declares
+    one = running(engine)
+    found = engine.export("r")
+    assert found is not None and found.kv is not None and engine.active == 0
+    assert (found.kv.tokens, found.kv.layout, found.kv.weights) == (8, "fake", "a" * 64)
+    (array,) = found.kv.arrays.values()
+    assert array.shape == (1, 2, 8, 2, 1) and len(one.token_ids) + 6 == 9
+    assert not np.array_equal(array[..., 0, :], array[..., 1, :]) and array.all()
+    assert files(engine) == set()
+
+
+def test_cache_that_arrives_lies_in_a_file_until_the_first_word(
+    server: FakeVllm, opens: Open
+) -> None:
+    source, target = opens(), opens()
+    rest = after(running(source), source.export("r"))
+    server.begin.clear()
+    assert target.kv_error(rest) is None
+    target.add(replace(rest, emit_every=1))
+    (name,) = files(target)
+    server.begin.set()
+    while not target.step():
+        pass
+    assert [one.name for one in server.kv_files] == [name] and files(target) == set()
+    body = server.bodies[-1]
+    assert body["cache_salt"] == body["request_id"] == name.removesuffix(".npy")
+
+
+def test_cache_that_nobody_has_read_goes_on_as_it_came(server: FakeVllm, opens: Open) -> None:
+    source, target = opens(), opens()
+    rest = after(running(source), source.export("r"))
+    server.begin.clear()
+    asked = server.doors.count("/collective_rpc")
+    target.add(rest)
+    found = target.export("r")
+    assert found is not None and found.sampled is None and found.kv == rest.kv
+    assert server.doors.count("/collective_rpc") == asked
+    server.begin.set()
+
+
+def test_request_that_has_ended_in_the_server_is_not_given_out(
+    server: FakeVllm, opens: Open
+) -> None:
+    engine = opens()
+    running(engine)
+    server.forgets_kv = True
+    assert engine.export("r") is None and engine.active == 1 and files(engine) == set()
+    server.release.set()
+    events = [event for _ in range(40) for event in engine.step()]
+    assert isinstance(events[-1], RequestFinished) and events[-1].reason == "length"
+
+
+def test_request_without_a_token_of_its_own_has_no_cache_and_nobody_is_asked(
+    server: FakeVllm, opens: Open
+) -> None:
+    engine = opens()
+    server.begin.clear()
+    asked = server.doors.count("/collective_rpc")
+    engine.add(request("r", [5, 6, 7]))
+    found = engine.export("r")
+    assert found is not None and (found.sampled, found.kv) == (None, None)
+    assert server.doors.count("/collective_rpc") == asked
+    server.begin.set()
+
+
+def test_files_of_requests_that_left_without_a_word_are_few(
+    server: FakeVllm, opens: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_remote, "LEFT_MAX", 2)
+    source, target = opens(), opens()
+    rest = after(running(source), source.export("r"))
+    server.begin.clear()
+    for number in range(5):
+        target.add(replace(rest, request=f"r{number}"))
+        target.cancel(f"r{number}")
+    assert len(files(target)) == 2
+    folder = target._caches._folder.path
+    server.begin.set()
+    target.close()
+    assert not folder.exists()
+
+
+def test_server_that_does_not_see_the_folder_or_has_another_kind_of_cache_exports_nothing(
+    server: FakeVllm, opens: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = opens()
+    rest = after(running(source), source.export("r"))
+    monkeypatch.setattr("tests.support.fake_vllm_server.is_seen", lambda *_: False)
+    other = opens()
+    monkeypatch.undo()
+    server.kv = CacheFacts()
+    windows = opens()
+    for engine in (other, windows):
+        assert KV_EXPORT not in engine.declares
+        assert engine.kv_error(rest) == "another layout"
+        running(engine, "own")
+        found = engine.export("own")
+        assert found is not None and found.sampled is not None and found.kv is None
+
+
+def test_cache_for_which_the_disk_has_no_room_is_named(
+    opens: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = opens(), opens()
+    rest = after(running(source), source.export("r"))
+    monkeypatch.setattr("dora_pipe.producers.engines.vllm.kv_files.SPARE_BYTES", 1 << 62)
+    assert target.kv_error(rest) == "a size for which there is no room on the disk"
+    assert target.active == 0
+
+
+def test_folder_that_is_gone_ends_the_worker_in_one_line(opens: Open) -> None:
+    engine = opens()
+    running(engine)
+    engine._caches._folder.close()
+    with pytest.raises(ResourceError, match=r"a KV cache for vLLM's server: FileNotFoundError"):
+        engine.export("r")

@@ -1,0 +1,102 @@
+"""vLLM that sleeps: which doors a server is asked to open, and when; what is said on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.producers.engines.port import SLEEP
+from dora_pipe.producers.engines.vllm.base import NO_ALLOCATOR
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.http import Address
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from tests.support.engine_contract import request, run
+from tests.support.fake_vllm_server import FakeVllm
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVllm]:
+    fake = FakeVllm()
+    yield fake
+    fake.close()
+
+
+def opened(server: FakeVllm, folder: Path, *, sleep: bool = True) -> VllmServerEngine:
+    (folder / "a").write_text("a" * 64)
+    address, settings = Address.of(server.url, server.key), VllmSettings(sleep=sleep)
+    return VllmServerEngine(folder, slots=2, context_tokens=64, address=address, settings=settings)
+
+
+def test_server_lets_go_of_all_and_takes_weights_before_it_takes_room_for_caches(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    engine = opened(server, tmp_path)
+    assert SLEEP in engine.declares
+    engine.load(tmp_path / "a", version=0, digest="a" * 64)
+    engine.sleep()
+    assert server.asleep == {"weights", "kv_cache"}
+    with pytest.raises(ValueError, match="no weights"):
+        engine.add(request("r", [5]))
+    server.doors.clear()
+    engine.load(tmp_path / "a", version=1, digest="a" * 64)
+    order = [one.partition("?")[0] for one in server.doors if "wake" in one or "update" in one]
+    assert order == [
+        "/wake_up",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/wake_up",
+    ]
+    assert [one for one in server.doors if "wake" in one] == [
+        "/wake_up?tags=weights",
+        "/wake_up?tags=kv_cache",
+    ]
+    assert server.asleep == set() and run(engine, [request("r", [5])])
+    engine.close()
+
+
+def test_refused_weights_leave_it_asleep(server: FakeVllm, tmp_path: Path) -> None:
+    engine = opened(server, tmp_path)
+    engine.sleep()
+    with pytest.raises(PolicyError):
+        engine.load(tmp_path / "a", version=1, digest="b" * 64)
+    assert server.asleep == {"weights", "kv_cache"}
+    engine.load(tmp_path / "a", version=1, digest="a" * 64)
+    assert server.asleep == set()
+    engine.close()
+
+
+def test_server_that_was_started_without_sleep_is_refused_where_its_worker_is_elastic(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    server.facts["sleeps"] = False
+    with pytest.raises(ConfigError, match="cannot let go of its memory") as refused:
+        opened(server, tmp_path)
+    assert refused.value.hint is not None and "--sleep" in refused.value.hint
+    plain = opened(server, tmp_path, sleep=False)
+    assert SLEEP not in plain.declares
+    with pytest.raises(ValueError, match="cannot sleep"):
+        plain.sleep()
+    plain.close()
+
+
+def test_vllm_on_a_cpu_sleeps_without_letting_go_and_says_so(
+    server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.facts.update({"device": "cpu", "sleeps": False})
+    with caplog.at_level(logging.WARNING):
+        engine = opened(server, tmp_path)
+    assert [one.getMessage() for one in caplog.records] == [f"vllm-server on a CPU: {NO_ALLOCATOR}"]
+    engine.load(tmp_path / "a", version=0, digest="a" * 64)
+    server.doors.clear()
+    assert engine.sleep().version == -1
+    with pytest.raises(ValueError, match="no weights"):
+        engine.add(request("r", [5]))
+    engine.load(tmp_path / "a", version=1, digest="a" * 64)
+    assert run(engine, [request("r", [5])])
+    assert not any("sleep" in one or "wake" in one for one in server.doors)
+    engine.close()

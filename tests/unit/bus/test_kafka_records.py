@@ -18,8 +18,8 @@ from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchB
 from kafka.record.util import calc_crc32c
 
 from dora_pipe.bus.checks import record_bytes
-from dora_pipe.bus.kafka import driven
-from dora_pipe.bus.kafka.driven import ByteCount, Unpacked
+from dora_pipe.bus.kafka import records as kafka_records
+from dora_pipe.bus.kafka.records import ByteCount, Unpacked
 from dora_pipe.bus.port import Record, TopicPartition
 
 AT = KafkaPartition("t", 3)
@@ -59,8 +59,17 @@ def sealed(batch: bytes) -> bytes:
     return bytes(made)
 
 
-def read(data: bytes, *, start: int = 0, count: ByteCount | None = None) -> list[Record]:
-    """Everything from `start` on."""
+def read(
+    data: bytes, *, start: int = 0, count: ByteCount | None = None, large: bool = False
+) -> list[Record]:
+    """Everything from `start` on; `large`: as records are read that are too large to be copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        if large:
+            patch.setattr(kafka_records, "SHOWN_BYTES_MIN", 0)
+        return _read(data, start, count)
+
+
+def _read(data: bytes, start: int, count: ByteCount | None) -> list[Record]:
     part = Unpacked(
         start,
         AT,
@@ -86,15 +95,19 @@ def ours(record: Any) -> Record:
     )
 
 
-@given(st.lists(raws, min_size=1, max_size=5), st.integers(0, 1 << 40))
-def test_records_are_those_that_the_client_itself_reads(records: list[Raw], base: int) -> None:
+@given(st.lists(raws, min_size=1, max_size=5), st.integers(0, 1 << 40), st.booleans())
+def test_records_are_those_that_the_client_itself_reads(
+    records: list[Raw], base: int, large: bool
+) -> None:
     data = batch_of(records, base) + batch_of(records, base + len(records))
     client = Fetcher.PartitionRecords(
         base, AT, MemoryRecords(data), isolation_level=IsolationLevel.READ_COMMITTED
     )
     count = ByteCount()
-    found = read(data, start=base, count=count)
+    found = read(data, start=base, count=count, large=large)
     assert found == [ours(one) for one in client.take(None)]
+    plain = [each for one in found for each in (one.key, one.value, *dict(one.headers).values())]
+    assert {type(each) for each in plain} == {bytes}
     assert found[0].at == TopicPartition("t", 3)
     assert sum(map(record_bytes, found)) <= count.bytes
 
@@ -102,16 +115,17 @@ def test_records_are_those_that_the_client_itself_reads(records: list[Raw], base
 @given(
     st.lists(raws, min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
+    st.booleans(),
 )
 def test_a_damaged_batch_is_one_error_or_records_and_never_something_else(
-    records: list[Raw], changes: list[tuple[int, int]]
+    records: list[Raw], changes: list[tuple[int, int]], large: bool
 ) -> None:
     """Somebody may write anything behind a valid CRC."""
     made = bytearray(batch_of(records))
     for place, byte in changes:
         made[BODY + place % (len(made) - BODY)] = byte
     try:
-        found = read(sealed(bytes(made)))
+        found = read(sealed(bytes(made)), large=large)
     except kafka_errors.CorruptRecordError:
         return
     assert len(found) <= len(records)
@@ -141,11 +155,20 @@ def test_headers_of_one_shape_are_taken_apart_at_once_and_others_one_by_one() ->
 
 
 def test_what_is_remembered_of_headers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driven, "_layouts", {})
-    monkeypatch.setattr(driven, "LAYOUTS_MAX", 3)
+    monkeypatch.setattr(kafka_records, "_layouts", {})
+    monkeypatch.setattr(kafka_records, "LAYOUTS_MAX", 3)
     records: list[Raw] = [(b"", b"v", [("h", b"x" * size)]) for size in (*range(9), 5000)]
     assert [len(one.headers[0][1]) for one in read(batch_of(records))] == [*range(9), 5000]
-    assert len(driven._layouts) == 3
+    assert len(kafka_records._layouts) == 3
+
+
+def test_a_batch_is_looked_at_where_it_was_received() -> None:
+    data = batch_of([(b"k", bytes(40_000), [("h", b"1")])] * 2)
+    batch = kafka_records.next_batch(MemoryRecords(data))
+    assert batch._buffer.obj is data
+    assert batch.validate_crc()
+    found = [record.value for record, _ in kafka_records.unpacked(batch, "t", 0)]
+    assert found == [bytes(40_000)] * 2
 
 
 def test_a_fetch_that_begins_inside_a_batch_gives_only_what_is_behind() -> None:

@@ -29,7 +29,7 @@ from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.contexts import call_fault
 from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.fast_validate import FastValidator
-from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment, Trajectory
+from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
 from dora_pipe.schemas.wire import sha256_hex
 
@@ -172,7 +172,7 @@ def _content(seen: Described, fault: str) -> Content:
 
 
 def _mixture(seen: Described) -> tuple[int, int, int] | None:
-    routes = seen.routed_experts if isinstance(seen, Trajectory) else None
+    routes = seen.routed_experts
     return None if routes is None else (routes.experts, routes.layers, routes.per_token)
 
 

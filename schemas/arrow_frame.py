@@ -23,6 +23,7 @@ import zstandard
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.arrow_message import body_is_compressed, check_schema, metadata_bytes
+from dora_pipe.schemas.loose_frame import loose_frame
 
 RAW_BYTES_MAX = 64 * 1024 * 1024
 """The stream inside a frame; 80 times a trajectory of 64 000 tokens."""
@@ -52,8 +53,8 @@ COMPRESSION_LEVEL = 1
 
 LONG_BYTES_MIN = 64 * 1024
 LONG_COMPRESSION_LEVEL = -5
-"""Of a stream from that size on: what it is made of (drawn log-probs, numbers of experts) gives
-little, and level 1 takes most of the time of a long record to find that out."""
+"""Of a stream from that size on: what it is made of (drawn log-probs) gives little, and level 1
+takes most of the time of a long record to find that out."""
 _READ_BYTES = 1024 * 1024
 _LISTS = {
     pa.list_(one): np.dtype(one.to_pandas_dtype()) for one in (pa.int32(), pa.uint8(), pa.float32())
@@ -62,7 +63,9 @@ _BUFFERS = (np.ndarray, array.array, bytearray)
 """What holds numbers side by side: they go into a column as they lie there."""
 
 _PREFIX_BYTES = 8
-_END_OF_STREAM = struct.pack("<iI", -1, 0)
+END_OF_STREAM = struct.pack("<iI", -1, 0)
+_FILLED_UP = tuple(bytes(-size % 8) + END_OF_STREAM for size in range(8))
+"""Behind a buffer of so many bytes beyond the last eight."""
 
 # ValueError covers ArrowInvalid, KeyError ArrowKeyError, OSError ArrowSerializationError.
 _UNREADABLE = (pa.ArrowException, ValueError, KeyError, TypeError, OSError, MemoryError)
@@ -113,19 +116,25 @@ class Layout:
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise SchemaError(_first_line(error), path=f"$.{name}") from None
 
-    def seal(self, arrays: Sequence[pa.Array]) -> bytes:
-        """Columns of one row, in the order of the schema, as bytes."""
+    def seal(self, arrays: Sequence[pa.Array], *, loose: int = 0) -> bytes:
+        """Columns of one row, in the order of the schema, as bytes.
+
+        The last column ends with so many `loose` bytes, in which nothing is found to compress.
+        """
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self.schema)
         # The same bytes as pa.ipc.new_stream writes, at a third of the time: the schema message
         # is not built again for each record.
-        raw = b"".join((self.head, memoryview(batch.serialize()), _END_OF_STREAM))
+        raw = b"".join((self.head, memoryview(batch.serialize()), END_OF_STREAM))
         if len(raw) > ROWS_MAX:  # In fewer bytes no column of ours has that many entries.
             for name, column in zip(self.names, arrays, strict=True):
                 _check_bytes(column, name)
                 _check_entries(column, name)
         if len(raw) > RAW_BYTES_MAX:
             raise SchemaError(f"record of {len(raw)} bytes is above {RAW_BYTES_MAX}")
-        return compress(raw)
+        if len(raw) < LONG_BYTES_MIN or not loose:
+            return compress(raw)
+        place = len(raw) - len(END_OF_STREAM) - loose - -loose % 8
+        return compress_front(raw[:place], memoryview(raw)[place:][:loose])
 
     def unseal(self, value: bytes, *, leave: Collection[str] = ()) -> Row:
         """The known columns of a record, each valid, of one row and of its type.
@@ -275,24 +284,43 @@ def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:
 
 # Idle ones, as many as threads were at work at once: two on one of them end the process, and a new
 # one costs its pages, more than a short record does. Popping and appending are atomic.
-_COMPRESSORS: dict[int, list[zstandard.ZstdCompressor]] = {
-    COMPRESSION_LEVEL: [],
-    LONG_COMPRESSION_LEVEL: [],
+_COMPRESSORS: dict[tuple[int, bool], list[zstandard.ZstdCompressor]] = {
+    (level, whole): []
+    for level in (COMPRESSION_LEVEL, LONG_COMPRESSION_LEVEL)
+    for whole in (True, False)
 }
+"""By level, and whether they write a whole frame, with its size and checksum."""
 _DECOMPRESSORS: list[zstandard.ZstdDecompressor] = []
 
 
 def compress(raw: bytes) -> bytes:
     """One zstd frame with its checksum."""
-    level = COMPRESSION_LEVEL if len(raw) < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
-    idle = _COMPRESSORS[level]
-    try:
-        one = idle.pop()
-    except IndexError:
-        one = zstandard.ZstdCompressor(level=level, write_checksum=True)
+    level = _level(len(raw))
+    one = _compressor(level, whole=True)
     frame = one.compress(raw)
-    idle.append(one)
+    _COMPRESSORS[level, True].append(one)  # One that has failed is not used again.
     return frame
+
+
+def compress_front(front: bytes, loose: bytes | memoryview) -> bytes:
+    """One zstd frame around a stream whose last buffer lies in it as it is: `front` is what stands
+    before that buffer, and what stands behind it follows from its size."""
+    level = _level(len(front))
+    one = _compressor(level, whole=False)
+    frame = loose_frame(front, loose, _FILLED_UP[len(loose) % 8], one)
+    _COMPRESSORS[level, False].append(one)
+    return frame
+
+
+def _level(size: int) -> int:
+    return COMPRESSION_LEVEL if size < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
+
+
+def _compressor(level: int, *, whole: bool) -> zstandard.ZstdCompressor:
+    try:
+        return _COMPRESSORS[level, whole].pop()
+    except IndexError:
+        return zstandard.ZstdCompressor(level=level, write_checksum=whole, write_content_size=whole)
 
 
 def _decompress(frame: bytes) -> bytes:

@@ -30,7 +30,7 @@ from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.wire import sha256_hex
 
 if TYPE_CHECKING:
-    from dora_pipe.schemas.trajectory import Segment, Trajectory
+    from dora_pipe.schemas.trajectory import Masked, Segment, Trajectory
 
 
 class Context(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -209,7 +209,7 @@ def rows_of(trajectory: Trajectory) -> list[TrainedRow]:
     return [row_of(trajectory, number) for number in range(1 + len(trajectory.meta.contexts))]
 
 
-def counted_places(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def counted_places(trajectory: Masked) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """Places in the record of the sampled tokens that can be trained, ascending: all but those that
     begin a context, which nothing predicts."""
     counted = np.array(trajectory.loss_mask, dtype=bool)

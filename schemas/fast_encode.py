@@ -1,10 +1,10 @@
 """Writes a trajectory record without Arrow, to the very bytes that Arrow would write.
 
-It takes what a worker has in its hands: arrays, few segments, no routes. Whatever is otherwise, or
-wrong, goes to `encode_trajectory`, which decides and says why. A test holds the two against each
-other. The layout of a version never changes, so a record batch's metadata is a template in which
-numbers are set (`fast_validate.RowMetadata`); its buffers stand behind it in the order of the
-schema, each filled up to eight bytes.
+It takes what a worker has in its hands: arrays, few segments, perhaps routes. Whatever is
+otherwise, or wrong, goes to `encode_trajectory`, which decides and says why. A test holds the two
+against each other. The layout of a version never changes, so a record batch's metadata is a
+template in which numbers are set (`fast_validate.RowMetadata`); its buffers stand behind it in the
+order of the schema, each filled up to eight bytes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,28 @@ from typing import Any, Final
 import numpy as np
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.arrow_frame import ENTRIES_MAX, compress
+from dora_pipe.schemas.arrow_frame import (
+    COLUMN_BYTES_MAX,
+    END_OF_STREAM,
+    ENTRIES_MAX,
+    LONG_BYTES_MIN,
+    compress,
+    compress_front,
+)
 from dora_pipe.schemas.fast_validate import (
     COUNT_NODES,
     ENTRY_NODES,
     LOGPROBS_NULLS,
     NODES,
     REWARD_NULLS,
+    ROUTED_NODES,
     SAMPLER_NULLS,
     SAMPLERS_NODE,
     SEGMENTS_MAX,
     row_metadata,
 )
 from dora_pipe.schemas.headers import describe
+from dora_pipe.schemas.routes import Routes
 from dora_pipe.schemas.trajectory import (
     Arrays,
     Headers,
@@ -40,18 +49,27 @@ from dora_pipe.schemas.trajectory import (
     check_fields,
     check_segments,
 )
-from dora_pipe.schemas.trajectory_codec import SEGMENT, TRAJECTORY, encode_trajectory, same_bits
+from dora_pipe.schemas.trajectory_codec import (
+    SEGMENT,
+    check_routed,
+    encode_trajectory,
+    same_bits,
+)
 from dora_pipe.schemas.wire import encode, sha256_hex
 
 META_BYTES_MAX: Final = 1024 * 1024
 """More of it is for Arrow, which bounds columns."""
 
-_END: Final = struct.pack("<iI", -1, 0)
+ROUTES_BYTES_MAX: Final = COLUMN_BYTES_MAX - 1024
+"""The same of routes."""
+
 _NONE: Final = b""
 _NULL: Final = b"\0"
 """The bitmap of a row that is null."""
 _KINDS: Final = {"utf8": "", "string": "", "int32": "i", "int64": "q", "bool": "?"}
 _FIELDS: Final = tuple((one.name, _KINDS[str(one.type)]) for one in SEGMENT)
+_ROUTES_PIECE: Final = -3
+"""The last buffer, its padding and the end."""
 _PADDING: Final = tuple(bytes(size) for size in range(8))
 
 _GIVES_UP: Final = (SchemaError, struct.error, ValueError, TypeError, AttributeError, OverflowError)
@@ -69,7 +87,8 @@ def write_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple[
         check_arrays(arrays)
         check_segments(trajectory.segments, arrays.loss_mask)
         check_fields(trajectory)
-        value = compress(_stream(trajectory, arrays))
+        check_routed(trajectory)
+        value = _framed(trajectory, arrays)
     except _GIVES_UP:
         return encode_trajectory(trajectory, traceparent=traceparent)
     return value, describe(trajectory, sha256=sha256_hex(value), traceparent=traceparent)
@@ -77,7 +96,10 @@ def write_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple[
 
 def _arrays(trajectory: Trajectory) -> Arrays | None:
     """Those of a trajectory as a worker has it; None of another."""
-    if trajectory.routed_experts is not None or not 0 < len(trajectory.segments) <= SEGMENTS_MAX:
+    routes = trajectory.routed_experts
+    if routes is not None and not _is_plain(routes):
+        return None
+    if not 0 < len(trajectory.segments) <= SEGMENTS_MAX:
         return None
     token_ids = _numbers(trajectory.token_ids, np.int32)
     logprobs = _numbers(trajectory.logprobs, np.float32)
@@ -95,6 +117,11 @@ def _arrays(trajectory: Trajectory) -> Arrays | None:
     )
 
 
+def _is_plain(routes: Routes) -> bool:
+    plain = isinstance(routes.data, bytes | memoryview)
+    return plain and len(routes.data) <= ROUTES_BYTES_MAX
+
+
 def _numbers(values: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any] | None:
     if not isinstance(values, np.ndarray | array | bytearray):
         return None
@@ -103,12 +130,24 @@ def _numbers(values: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any] | Non
     return found if plain else None
 
 
-def _stream(trajectory: Trajectory, arrays: Arrays) -> bytes:
-    """What the frame holds. Raises struct.error or ValueError for what Arrow has to look at."""
+def _framed(trajectory: Trajectory, arrays: Arrays) -> bytes:
+    """The value bytes. Raises struct.error or ValueError for what Arrow has to look at."""
+    nulls = len(arrays.token_ids) - int(np.count_nonzero(arrays.loss_mask))
+    known = np.packbits(arrays.loss_mask, bitorder="little").tobytes() if nulls else _NONE
+    buffers, routes = _buffers(trajectory, arrays, known), trajectory.routed_experts
+    if routes is not None:
+        buffers += _routes(routes)
+    pieces, size = _pieces(buffers, _nodes(trajectory, arrays, nulls), routed=routes is not None)
+    if routes is None or not routes.data or size < LONG_BYTES_MIN:
+        return compress(b"".join(pieces))
+    return compress_front(b"".join(pieces[:_ROUTES_PIECE]), routes.data)
+
+
+def _nodes(trajectory: Trajectory, arrays: Arrays, nulls: int) -> list[int]:
+    """Length and nulls of every node; `nulls` are those of log-probs."""
     length, count = len(arrays.token_ids), len(trajectory.segments)
-    nulls = length - int(np.count_nonzero(arrays.loss_mask))
     own = arrays.sampler_logprobs is arrays.logprobs
-    nodes = [1, 0] * NODES
+    nodes = [1, 0] * (NODES if trajectory.routed_experts is None else ROUTED_NODES)
     for place in ENTRY_NODES:
         nodes[place] = length
     for place in COUNT_NODES:
@@ -117,8 +156,7 @@ def _stream(trajectory: Trajectory, arrays: Arrays) -> bytes:
     nodes[SAMPLER_NULLS] = int(own)
     nodes[SAMPLERS_NODE], nodes[SAMPLERS_NODE + 1] = (0, 0) if own else (length, nulls)
     nodes[REWARD_NULLS] = int(trajectory.reward is None)
-    known = np.packbits(arrays.loss_mask, bitorder="little").tobytes() if nulls else _NONE
-    return _joined(_buffers(trajectory, arrays, known), nodes)
+    return nodes
 
 
 def _buffers(trajectory: Trajectory, arrays: Arrays, known: bytes) -> Buffers:
@@ -172,8 +210,18 @@ def _seen(values: np.ndarray[Any, Any]) -> memoryview:
     return values.data.cast("B")
 
 
-def _joined(buffers: Buffers, nodes: Sequence[int]) -> bytes:
-    pieces: Buffers = [TRAJECTORY.head, _NONE]
+def _routes(routes: Routes) -> Buffers:
+    """A struct of three numbers and the entries."""
+    found: Buffers = [_NONE]
+    for number in (routes.experts, routes.layers, routes.per_token):
+        found += (_NONE, struct.pack("<i", number))
+    return [*found, _NONE, struct.pack("<2i", 0, len(routes.data)), routes.data]
+
+
+def _pieces(buffers: Buffers, nodes: Sequence[int], *, routed: bool) -> tuple[Buffers, int]:
+    """What the stream is made of, and how many bytes it has."""
+    frame = row_metadata(routed=routed)
+    pieces: Buffers = [frame.head, _NONE]
     numbers: list[int] = []
     at = 0
     for each in buffers:
@@ -181,5 +229,6 @@ def _joined(buffers: Buffers, nodes: Sequence[int]) -> bytes:
         numbers += (at, size)
         pieces += (each, _PADDING[-size % 8])
         at += size + -size % 8
-    pieces[1] = row_metadata().filled(at, numbers, nodes)
-    return b"".join((*pieces, _END))
+    pieces[1] = frame.filled(at, numbers, nodes)
+    size = len(frame.head) + len(pieces[1]) + at + len(END_OF_STREAM)
+    return [*pieces, END_OF_STREAM], size

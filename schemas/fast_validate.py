@@ -34,8 +34,18 @@ from dora_pipe.schemas.arrow_frame import (
     decompress,
 )
 from dora_pipe.schemas.arrow_message import field_at, target_of
+from dora_pipe.schemas.routes import Routes
 from dora_pipe.schemas.trajectory import Described, Segment, Trajectory, check_fields
-from dora_pipe.schemas.trajectory_codec import LISTS, META, SEGMENT, TRAJECTORY, view_trajectory
+from dora_pipe.schemas.trajectory_codec import (
+    LISTS,
+    META,
+    ROUTED,
+    SEGMENT,
+    TRAJECTORY,
+    RecordLayout,
+    check_routed,
+    view_trajectory,
+)
 from dora_pipe.schemas.wire import decode
 
 SEGMENTS_MAX: Final = 64
@@ -45,7 +55,6 @@ _TEXTS_KEPT_MAX: Final = 4096
 """Columns of texts that are remembered: kinds and workers are nearly always the same few."""
 
 _KINDS: Final = frozenset({"prompt", "model", "tool", "environment"})
-_HEAD: Final = TRAJECTORY.head
 _PAIR: Final = struct.Struct("<2i")
 _NOTHING: Final = _PAIR.pack(0, 0)
 _LONG: Final = struct.Struct("<q")
@@ -66,7 +75,7 @@ class FastValidator:
 
     def __init__(self) -> None:
         self._decompress = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).decompress
-        self._frame = row_metadata()
+        self._frames = row_metadata(), row_metadata(routed=True)
         self._texts: dict[tuple[bytes, bytes], tuple[str, ...]] = {}
 
     def look(self, value: bytes) -> Described:
@@ -91,9 +100,10 @@ class FastValidator:
         if not 0 <= size <= RAW_BYTES_MAX:
             raise Unusual
         raw = self._decompress(value, allow_extra_data=False)
-        if not raw.startswith(_HEAD):
-            raise Unusual
-        return _Row(raw, self._frame, self._texts)
+        for frame in self._frames:
+            if raw.startswith(frame.head):
+                return _Row(raw, frame, self._texts)
+        raise Unusual
 
 
 _GIVES_UP: Final = (
@@ -124,7 +134,7 @@ def _places(schema: pa.Schema) -> tuple[dict[str, _Place], int, int]:
         path, kind = nested.pop()
         found[path] = _Place(nodes, buffers)
         nodes += 1
-        buffers += 3 if kind == pa.utf8() else 2
+        buffers += 3 if kind in (pa.utf8(), pa.binary()) else 2
         if pa.types.is_list(kind):
             nested.append((f"{path}[]", kind.value_type))
         elif pa.types.is_struct(kind):
@@ -134,6 +144,17 @@ def _places(schema: pa.Schema) -> tuple[dict[str, _Place], int, int]:
 
 
 _PLACES, NODES, _BUFFERS = _places(TRAJECTORY.schema)
+_ROUTED_PLACES, ROUTED_NODES, _ROUTED_BUFFERS = _places(TRAJECTORY.routed.schema)
+"""Of a record with routes: the same, and behind them what the routes need."""
+_ROUTES_NODES: Final = slice(2 * NODES, 2 * ROUTED_NODES)
+_ROUTES_NEVER_NULL: Final = itemgetter(
+    *(one.bitmap for path, one in _ROUTED_PLACES.items() if path not in _PLACES)
+)
+_ROUTES_SURE: Final = (1, 0) * (ROUTED_NODES - NODES)
+_ROUTES_SIZES: Final = tuple(
+    _ROUTED_PLACES[f"{ROUTED}.{name}"].bitmap + 1 for name in ("experts", "layers", "per_token")
+)
+_ROUTES_DATA: Final = _ROUTED_PLACES[f"{ROUTED}.data"].bitmap + 1
 
 
 def _behind(path: str) -> int:
@@ -176,15 +197,21 @@ _NULL_ROWS: Final = itemgetter(
 )
 _SMALL_BYTES_MAX: Final = COLUMN_BYTES_MAX // _BUFFERS
 """Buffers that lie in a body of this size cannot be too large together."""
+_COPIED_BYTES_MAX: Final = 32 * 1024
+"""A body is copied where that costs less than to add its place to the start of every buffer."""
 _MULTIPLES_OF_8: Final = bytes(range(0, 256, 8))
 
 
 class RowMetadata:
     """The metadata of a record batch as this version writes it: the same, but for its numbers."""
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, record: RecordLayout[Trajectory]) -> None:
+        self.head = record.head
+        self.routed = record is not TRAJECTORY
+        _, nodes_count, self._buffers = _places(record.schema)
+        raw = _some(record)
         prefix = struct.Struct("<iI")  # A message: continuation mark, bytes of its metadata.
-        start = len(_HEAD)
+        start = len(self.head)
         size = prefix.size + prefix.unpack_from(raw, start)[1]
         self._body = start + size
         whole = raw[start : start + size]
@@ -193,7 +220,8 @@ class RowMetadata:
         body_bytes = _slot(whole, message, 3)
         nodes = target_of(whole, _slot(whole, batch, 1)) + 4
         buffers = target_of(whole, _slot(whole, batch, 2)) + 4
-        numbers = [(body_bytes, 1), (buffers, 2 * _BUFFERS), (nodes, 2 * NODES), (size, 0)]
+        numbers = [(body_bytes, 1), (buffers, 2 * self._buffers)]
+        numbers += [(nodes, 2 * nodes_count), (size, 0)]
         assert numbers == sorted(numbers), "Arrow writes its metadata in another order"
         self._same: list[tuple[int, bytes]] = []
         at, layout = 0, "<"
@@ -204,28 +232,31 @@ class RowMetadata:
         self._numbers = struct.Struct(layout)
         self._whole = whole
         self._packs = [(place, struct.Struct(f"<{count}Q")) for place, count in numbers[:3]]
-        self._low_bytes = slice(start + buffers, start + buffers + 16 * _BUFFERS, 16)
+        self._low_bytes = slice(start + buffers, start + buffers + 16 * self._buffers, 16)
 
     def numbers(
         self, raw: bytes
     ) -> tuple[bytes, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The body, length and nulls of each node, starts and sizes of the buffers in the body.
+        """The bytes with the body, length and nulls of each node, starts in those bytes and sizes
+        of the buffers.
 
         Raises Unusual where anything else is not as it always is.
         """
         for at, piece in self._same:
             if not raw.startswith(piece, at):
                 raise Unusual
-        found = self._numbers.unpack_from(raw, len(_HEAD))
-        starts, sizes = found[1 : 2 * _BUFFERS : 2], found[2 : 2 * _BUFFERS + 1 : 2]
-        body = raw[self._body :]
-        if found[0] > len(body) or max(map(add, starts, sizes)) > found[0]:
+        found = self._numbers.unpack_from(raw, len(self.head))
+        count = 2 * self._buffers
+        starts, sizes = found[1:count:2], found[2 : count + 1 : 2]
+        if found[0] > len(raw) - self._body or max(map(add, starts, sizes)) > found[0]:
             raise Unusual
         if found[0] > _SMALL_BYTES_MAX and sum(sizes) > COLUMN_BYTES_MAX:
             raise Unusual
         if raw[self._low_bytes].translate(None, _MULTIPLES_OF_8):
             raise Unusual
-        return body, found[2 * _BUFFERS + 1 :], starts, sizes
+        if len(raw) < _COPIED_BYTES_MAX:
+            return raw[self._body :], found[count + 1 :], starts, sizes
+        return raw, found[count + 1 :], tuple([self._body + each for each in starts]), sizes
 
     def filled(self, body_bytes: int, buffers: Sequence[int], nodes: Sequence[int]) -> bytearray:
         """The metadata with these numbers: start and size of every buffer, length and nulls of
@@ -245,14 +276,19 @@ def _slot(data: bytes, table: int, slot: int) -> int:
 
 
 @cache
-def row_metadata() -> RowMetadata:
-    """That of a trajectory."""
+def row_metadata(*, routed: bool = False) -> RowMetadata:
+    """That of a trajectory, or of one with routes."""
+    return RowMetadata(TRAJECTORY.routed if routed else TRAJECTORY)
+
+
+def _some(layout: RecordLayout[Trajectory]) -> bytes:
+    """The stream of a record, whatever it says."""
     some: dict[pa.DataType, Any] = {pa.utf8(): "", pa.int64(): 0, pa.float64(): 0.0}
     some[pa.binary(32)] = bytes(32)
-    columns = [
-        TRAJECTORY.column(field.name, some.get(field.type, [])) for field in TRAJECTORY.schema
-    ]
-    return RowMetadata(decompress(TRAJECTORY.seal(columns)))
+    values = {field.name: some.get(field.type, []) for field in layout.schema}
+    if ROUTED in values:
+        values[ROUTED] = {"experts": 0, "layers": 0, "per_token": 0, "data": b""}
+    return decompress(layout.seal([layout.column(*one) for one in values.items()]))
 
 
 class _Row:
@@ -265,6 +301,7 @@ class _Row:
     __slots__ = (
         *("_at", "_nodes", "_raw", "_sizes", "_texts", "count"),
         *("digest", "length", "meta", "reward", "sampled", "segments", "trajectory", "version"),
+        "routed_experts",
     )
 
     def __init__(
@@ -292,6 +329,28 @@ class _Row:
         self.reward: float | None = values["reward"]
         self.meta = decode(values["meta_json"].encode(), META, "$.meta")
         check_fields(self)
+        self.routed_experts = self._routes() if frame.routed else None
+        check_routed(self)
+
+    @property
+    def loss_mask(self) -> Any:
+        """As it lies there."""
+        return np.frombuffer(self._raw, "u1", self.length, self._at[_MASK + 2])
+
+    def _routes(self) -> Routes:
+        """Their data is not copied: it is most of the record."""
+        if self._nodes[_ROUTES_NODES] != _ROUTES_SURE or any(_ROUTES_NEVER_NULL(self._sizes)):
+            raise Unusual
+        if min(self._sizes[place] for place in _ROUTES_SIZES) < 4:
+            raise Unusual
+        experts, layers, per_token = (
+            _INTEGER_ROWS[1].unpack_from(self._raw, self._at[place])[0] for place in _ROUTES_SIZES
+        )
+        end, start = self._list_end(_ROUTES_DATA), self._at[_ROUTES_DATA + 1]
+        if end > self._sizes[_ROUTES_DATA + 1]:
+            raise Unusual
+        data: Any = memoryview(self._raw)[start : start + end]
+        return Routes(experts=experts, layers=layers, per_token=per_token, data=data)
 
     @property
     def versions(self) -> list[int]:
@@ -302,7 +361,6 @@ class _Row:
         """With the arrays that were checked."""
         logprobs: Any = self._floats(_LOGPROBS)
         ids: Any = np.frombuffer(self._raw, "<i4", self.length, self._at[_TOKENS + 2])
-        mask: Any = np.frombuffer(self._raw, "u1", self.length, self._at[_MASK + 2])
         own = self._nulls("sampler_logprobs")
         return Trajectory(
             trajectory=self.trajectory,
@@ -311,10 +369,11 @@ class _Row:
             token_ids=ids,
             logprobs=logprobs,
             sampler_logprobs=logprobs if own else self._floats(_SAMPLER),
-            loss_mask=mask,
+            loss_mask=self.loss_mask,
             reward=self.reward,
             segments=list(self.segments),
             meta=self.meta,
+            routed_experts=self.routed_experts,
         )
 
     def _floats(self, place: int) -> Any:

@@ -9,7 +9,6 @@ sequence, and tokens behind which nothing was sampled, have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -23,8 +22,11 @@ Choices = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 BYTE_EXPERTS_MAX: Final = 255
 """Experts whose numbers are bytes: the highest byte says that there is none."""
 
-BLOCK_NUMBERS: Final = 1 << 17
-"""Numbers that are looked at together, so that they stay near the processor."""
+BLOCK_NUMBERS: Final = 1 << 18
+"""Numbers that are looked at together, so that they stay near the processor ..."""
+
+ROW_NUMBERS: Final = 4096
+"""... in rows of so many, or somewhat fewer."""
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -39,7 +41,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     data: bytes
     """Numbers of experts, uint8 or (of more than 255) little-endian uint16, row-major:
     [tokens, layers, per_token], those of a token in the order of its router's choice; the type's
-    highest number where there is no entry."""
+    highest number where there is no entry. What `FastValidator` has read shows them where they lie
+    in the record, as a memoryview."""
 
     @classmethod
     def of(cls, choices: Choices, experts: int) -> Routes:
@@ -129,19 +132,27 @@ def _each_once(numbers: Choices, routes: Routes) -> bool:
     """Whether these, some choices of `per_token` after each other, are experts, each once."""
     if int(numbers.max()) >= routes.experts:
         return False
-    for distance in range(1, routes.per_token):
-        same = numbers[distance:] == numbers[:-distance]
-        same &= _of_one_choice(routes.per_token, distance)[: len(same)]
-        if same.any():
+    width = max(1, ROW_NUMBERS // routes.per_token) * routes.per_token
+    whole = len(numbers) // width * width
+    rows, rest = numbers[:whole].reshape(-1, width), numbers[whole:].reshape(1, -1)
+    return all(_apart(some, routes.per_token) for some in (rows, rest) if some.size)
+
+
+def _apart(rows: Choices, per_token: int) -> bool:
+    """Whether no choice in rows of whole choices has a number twice.
+
+    Every number is held against those behind it in its choice, one distance after the other, and
+    what is least in a column of rows tells for all of them: two passes over bytes a distance.
+    """
+    numbers, differs = rows.reshape(-1), np.empty_like(rows)
+    flat = differs.reshape(-1)
+    for distance in range(1, per_token):
+        np.bitwise_xor(numbers[distance:], numbers[:-distance], out=flat[:-distance])
+        flat[-distance:] = 1
+        least = np.minimum.reduce(differs, axis=0).reshape(-1, per_token)
+        if not least[:, : per_token - distance].all():
             return False
     return True
-
-
-@lru_cache(maxsize=64)
-def _of_one_choice(per_token: int, distance: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Whether the number at a place and that at so great a distance are of one choice."""
-    within = np.arange(per_token) < per_token - distance
-    return np.tile(within, max(1, BLOCK_NUMBERS // per_token))
 
 
 def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, Any]) -> None:
@@ -202,7 +213,7 @@ class GrowingRoutes:
         if self._kind is None:
             return None
         size = self._kind.token_bytes
-        data = bytes(self._data[start * size : end * size])
+        data = bytes(memoryview(self._data)[start * size : end * size])
         data += b"\xff" * ((end - start) * size - len(data))
         return msgspec.structs.replace(self._kind, data=data)
 

@@ -212,6 +212,16 @@ class Described(Versioned, Protocol):
     @property
     def meta(self) -> Meta: ...
 
+    @property
+    def routed_experts(self) -> Routes | None: ...
+
+
+class Masked(Described, Protocol):
+    """The same with what says which tokens were sampled."""
+
+    @property
+    def loss_mask(self) -> Sequence[int]: ...
+
 
 class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a reader may filter by without opening the value; ASCII on the wire (see `headers`).

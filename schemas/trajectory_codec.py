@@ -29,6 +29,7 @@ from dora_pipe.schemas.trajectory import (
     Arrays,
     EpisodeProgress,
     Headers,
+    Masked,
     Meta,
     Progress,
     Segment,
@@ -90,7 +91,7 @@ class RecordLayout(Layout, Generic[T]):
 
     def __init__(self, record: type[T], columns: Mapping[str, Column]) -> None:
         self._record: type[T] = record
-        named = [one for one in fields(record) if one.name != _ROUTED or _ROUTED in columns]
+        named = [one for one in fields(record) if one.name != ROUTED or ROUTED in columns]
         self.columns: dict[str, Column] = {
             one.name: columns.get(one.name) or _plain(one.type) for one in named
         }
@@ -108,7 +109,7 @@ class RecordLayout(Layout, Generic[T]):
         )
 
         self.routed: RecordLayout[T] = (
-            self if _ROUTED in columns else RecordLayout(record, {**columns, _ROUTED: _ROUTES})
+            self if ROUTED in columns else RecordLayout(record, {**columns, ROUTED: _ROUTES})
         )
         """That of records which say which experts their tokens passed."""
 
@@ -143,7 +144,10 @@ class RecordLayout(Layout, Generic[T]):
             arrays.logprobs, arrays.sampler_logprobs
         ):
             columns["sampler_logprobs"] = self.column("sampler_logprobs", None)
-        return self.seal(list(columns.values()))
+        loose = 0
+        if ROUTED in columns:
+            loose = columns[ROUTED][0]["data"].as_buffer().size
+        return self.seal(list(columns.values()), loose=loose)
 
 
 def same_bits(some: Any, others: Any) -> bool:
@@ -176,14 +180,19 @@ def _segments(rows: Sequence[Any]) -> list[Segment]:
         raise wire.schema_error(error, "$.segments") from None
 
 
+def _route_columns(routes: Routes) -> dict[str, Any]:
+    return msgspec.structs.asdict(routes) | {"data": bytes(routes.data)}
+
+
 def _routes(value: Any) -> Routes | None:
     try:
         return msgspec.convert(value, Routes | None)
     except msgspec.ValidationError as error:
-        raise wire.schema_error(error, f"$.{_ROUTED}") from None
+        raise wire.schema_error(error, f"$.{ROUTED}") from None
 
 
-_ROUTED: Final = "routed_experts"
+ROUTED: Final = "routed_experts"
+"""The column that records have which say through which experts tokens went."""
 _ROUTES: Final = Column(
     pa.struct(
         [
@@ -194,7 +203,7 @@ _ROUTES: Final = Column(
         ]
     ),
     nullable=True,
-    write=lambda routes: None if routes is None else msgspec.structs.asdict(routes),
+    write=lambda routes: None if routes is None else _route_columns(routes),
     read=_routes,
 )
 _INT32: Final = Column(pa.int32())
@@ -302,7 +311,7 @@ def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple
     check_arrays(arrays)
     check_segments(trajectory.segments, arrays.loss_mask)
     check_fields(trajectory)
-    _check_routed(trajectory)
+    check_routed(trajectory)
     value = layout.finish(columns, arrays)
     return value, describe(trajectory, sha256=wire.sha256_hex(value), traceparent=traceparent)
 
@@ -339,11 +348,11 @@ def _checked(
     trajectory = layout.read(values)
     check_segments(trajectory.segments, arrays.loss_mask)
     check_fields(trajectory)
-    _check_routed(trajectory)
+    check_routed(trajectory)
     return trajectory
 
 
-def _check_routed(trajectory: Trajectory) -> None:
+def check_routed(trajectory: Masked) -> None:
     """Raise SchemaError unless every token that can be trained says through which experts."""
     if trajectory.routed_experts is not None:
         check_routes(trajectory.routed_experts, trajectory.length)

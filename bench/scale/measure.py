@@ -22,15 +22,13 @@ from dora_pipe.bench.scale.size import LONGCAT, NOW_NS, MixtureShape, Size, mani
 from dora_pipe.bench.status import bench_status
 from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.fast_encode import write_trajectory
+from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.policy import Manifest, weights_digest
 from dora_pipe.schemas.rounds import Round, seal
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import (
-    encode_progress,
-    encode_trajectory,
-    view_trajectory,
-)
+from dora_pipe.schemas.trajectory_codec import encode_progress
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.patch import opened_patch, write_patch
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
@@ -88,7 +86,8 @@ class SnapshotFigure:
 def measure_sizes(size: Size, tokens: int) -> Sizes:
     """For responses of so many sampled tokens, on average."""
     trajectory = in_arrays(sample_trajectory(size.prompt_tokens + tokens))
-    value, _ = encode_trajectory(trajectory)
+    value, _ = write_trajectory(trajectory)
+    view = FastValidator().view
     status = bench_status([size.slots])[0]
     return Sizes(
         trajectory=len(value),
@@ -104,8 +103,8 @@ def measure_sizes(size: Size, tokens: int) -> Sizes:
                 Round(ordinal=10**6, role_epoch=1, now_ns=NOW_NS, control_next=10**9),
             )[1]
         ),
-        encode_s=_cpu_s(lambda: encode_trajectory(trajectory)),
-        decode_s=_cpu_s(lambda: view_trajectory(value)),
+        encode_s=_cpu_s(lambda: write_trajectory(trajectory)),
+        decode_s=_cpu_s(lambda: view(value)),
     )
 
 
@@ -141,7 +140,7 @@ def route_bytes(shape: MixtureShape) -> float:
     choices = np.argpartition(every, shape.per_token)[..., : shape.per_token].astype("<u2")
     plain = in_arrays(sample_trajectory(ROUTED_TOKENS))
     routed = replace(plain, routed_experts=Routes.of(choices, experts))
-    return (len(encode_trajectory(routed)[0]) - len(encode_trajectory(plain)[0])) / ROUTED_TOKENS
+    return (len(write_trajectory(routed)[0]) - len(write_trajectory(plain)[0])) / ROUTED_TOKENS
 
 
 def manifest_bytes() -> int:

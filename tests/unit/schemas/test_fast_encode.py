@@ -17,9 +17,10 @@ from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import fast_encode
 from dora_pipe.schemas.fast_encode import write_trajectory
-from dora_pipe.schemas.routes import Routes
+from dora_pipe.schemas.fast_validate import FastValidator
+from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Headers, Segment, Trajectory
-from dora_pipe.schemas.trajectory_codec import encode_trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 from tests.unit.schemas import strategies
 
 
@@ -59,6 +60,20 @@ def test_sampling_by_another_distribution_needs_no_arrow() -> None:
     assert write_trajectory(one) == encode_trajectory(one)
 
 
+@pytest.mark.parametrize("tokens", [9, 2_000, 33_000])
+@pytest.mark.parametrize("experts", [128, 300])
+@pytest.mark.usefixtures("no_arrow")
+def test_what_says_through_which_experts_it_went_needs_no_arrow(tokens: int, experts: int) -> None:
+    one = in_arrays(sample_trajectory(tokens))
+    choices = np.random.default_rng(tokens).integers(0, 128, (tokens, 5, 1), np.uint16)
+    choices[:2] = none_of(experts)
+    one = replace(one, routed_experts=Routes.of(choices, experts))
+    value, headers = write_trajectory(one)
+    assert (value, headers) == encode_trajectory(one)
+    assert decode_trajectory(value).routed_experts == one.routed_experts
+    assert write_trajectory(FastValidator().view(value)) == (value, headers)
+
+
 @given(strategies.trajectories(), st.booleans())
 def test_every_trajectory_has_the_bytes_that_arrow_writes(one: Trajectory, lists: bool) -> None:
     if not lists and one.token_ids:
@@ -72,6 +87,11 @@ def _segment(one: Trajectory, **changed: Any) -> Trajectory:
 
 def _with(segment: Segment, **changed: Any) -> Segment:
     return msgspec.structs.replace(segment, **changed)
+
+
+def _routed(one: Trajectory, **given: Any) -> Trajectory:
+    sizes: dict[str, Any] = {"experts": 2, "layers": 1, "per_token": 1}
+    return replace(one, routed_experts=Routes(**(sizes | given)))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +115,13 @@ def _with(segment: Segment, **changed: Any) -> Segment:
         lambda one: _segment(one, worker=None),
         lambda one: replace(one, meta=msgspec.structs.replace(one.meta, error="\ud800")),
         lambda one: replace(one, meta=msgspec.structs.replace(one.meta, error="e" * 2**20)),
-        lambda one: replace(
-            one, routed_experts=Routes(experts=2, layers=1, per_token=1, data=bytes(12))
-        ),
+        lambda one: _routed(one, data=bytes(12)),
+        lambda one: _routed(one, data=bytearray(12)),
+        lambda one: _routed(one, data=bytes(11)),
+        lambda one: _routed(one, data=b"\2" * 12),
+        lambda one: _routed(one, data=b"\xff" * 12),
+        lambda one: _routed(one, data=bytes(12), layers=0),
+        lambda one: _routed(one, data=bytes(12), experts=1.5),
     ],
 )
 def test_what_is_unusual_or_wrong_is_for_arrow_to_say(

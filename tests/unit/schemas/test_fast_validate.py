@@ -20,11 +20,13 @@ from dora_pipe.schemas import fast_validate, trajectory
 from dora_pipe.schemas.arrow_frame import decompress
 from dora_pipe.schemas.contexts import Context
 from dora_pipe.schemas.fast_validate import FastValidator
+from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Described, Sampler, Segment, SegmentKind, Trajectory
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY as LAYOUT,
 )
 from dora_pipe.schemas.trajectory_codec import (
+    RecordLayout,
     decode_trajectory,
     encode_trajectory,
     view_trajectory,
@@ -221,22 +223,60 @@ def test_more_than_255_sampled_tokens_of_a_byte_array_are_counted() -> None:
     assert found.sampled == 300
 
 
-def _changed(raw: bytes, every: int) -> Iterator[bytes]:
+def _changed(raw: bytes, every: int, layout: RecordLayout[Trajectory]) -> Iterator[bytes]:
     """One of so many bytes behind the schema, changed in several ways; and cut there."""
-    for at in range(len(LAYOUT.head), len(raw), every):
+    for at in range(len(layout.head), len(raw), every):
         for value in {0, 1, 0x7F, 0xFF, raw[at] ^ 1, raw[at] ^ 0x80} - {raw[at]}:
             yield raw[:at] + bytes([value]) + raw[at + 1 :]
         yield raw[:at]
 
 
-@pytest.mark.parametrize("every", [5, *more([1])])
-@pytest.mark.parametrize("reward", [0.5, None])
-def test_whatever_is_done_to_a_byte_a_look_says_what_arrow_says(
-    reward: float | None, every: int
+def _routed(prompt: int, sampled: int, reward: float | None = 1.0) -> Trajectory:
+    choices = np.arange(4, dtype=np.uint8).reshape(1, 2, 2).repeat(prompt + sampled, axis=0)
+    choices[0] = none_of(4)
+    return replace(_trajectory(prompt, sampled, reward), routed_experts=Routes.of(choices, 4))
+
+
+@pytest.mark.usefixtures("no_arrow")
+def test_records_with_routes_need_no_arrow_and_their_routes_are_not_copied() -> None:
+    one = _routed(3, 20_000)
+    value, _ = encode_trajectory(one)
+    found = FastValidator().view(value)
+    _same(found, view_trajectory(value))
+    assert _outcome(FastValidator().look, value) == _outcome(decode_trajectory, value)
+    assert found.routed_experts is not None
+    assert isinstance(found.routed_experts.data, memoryview)
+
+
+@pytest.mark.parametrize(
+    ("at", "entry"), [(7, [1, 1, 0, 1]), (8, [0, 4, 0, 1]), (9, [255] * 4), (0, [0, 255, 0, 1])]
+)
+def test_routes_that_cannot_be_are_refused_where_arrow_refuses_them(
+    at: int, entry: list[int]
 ) -> None:
-    value, _ = encode_trajectory(_trajectory(3, 6, reward))
+    one = _routed(3, 6)
+    assert one.routed_experts is not None
+    raw = decompress(encode_trajectory(one)[0])
+    start = raw.rindex(one.routed_experts.data)
+    place = start + 4 * at if at < 9 else start + 4 * 8
+    changed = raw[:place] + bytes(entry) + raw[place + 4 :]
+    value = zstandard.ZstdCompressor(level=1).compress(changed)
+    with pytest.raises(SchemaError) as arrow:
+        view_trajectory(value)
+    with pytest.raises(SchemaError) as caught:
+        FastValidator().view(value)
+    assert (caught.value.path, caught.value.message) == (arrow.value.path, arrow.value.message)
+    assert "routed_experts" in caught.value.path
+
+
+@pytest.mark.parametrize("every", [5, *more([1])])
+@pytest.mark.parametrize("given_", [_trajectory(3, 6, 0.5), _trajectory(3, 6, None), _routed(3, 6)])
+def test_whatever_is_done_to_a_byte_a_look_says_what_arrow_says(
+    given_: Trajectory, every: int
+) -> None:
+    value, _ = encode_trajectory(given_)
     press, validator, refused = zstandard.ZstdCompressor(level=1), FastValidator(), 0
-    for raw in _changed(decompress(value), every):
+    for raw in _changed(decompress(value), every, LAYOUT.for_record(given_)):
         frame = press.compress(raw)
         expected = _outcome(view_trajectory, frame)
         assert _outcome(validator.look, frame) == expected
@@ -244,13 +284,14 @@ def test_whatever_is_done_to_a_byte_a_look_says_what_arrow_says(
     assert refused > 1000 / every
 
 
-@given(st.data())
+@given(st.data(), st.booleans())
 def test_whatever_is_done_to_several_bytes_a_look_says_what_arrow_says(
-    data: st.DataObject,
+    data: st.DataObject, routed: bool
 ) -> None:
-    value, _ = encode_trajectory(_trajectory(2, 3))
+    value, _ = encode_trajectory((_routed if routed else _trajectory)(2, 3))
     raw = bytearray(decompress(value))
-    places = st.integers(len(LAYOUT.head), len(raw) - 1)
+    head = (LAYOUT.routed if routed else LAYOUT).head
+    places = st.integers(len(head), len(raw) - 1)
     for at in data.draw(st.lists(places, min_size=1, max_size=6)):
         raw[at] = data.draw(st.integers(0, 255))
     frame = zstandard.ZstdCompressor(level=1).compress(bytes(raw))

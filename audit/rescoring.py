@@ -104,7 +104,8 @@ class Rescoring:
     steps: tuple[Beside, ...]
     evaluations: tuple[Beside, ...]
     examples: tuple[Example, ...]
-    """Those whose rewards are farthest apart, farthest first."""
+    """Those whose rewards are farthest apart, farthest first; of equals one of every group, and
+    training before evaluations."""
     first: int | None
     """The first step at which a fate or an advantage is another one."""
 
@@ -122,20 +123,15 @@ def compare(
     examples: int,
 ) -> Rescoring:
     """Both rewards of a run beside each other; `settings` are the logged ones of every step."""
-    both = [
-        Example(trajectory=name, old=old, new=new)
-        for one in groups
-        for name, old, new in zip(one.trajectories, one.old, one.new, strict=True)
-    ]
     train = [one for one in groups if one.fate != "evaluated"]
     changed = tuple(sorted(_fates(train, rules), key=lambda one: (one.step, one.group)))
     stepwise = _Steps(Counter(one.step for one in changed))
     for step, of_step in _by_step(train):
         stepwise.add(step, of_step, settings.get(step, {}))
-    farthest = sorted((one for one in both if one.distance), key=lambda one: -one.distance)
+    differ = _farthest_first(groups)
     return Rescoring(
-        trajectories=len(both),
-        differ=len(farthest),
+        trajectories=sum(len(one.trajectories) for one in groups),
+        differ=len(differ),
         old=_mean([reward for one in train for reward in one.old]),
         new=_mean([reward for one in train for reward in one.new]),
         fates=changed,
@@ -143,7 +139,7 @@ def compare(
         signs=sum(one.signs for one in stepwise.rows),
         steps=tuple(stepwise.rows),
         evaluations=tuple(_evaluations(groups)),
-        examples=tuple(farthest[:examples]),
+        examples=tuple(differ[:examples]),
         first=min([one.step for one in changed] + stepwise.differ, default=None),
     )
 
@@ -157,6 +153,20 @@ def fate_of(rewards: Rewards, size: int, rules: Groups) -> str:
     if len(valid) < min(rules.min_valid_siblings, size):
         return "failed"
     return "filtered" if rules.filter_zero_advantage and len(set(valid)) <= 1 else "trained"
+
+
+def _farthest_first(groups: Sequence[ScoredGroup]) -> list[Example]:
+    """All trajectories whose rewards differ; see `Rescoring.examples`."""
+    found: list[tuple[float, int, bool, Example]] = []
+    for one in groups:
+        both = [
+            Example(trajectory=name, old=old, new=new)
+            for name, old, new in zip(one.trajectories, one.old, one.new, strict=True)
+        ]
+        differ = sorted((each for each in both if each.distance), key=lambda each: -each.distance)
+        evaluated = one.fate == "evaluated"
+        found += [(-each.distance, at, evaluated, each) for at, each in enumerate(differ)]
+    return [each for *_, each in sorted(found, key=lambda each: each[:3])]
 
 
 def _fates(groups: Sequence[ScoredGroup], rules: Groups) -> Iterator[ChangedGroup]:

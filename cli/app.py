@@ -37,6 +37,7 @@ COMMANDS: Final[Panels] = {
     "Audit and replay": {
         "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
         "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
+        "diff": ("cli.commands.audit:diff", "Where two runs part, and why."),
         "rescore": ("cli.commands.audit:rescore", "What another reward would have changed."),
         "export": ("cli.commands.audit:export", "Hand a run to other tools."),
         "archive": ("cli.commands.audit:archive", "Seal a run's log, or check an archive."),

@@ -144,6 +144,21 @@ def replay(
             replay_steps(open_run, first, last, changes or (), as_json=as_json, report=report)
 
 
+def diff(
+    run: RunArgument,
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another run, named likewise.")],
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Where two runs part: keys, what they are made of, versions, dispatches, batches, the first
+    trajectory that differs under equal weights and why, and both curves."""
+    from dora_pipe.cli.diff import diff_runs
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root) as one, opened(other, root) as two:
+        diff_runs(one, two, as_json=as_json)
+
+
 def rescore(
     run: RunArgument,
     reward: Annotated[

@@ -33,7 +33,6 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.registry import check_data
 from dora_pipe.producers.worker.ports import TaskPort
 from dora_pipe.schemas.control import RunStarted, TrajectoriesLogged
-from dora_pipe.schemas.rounds import AnyDecision, End
 from dora_pipe.schemas.trajectory import Trajectory, turns_of
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.sim.parts import Numbers
@@ -159,7 +158,7 @@ def test_forged_reward_of_an_evaluation_passes_audit_and_is_named_here(
     copy: RecordedRun, call: Call, recorded: RecordedRun
 ) -> None:
     with Tamper(copy) as log:
-        name = _forge_evaluation(log)
+        name = damage.forge_evaluation(log)
     bus = copy.open()
     assert audit(bus, copy.topics, copy.store).holds
     bus.close()
@@ -171,33 +170,6 @@ def test_forged_reward_of_an_evaluation_passes_audit_and_is_named_here(
     assert f"error: {name}: its reward is" in err
     code, out, _ = call("replay", str(recorded.directory), "--rewards", "--random", "5")
     assert (code, out.count("equal")) == (0, 5)
-
-
-def _forge_evaluation(log: Tamper) -> str:
-    """The reward of an evaluation is another one, in its record, control and every digest."""
-    rows = {(row.partition, row.offset): row for row in log.rows("trajectories")}
-    at, record, place, fact = next(
-        one for one in log.logged() if one[-1].trajectory.startswith("e") and one[-1].reward == 0.0
-    )
-    row = rows[fact.partition, fact.offset]
-
-    def change(one: Trajectory) -> Trajectory:
-        return replace(one, reward=1.0)
-
-    changed = log.reencode(row, change)
-    log.put(changed)
-    sha256 = dict(changed.headers)["sha256"].decode()
-    log.log_otherwise(at, record, place, reward=1.0, sha256=sha256, bytes=len(changed.value))
-    log.decide_otherwise(lambda one: _with_mean(one, fact.group))
-    log.mend()
-    return fact.trajectory
-
-
-def _with_mean(decision: AnyDecision, group: str) -> AnyDecision:
-    if not isinstance(decision, End) or decision.group != group:
-        return decision
-    reason = decision.reason.replace("mean reward 0.0000", "mean reward 1.0000")
-    return msgspec.structs.replace(decision, reason=reason)
 
 
 def test_prompt_that_is_not_that_of_its_row_is_named(recorded: RecordedRun) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dora_pipe.schemas.control import StepCommitted, TakenGroup
-from dora_pipe.schemas.rounds import Dispatch
+from dora_pipe.schemas.rounds import AnyDecision, Dispatch, End
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.tamper import Tamper
 
@@ -267,3 +267,30 @@ def another_segment_version(one: Trajectory) -> Trajectory:
         msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
     ]
     return replace(one, segments=segments)
+
+
+def forge_evaluation(log: Tamper) -> str:
+    """The reward of an evaluation is another one, in its record, control and every digest."""
+    rows = {(row.partition, row.offset): row for row in log.rows("trajectories")}
+    at, record, place, fact = next(
+        one for one in log.logged() if one[-1].trajectory.startswith("e") and one[-1].reward == 0.0
+    )
+    row = rows[fact.partition, fact.offset]
+
+    def change(one: Trajectory) -> Trajectory:
+        return replace(one, reward=1.0)
+
+    changed = log.reencode(row, change)
+    log.put(changed)
+    sha256 = dict(changed.headers)["sha256"].decode()
+    log.log_otherwise(at, record, place, reward=1.0, sha256=sha256, bytes=len(changed.value))
+    log.decide_otherwise(lambda one: _with_mean(one, fact.group))
+    log.mend()
+    return fact.trajectory
+
+
+def _with_mean(decision: AnyDecision, group: str) -> AnyDecision:
+    if not isinstance(decision, End) or decision.group != group:
+        return decision
+    reason = decision.reason.replace("mean reward 0.0000", "mean reward 1.0000")
+    return msgspec.structs.replace(decision, reason=reason)

@@ -1,0 +1,192 @@
+"""Where two runs part: what they were made of, what was decided, and the first trajectory that
+comes out otherwise under equal weights, with its cause.
+
+Pure: it is given tables and records of both. Runs of one configuration part by time alone, since
+which group is finished when depends on the machine; so decisions are compared in their order, and
+trajectories only where weights, row and seed are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.schemas.trajectory import Trajectory
+
+Cause = Literal["prompt", "sampling", "numerics", "reward"]
+
+MADE_OF: Final = """
+    select seed, planner, package, schema_version, dataset_digest, dataset_rows, eval_digest,
+           eval_rows, assets_digest from runs"""
+
+WORKERS: Final = """
+    select count(distinct worker) as workers,
+           string_agg(distinct engine || ' ' || engine_version, ', ') as engines,
+           string_agg(distinct device || ' ' || dtype, ', ') as computed_on,
+           string_agg(distinct reward_digest, ', ') as reward_digest,
+           string_agg(distinct template_digest, ', ') as template_digest from workers"""
+
+GROUPS: Final = """
+    select group_id, row, version, fate from groups where purpose = 'train' order by ordinal"""
+
+BATCHES: Final = """
+    select step, list(group_id order by group_id) from groups where fate = 'trained'
+    group by step order by step"""
+
+STEPS: Final = "select step, reward, seconds, staleness_mean from steps order by step"
+
+EVALUATIONS: Final = """
+    select evaluation, version, avg(reward) from groups where fate = 'evaluated'
+    group by evaluation, version order by evaluation, version"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What of a run is compared."""
+
+    config: Mapping[str, Any]
+    """Plain values by dotted key."""
+    made_of: Mapping[str, Any]
+    versions: Sequence[str]
+    """Weights digests, from version 0 on."""
+    groups: Sequence[tuple[str, int, int]]
+    """(group, row, version) of training, in the order of dispatch."""
+    batches: Sequence[tuple[str, ...]]
+    """The groups that each step has trained."""
+    steps: Sequence[tuple[int, float | None, float | None, float]]
+    """(step, reward, seconds, staleness)."""
+    evaluations: Mapping[tuple[str, int], float | None]
+    """Mean reward by (evaluation, version)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first place at which two sequences differ. Example: ``Parting(at=3, of=(20, 20),
+    values=("ab12", "cd34"))``; `at` is None where they are the same."""
+
+    at: int | None
+    of: tuple[int, int]
+    """How long each is."""
+    values: tuple[Any, Any] = (None, None)
+    """What stands there; None behind the end of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDiff:
+    """Where two runs part."""
+
+    config: Mapping[str, tuple[Any, Any]]
+    """Keys whose values differ; None where one run does not have it."""
+    made_of: Mapping[str, tuple[Any, Any]]
+    versions: Parting
+    dispatched: Parting
+    batches: Parting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A trajectory of both runs that is not the same. Example: ``Difference(trajectory=
+    "g0000000042-003", cause="numerics", place=17, words="log-probs before it differ by 3e-07")``.
+    """
+
+    trajectory: str
+    cause: Cause
+    place: int | None
+    """Of the first token that differs, in the sequence."""
+    words: str
+
+
+def run_of(tables: Catalogue, config: Mapping[str, Any]) -> Run:
+    """A run by its tables; `config` has plain values by dotted key."""
+    (made_of,), (workers,) = tables.records(MADE_OF), tables.records(WORKERS)
+    return Run(
+        config=config,
+        made_of={**made_of, **workers},
+        versions=[one for (one,) in tables.query("select digest from versions order by version")],
+        groups=[(group, row, version) for group, row, version, _ in tables.query(GROUPS)],
+        batches=[tuple(groups) for _, groups in tables.query(BATCHES)],
+        steps=[(step, reward, took, late) for step, reward, took, late in tables.query(STEPS)],
+        evaluations={
+            (name, version): reward for name, version, reward in tables.query(EVALUATIONS)
+        },
+    )
+
+
+def diff(one: Run, other: Run) -> RunDiff:
+    """Where they part."""
+    return RunDiff(
+        config=_differing(one.config, other.config),
+        made_of=_differing(one.made_of, other.made_of),
+        versions=parting(one.versions, other.versions),
+        dispatched=parting(one.groups, other.groups),
+        batches=parting(one.batches, other.batches),
+    )
+
+
+def parting(one: Sequence[Any], other: Sequence[Any]) -> Parting:
+    """The first place at which they differ; the end of the shorter one is such a place.
+
+    Example: ``parting("abc", "abd").at == 2``
+    """
+    pairs = enumerate(itertools.zip_longest(one, other))
+    at, values = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), (None, None))
+    return Parting(at=at, of=(len(one), len(other)), values=values or (None, None))
+
+
+def difference(one: Trajectory, other: Trajectory, *, alike: bool) -> Difference | None:
+    """What is otherwise in a trajectory of equal weights and row, and why; None where nothing is.
+
+    `alike`: seed and settings of sampling are the same, so that only what was computed can differ.
+    """
+    name, prompt = one.trajectory, one.meta.prompt_tokens
+    ids, others = np.asarray(one.token_ids), np.asarray(other.token_ids)
+    if prompt != other.meta.prompt_tokens or not np.array_equal(ids[:prompt], others[:prompt]):
+        place = _first(ids[:prompt], others[: other.meta.prompt_tokens])
+        words = f"prompts of {prompt} and {other.meta.prompt_tokens} tokens"
+        return Difference(trajectory=name, cause="prompt", place=place, words=words)
+    if np.array_equal(ids, others):
+        if one.reward == other.reward:
+            return None
+        words = f"the same text is worth {one.reward} and {other.reward}"
+        return Difference(trajectory=name, cause="reward", place=None, words=words)
+    place = _first(ids, others)
+    gap = _gap(one, other, place)
+    said = f"log-probs before it differ by up to {gap:.2g}" if gap else "equal log-probs before it"
+    cause: Cause = "numerics" if alike or gap else "sampling"
+    return Difference(trajectory=name, cause=cause, place=place, words=said)
+
+
+def comparable(one: Trajectory, other: Trajectory) -> bool:
+    """Whether both were sampled under the same weights, from the same row."""
+    here, there = one.meta, other.meta
+    return (one.digest, here.purpose, here.index, here.source) == (
+        other.digest,
+        there.purpose,
+        there.index,
+        there.source,
+    )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    found: Iterator[tuple[str, tuple[Any, Any]]] = (
+        (key, (one.get(key), other.get(key))) for key in sorted({*one, *other})
+    )
+    return {key: pair for key, pair in found if pair[0] != pair[1]}
+
+
+def _first(ids: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> int:
+    shorter = min(len(ids), len(others))
+    places = np.flatnonzero(ids[:shorter] != others[:shorter])
+    return int(places[0]) if len(places) else shorter
+
+
+def _gap(one: Trajectory, other: Trajectory, place: int) -> float:
+    """The largest distance of two log-probs of the same token before a place."""
+    pairs = zip(one.logprobs[:place], other.logprobs[:place], strict=True)
+    gaps = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+    return max(gaps, default=0.0)

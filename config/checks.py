@@ -36,6 +36,10 @@ ROUND_DECISIONS_MAX: Final = 1000
 above; that of new runs cuts at half of it); the groups of one evaluation are dispatched together
 all the same."""
 
+PARTS: Final = 4
+PART_GROUPS: Final = 4
+"""Of a batch whose file says nothing of parts: at most so many, of at least so many groups."""
+
 PORT_MAX: Final = 65_535
 
 WEIGHT_MAX: Final = 1e6
@@ -244,6 +248,15 @@ def why_no_parts(config: Config) -> str:
     if config.objective.advantage == "version-baseline":
         return "objective.advantage: version-baseline compares with all of a batch"
     return ""
+
+
+def with_parts(config: Config) -> Config:
+    """The configuration of a new run that does not say into how many parts a batch goes: as many as
+    came to a reward soonest, of at least `PART_GROUPS` groups, where there can be some."""
+    parts = min(PARTS, config.groups.per_step // PART_GROUPS)
+    trainer = msgspec.structs.replace(config.trainer, parts=parts)
+    found = msgspec.structs.replace(config, trainer=trainer)
+    return config if parts < 2 or config.workers.elastic or why_no_parts(found) else found
 
 
 def _check_parts(config: Config) -> Iterator[str]:

@@ -21,7 +21,7 @@ import msgspec
 
 from dora_pipe.config import objectives, paradigms
 from dora_pipe.config.changes import FROZEN, LOGGED
-from dora_pipe.config.checks import problems_of
+from dora_pipe.config.checks import problems_of, with_parts
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import with_older
 from dora_pipe.config.model import Config
@@ -145,7 +145,8 @@ def laid_over(table: Table, overrides: Sequence[str], folder: Path) -> Config:
             _resolve_paths(part, Path.cwd())
             _merge(target, part, "")
     _fill_in(table, folder)
-    return from_plain(table)
+    config = from_plain(table)
+    return config if "parts" in table.get("trainer", {}) else with_parts(config)
 
 
 def read_table(path: Path) -> Table:

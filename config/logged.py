@@ -25,7 +25,12 @@ OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
     "sampling": {"logprobs": "raw"},
     "policies": {"dtype": "float32"},
     "task": {"special_tokens": "parse"},
-    "trainer": {"weight_decay_exclude": "none", "head_chunk_tokens": 0, "mlp_chunk_tokens": 0},
+    "trainer": {
+        "weight_decay_exclude": "none",
+        "parts": 1,
+        "head_chunk_tokens": 0,
+        "mlp_chunk_tokens": 0,
+    },
 }
 """By section, keys that are younger than the first logs and whose default is not the older way."""
 

@@ -396,3 +396,36 @@ def test_any_plain_option_survives_being_written(
     written = config(task__options=options)
     stored.write_text(dump_toml(written), encoding="utf-8")
     assert load_config(stored, ()).task.options == options
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["groups.per_step=32"], 4),
+        (["groups.per_step=12"], 3),
+        (["groups.per_step=7"], 1),
+        (["groups.per_step=32", "trainer.parts=1"], 1),
+        (["groups.per_step=32", "trainer.minibatches=2"], 1),
+        (["groups.per_step=32", 'objective.advantage="version-baseline"'], 1),
+        (["groups.per_step=32", "workers.count=2", "workers.elastic=1"], 1),
+    ],
+)
+def test_a_batch_goes_in_parts_unless_the_file_says_otherwise_or_it_cannot(
+    tmp_path: Path, words: list[str], parts: int
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[run]\nname = "a"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
+    )
+    config = load_config(file, words)
+    assert config.trainer.parts == parts
+    (tmp_path / "again.toml").write_text(dump_toml(config))
+    assert load_config(tmp_path / "again.toml", (), stored=True) == config
+
+
+def test_a_run_that_is_older_than_parts_goes_on_without(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        '[run]\nname = "a"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
+    )
+    assert load_config(file, ["groups.per_step=32"], stored=True).trainer.parts == 1

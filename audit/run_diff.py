@@ -46,7 +46,7 @@ EVALUATIONS: Final = """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ComparedRun:
     """What of a run is compared."""
 
     config: Mapping[str, Any]
@@ -101,10 +101,10 @@ class Difference:
     words: str
 
 
-def run_of(tables: Catalogue, config: Mapping[str, Any]) -> Run:
+def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
     """A run by its tables; `config` has plain values by dotted key."""
     (made_of,), (workers,) = tables.records(MADE_OF), tables.records(WORKERS)
-    return Run(
+    return ComparedRun(
         config=config,
         made_of={**made_of, **workers},
         versions=[one for (one,) in tables.query("select digest from versions order by version")],
@@ -117,7 +117,7 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> Run:
     )
 
 
-def diff(one: Run, other: Run) -> RunDiff:
+def diff(one: ComparedRun, other: ComparedRun) -> RunDiff:
     """Where they part."""
     return RunDiff(
         config=_differing(one.config, other.config),

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from dora_pipe.audit.run_diff import (
+    ComparedRun,
     Difference,
     Parting,
-    Run,
     RunDiff,
     comparable,
     diff,
@@ -63,16 +63,16 @@ def diff_runs(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
     raise_if_damaged(damage, ", and not compared")
 
 
-def _run(run: OpenRun) -> Run:
+def _run(run: OpenRun) -> ComparedRun:
     started, _ = policy_after(run.bus, run.topics, 0)
     with closing(run.tables()) as tables:
         return run_of(tables, leaves(logged_config(started.config)))
 
 
-def _alike(one: Run, other: Run) -> bool:
+def _alike(one: ComparedRun, other: ComparedRun) -> bool:
     """Whether equal weights ought to give equal tokens."""
 
-    def settings(run: Run) -> dict[str, Any]:
+    def settings(run: ComparedRun) -> dict[str, Any]:
         keys = (key for key in run.config if key.split(".")[0] in ("sampling", "evaluation"))
         return {key: run.config[key] for key in keys} | {"seed": run.made_of["seed"]}
 
@@ -124,7 +124,7 @@ def _print(
     found: RunDiff,
     first: Difference | None,
     compared: int,
-    runs: Sequence[Run],
+    runs: Sequence[ComparedRun],
     names: Sequence[str],
 ) -> None:
     for what, pairs in (("configuration", found.config), ("made of", found.made_of)):
@@ -166,7 +166,7 @@ def _pairs(title: str, pairs: Mapping[str, tuple[Any, Any]], names: Sequence[str
         emit_table((title, *names), rows)
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> None:
+def _curves(runs: Sequence[ComparedRun], names: Sequence[str]) -> None:
     one, other = ({step: rest for step, *rest in run.steps} for run in runs)
     steps = sorted(one.keys() & other.keys())
     if steps:

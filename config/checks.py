@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from dora_pipe.config.batches import group_problems
 from dora_pipe.config.model import (
     LEARNING_RATE_MAX,
     LINEAR_LAYERS,
@@ -24,7 +25,6 @@ from dora_pipe.config.model import (
     in_flight_batches,
 )
 from dora_pipe.config.objectives import rewarded
-from dora_pipe.config.section import SIBLINGS_MAX
 from dora_pipe.config.workers import elastic_problems
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
@@ -35,10 +35,6 @@ ROUND_DECISIONS_MAX: Final = 1000
 """A planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX_2`, a floor
 above; that of new runs cuts at half of it); the groups of one evaluation are dispatched together
 all the same."""
-
-PARTS: Final = 4
-PART_GROUPS: Final = 4
-"""Of a batch whose file says nothing of parts: at most so many, of at least so many groups."""
 
 PORT_MAX: Final = 65_535
 
@@ -217,54 +213,6 @@ def _check_staleness(config: Config) -> Iterator[str]:
             f"staleness.in_flight_batches: {chosen:g} is not between 1 and {budget}"
             " (max_staleness + 1)"
         )
-
-
-def _check_groups(config: Config) -> Iterator[str]:
-    groups, minibatches = config.groups, config.trainer.minibatches
-    if groups.min_valid_siblings > groups.size:
-        yield (
-            f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
-            f" groups.size, {groups.size}: every group would fail"
-        )
-    if groups.size + groups.spare > SIBLINGS_MAX:
-        yield (
-            f"groups.spare: {groups.spare} beside groups.size, {groups.size}, are more than"
-            f" {SIBLINGS_MAX} siblings"
-        )
-    if minibatches > groups.size * groups.per_step:
-        yield (
-            f"trainer.minibatches: {minibatches} is more than the"
-            f" {groups.size * groups.per_step} trajectories of a batch"
-        )
-    if config.trainer.parts > 1:
-        yield from _check_parts(config)
-
-
-def why_no_parts(config: Config) -> str:
-    """Why a batch is not taken in parts, of those keys that may change in a run; or empty."""
-    updates, parts = config.trainer.minibatches, config.trainer.parts
-    if updates not in (1, parts):
-        return f"trainer.minibatches: {updates} updates are neither one nor one for each part"
-    if config.objective.advantage == "version-baseline":
-        return "objective.advantage: version-baseline compares with all of a batch"
-    return ""
-
-
-def with_parts(config: Config) -> Config:
-    """The configuration of a new run that does not say into how many parts a batch goes: as many as
-    came to a reward soonest, of at least `PART_GROUPS` groups, where there can be some."""
-    parts = min(PARTS, config.groups.per_step // PART_GROUPS)
-    trainer = msgspec.structs.replace(config.trainer, parts=parts)
-    found = msgspec.structs.replace(config, trainer=trainer)
-    return config if parts < 2 or config.workers.elastic or why_no_parts(found) else found
-
-
-def _check_parts(config: Config) -> Iterator[str]:
-    parts, per_step = config.trainer.parts, config.groups.per_step
-    if parts > per_step:
-        yield f"trainer.parts: {parts} are more than groups.per_step, {per_step}"
-    if why := why_no_parts(config):
-        yield f"trainer.parts: {parts} cannot be; {why}"
 
 
 def _check_lengths(config: Config) -> Iterator[str]:
@@ -576,7 +524,7 @@ _DEEPSPEED: Final = {
 _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]] = (
     _check_several,
     _check_staleness,
-    _check_groups,
+    group_problems,
     elastic_problems,
     _check_lengths,
     _check_numbers,

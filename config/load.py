@@ -20,8 +20,9 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import objectives, paradigms
+from dora_pipe.config.batches import with_parts
 from dora_pipe.config.changes import FROZEN, LOGGED
-from dora_pipe.config.checks import problems_of, with_parts
+from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import with_older
 from dora_pipe.config.model import Config

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.checks import why_no_parts
+from dora_pipe.config.batches import why_no_parts
 from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import elastic, hosting, scoring, watched

@@ -1,0 +1,65 @@
+"""What a batch is made of: decides which numbers of siblings, groups, updates and parts fit each
+other, and into how many parts a batch goes where a file says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.config.section import SIBLINGS_MAX
+
+PARTS: Final = 4
+PART_GROUPS: Final = 4
+"""Of a batch whose file says nothing of parts: at most so many, of at least so many groups."""
+
+
+def group_problems(config: Config) -> Iterator[str]:
+    """What does not fit, a line each."""
+    groups, minibatches = config.groups, config.trainer.minibatches
+    if groups.min_valid_siblings > groups.size:
+        yield (
+            f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
+            f" groups.size, {groups.size}: every group would fail"
+        )
+    if groups.size + groups.spare > SIBLINGS_MAX:
+        yield (
+            f"groups.spare: {groups.spare} beside groups.size, {groups.size}, are more than"
+            f" {SIBLINGS_MAX} siblings"
+        )
+    if minibatches > groups.size * groups.per_step:
+        yield (
+            f"trainer.minibatches: {minibatches} is more than the"
+            f" {groups.size * groups.per_step} trajectories of a batch"
+        )
+    if config.trainer.parts > 1:
+        yield from _part_problems(config)
+
+
+def why_no_parts(config: Config) -> str:
+    """Why a batch is not taken in parts, of those keys that may change in a run; or empty."""
+    updates, parts = config.trainer.minibatches, config.trainer.parts
+    if updates not in (1, parts):
+        return f"trainer.minibatches: {updates} updates are neither one nor one for each part"
+    if config.objective.advantage == "version-baseline":
+        return "objective.advantage: version-baseline compares with all of a batch"
+    return ""
+
+
+def with_parts(config: Config) -> Config:
+    """The configuration of a new run that does not say into how many parts a batch goes: as many as
+    came to a reward soonest, of at least `PART_GROUPS` groups, where there can be some."""
+    parts = min(PARTS, config.groups.per_step // PART_GROUPS)
+    trainer = msgspec.structs.replace(config.trainer, parts=parts)
+    found = msgspec.structs.replace(config, trainer=trainer)
+    return config if parts < 2 or config.workers.elastic or why_no_parts(found) else found
+
+
+def _part_problems(config: Config) -> Iterator[str]:
+    parts, per_step = config.trainer.parts, config.groups.per_step
+    if parts > per_step:
+        yield f"trainer.parts: {parts} are more than groups.per_step, {per_step}"
+    if why := why_no_parts(config):
+        yield f"trainer.parts: {parts} cannot be; {why}"

@@ -13,9 +13,9 @@ from __future__ import annotations
 import array
 import operator
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +24,13 @@ import zstandard
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.arrow_message import body_is_compressed, check_schema, metadata_bytes
 from dora_pipe.schemas.loose_frame import loose_frame
+from dora_pipe.schemas.routes import ROUTES_BYTES_MAX
 
 RAW_BYTES_MAX = 64 * 1024 * 1024
-"""The stream inside a frame; 80 times a trajectory of 64 000 tokens."""
+"""The stream inside a frame, but for wide columns; 80 times a trajectory of 64 000 tokens."""
+
+FRAME_BYTES_MAX = RAW_BYTES_MAX + ROUTES_BYTES_MAX
+"""The stream inside a frame of which nobody knows yet what it holds."""
 
 WINDOW_BYTES_MAX = 8 * 1024 * 1024
 """What a frame may ask of a reader's memory before it yields its first byte."""
@@ -39,9 +43,9 @@ ROWS_MAX = 1 << 16
 
 COLUMN_BYTES_MAX = 16 * 1024 * 1024
 """Of a column's buffers, each counted although they may be the same bytes; Python may need four
-times as much for texts."""
+times as much for texts. Bytes that become Python's as they are may be more (`Layout`'s `wide`)."""
 
-DECODE_BYTES_MAX = 512 * 1024 * 1024
+DECODE_BYTES_MAX = 768 * 1024 * 1024
 """What reading one record takes at most, the bounds above together; tests hold it."""
 
 REPEATED_MAX = 4096
@@ -62,6 +66,7 @@ _LISTS = {
 _BUFFERS = (np.ndarray, array.array, bytearray)
 """What holds numbers side by side: they go into a column as they lie there."""
 
+_NONE_WIDE: Final[Mapping[str, int]] = {}
 _PREFIX_BYTES = 8
 END_OF_STREAM = struct.pack("<iI", -1, 0)
 _FILLED_UP = tuple(bytes(-size % 8) + END_OF_STREAM for size in range(8))
@@ -84,11 +89,15 @@ class Row(NamedTuple):
 class Layout:
     """The columns of a record kind, with what is needed once and not per record.
 
+    `wide` are columns that may have more than `COLUMN_BYTES_MAX`, with how much.
+
     Example: ``Layout(pa.schema([pa.field("version", pa.int64(), nullable=False)]))``.
     """
 
-    def __init__(self, schema: pa.Schema) -> None:
+    def __init__(self, schema: pa.Schema, *, wide: Mapping[str, int] = _NONE_WIDE) -> None:
         self.schema = schema
+        self._wide = wide
+        self._raw_bytes_max = RAW_BYTES_MAX + sum(wide.values())
         self.names = tuple(schema.names)
         self._required = tuple(field.name for field in schema if not field.nullable)
         self.head = schema.serialize().to_pybytes()
@@ -127,10 +136,9 @@ class Layout:
         raw = b"".join((self.head, memoryview(batch.serialize()), END_OF_STREAM))
         if len(raw) > ROWS_MAX:  # In fewer bytes no column of ours has that many entries.
             for name, column in zip(self.names, arrays, strict=True):
-                _check_bytes(column, name)
+                self._check_bytes(column, name)
                 _check_entries(column, name)
-        if len(raw) > RAW_BYTES_MAX:
-            raise SchemaError(f"record of {len(raw)} bytes is above {RAW_BYTES_MAX}")
+        self._check_raw(raw)
         if len(raw) < LONG_BYTES_MIN or not loose:
             return compress(raw)
         place = len(raw) - len(END_OF_STREAM) - loose - -loose % 8
@@ -146,6 +154,7 @@ class Layout:
 
     def opened(self, raw: bytes, *, leave: Collection[str] = ()) -> Row:
         """As `unseal`, of what its frame held."""
+        self._check_raw(raw)
         same = raw.startswith(self.head)  # As this version writes it: types need no second look.
         try:
             batch = self._read(raw, same)
@@ -192,13 +201,24 @@ class Layout:
             column = batch.column(place) if same else _find(batch, field)
             if column is None:
                 continue
-            _check_bytes(column, field.name)
+            self._check_bytes(column, field.name)
             column.validate(full=True)
             _check_entries(column, field.name)
             if column.null_count and not field.nullable:
                 raise SchemaError("null", path=f"$.{field.name}")
             found[field.name] = column
         return found
+
+    def _check_raw(self, raw: bytes) -> None:
+        """Raise SchemaError for a stream that is larger than this record may be."""
+        if len(raw) > self._raw_bytes_max:
+            raise SchemaError(f"record of {len(raw)} bytes is above {self._raw_bytes_max}")
+
+    def _check_bytes(self, column: pa.Array, name: str) -> None:
+        """Raise SchemaError for more bytes than are validated. Looks at declared lengths only."""
+        size, most = _buffer_bytes(column), self._wide.get(name, COLUMN_BYTES_MAX)
+        if size > most:
+            raise SchemaError(f"column of {size} bytes is above {most}", path=f"$.{name}")
 
 
 def column_names(raw: bytes) -> list[str]:
@@ -338,11 +358,11 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def decompress(value: bytes) -> bytes:
-    """What one zstd frame holds, at most `RAW_BYTES_MAX`. Raises SchemaError."""
+    """What one zstd frame holds, at most `FRAME_BYTES_MAX`. Raises SchemaError."""
     try:
         size = zstandard.frame_content_size(value)
-        if size > RAW_BYTES_MAX:
-            raise SchemaError(f"frame of {size} bytes is above {RAW_BYTES_MAX}")
+        if size > FRAME_BYTES_MAX:
+            raise SchemaError(f"frame of {size} bytes is above {FRAME_BYTES_MAX}")
         if size >= 0:
             return _decompress(value)
         return _stream(value)
@@ -358,8 +378,8 @@ def _stream(value: bytes) -> bytes:
         while piece := reader.read(_READ_BYTES):
             pieces.append(piece)
             size += len(piece)
-            if size > RAW_BYTES_MAX:
-                raise SchemaError(f"frame goes on above {RAW_BYTES_MAX} bytes")
+            if size > FRAME_BYTES_MAX:
+                raise SchemaError(f"frame goes on above {FRAME_BYTES_MAX} bytes")
     return b"".join(pieces)
 
 
@@ -377,11 +397,8 @@ def _compatible(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found.equals(wanted))
 
 
-def _check_bytes(column: pa.Array, name: str) -> None:
-    """Raise SchemaError for more bytes than are validated. Looks at declared lengths only."""
-    size = sum(one.size for one in column.buffers() if one is not None)
-    if size > COLUMN_BYTES_MAX:
-        raise SchemaError(f"column of {size} bytes is above {COLUMN_BYTES_MAX}", path=f"$.{name}")
+def _buffer_bytes(column: pa.Array) -> int:
+    return sum(one.size for one in column.buffers() if one is not None)
 
 
 def _check_entries(column: pa.Array, name: str) -> None:

@@ -60,8 +60,8 @@ from dora_pipe.schemas.wire import encode, sha256_hex
 META_BYTES_MAX: Final = 1024 * 1024
 """More of it is for Arrow, which bounds columns."""
 
-ROUTES_BYTES_MAX: Final = COLUMN_BYTES_MAX - 1024
-"""The same of routes."""
+FAST_ROUTES_BYTES_MAX: Final = COLUMN_BYTES_MAX - 1024
+"""The same of routes: a copy more matters little there."""
 
 _NONE: Final = b""
 _NULL: Final = b"\0"
@@ -119,7 +119,7 @@ def _arrays(trajectory: Trajectory) -> Arrays | None:
 
 def _is_plain(routes: Routes) -> bool:
     plain = isinstance(routes.data, bytes | memoryview)
-    return plain and len(routes.data) <= ROUTES_BYTES_MAX
+    return plain and len(routes.data) <= FAST_ROUTES_BYTES_MAX
 
 
 def _numbers(values: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any] | None:

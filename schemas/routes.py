@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.errors import ConfigError, SchemaError
 
 Choices = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 """[tokens, layers, per_token], `none_of` its type where there is no entry."""
@@ -27,6 +27,9 @@ BLOCK_NUMBERS: Final = 1 << 18
 
 ROW_NUMBERS: Final = 4096
 """... in rows of so many, or somewhat fewer."""
+
+ROUTES_BYTES_MAX: Final = 128 * 1024 * 1024
+"""Of one record: 61 layers of 8 among 256 experts are 976 bytes a token, so 137 000 tokens."""
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -94,28 +97,36 @@ def check_routes(routes: Routes | None, tokens: int) -> None:
     if routes is None:
         return
     sizes = (routes.experts, routes.layers, routes.per_token)
-    if min(sizes) < 1 or not routes.per_token <= routes.experts <= np.iinfo("<u2").max:
+    wide = routes.layers * routes.per_token > BLOCK_NUMBERS
+    if wide or min(sizes) < 1 or not routes.per_token <= routes.experts <= np.iinfo("<u2").max:
         raise SchemaError(f"{sizes} are no sizes of a mixture", path="$.routed_experts")
     if len(routes.data) != tokens * routes.token_bytes:
         why = f"{len(routes.data)} bytes for {tokens} tokens of {routes.token_bytes}"
         raise SchemaError(why, path="$.routed_experts")
-    if _plainly_sound(routes):
-        return
+    # Some tokens at a time, whatever they hold: nothing as large as the record is made of it.
+    some = BLOCK_NUMBERS // (routes.layers * routes.per_token)
     choices = routes.choices
+    for start in range(0, tokens, some):
+        if not _plainly_sound(part := choices[start : start + some], routes):
+            _look_closer(part, routes, start)
+
+
+def _look_closer(choices: Choices, routes: Routes, start: int) -> None:
+    """Raise SchemaError where something is wrong with entries, the first of token `start`."""
     there = ~(choices == none_of(routes.experts)).all(axis=(1, 2))
     rows = choices[there]
     odd = np.any(rows >= routes.experts, axis=(1, 2))
     ordered = np.sort(rows, axis=2)
     odd |= np.any(ordered[:, :, 1:] == ordered[:, :, :-1], axis=(1, 2))
     if odd.any():
-        at = int(np.flatnonzero(there)[odd.argmax()])
+        at = start + int(np.flatnonzero(there)[odd.argmax()])
         raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{at}]")
 
 
-def _plainly_sound(routes: Routes) -> bool:
+def _plainly_sound(choices: Choices, routes: Routes) -> bool:
     """Whether nothing is wrong, in passes over numbers as they lie: a tenth of the time of sorting
     them. What is wrong, and where, is for who looks closer."""
-    rows = routes.choices.reshape(routes.tokens, -1)
+    rows = choices.reshape(len(choices), -1)
     none = none_of(routes.experts)
     there = rows[:, 0] != none
     start = int(there.argmax()) if there.any() else len(rows)
@@ -123,9 +134,7 @@ def _plainly_sound(routes: Routes) -> bool:
         return False
     # Mostly the first token alone has none: what lies behind it need not be copied.
     rows = rows[start:] if there[start:].all() else rows[there]
-    numbers = rows.reshape(-1)
-    block = max(1, BLOCK_NUMBERS // routes.per_token) * routes.per_token
-    return all(_each_once(numbers[at : at + block], routes) for at in range(0, len(numbers), block))
+    return not rows.size or _each_once(rows.reshape(-1), routes)
 
 
 def _each_once(numbers: Choices, routes: Routes) -> bool:
@@ -165,6 +174,16 @@ def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, 
     if missing.any():
         at = int(np.asarray(places)[int(missing.argmax())])
         raise SchemaError("a sampled token without experts", path=f"$.routed_experts[{at}]")
+
+
+def need_room(tokens: int, token_bytes: int) -> None:
+    """Raise ConfigError where a record of so many tokens could not have the entries of all."""
+    if tokens * token_bytes > ROUTES_BYTES_MAX:
+        raise ConfigError(
+            f"sampling.routes: the experts of {tokens} tokens are {tokens * token_bytes} bytes, and"
+            f" a record has at most {ROUTES_BYTES_MAX}",
+            hint=f"workers.context_tokens = {ROUTES_BYTES_MAX // token_bytes} or less",
+        )
 
 
 class GrowingRoutes:

@@ -24,7 +24,7 @@ from dora_pipe.schemas import wire
 from dora_pipe.schemas.arrow_frame import Layout, column_names, decompress
 from dora_pipe.schemas.contexts import Call, counted_places
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
-from dora_pipe.schemas.routes import Routes, check_routes, need_entries
+from dora_pipe.schemas.routes import ROUTES_BYTES_MAX, Routes, check_routes, need_entries
 from dora_pipe.schemas.trajectory import (
     Arrays,
     EpisodeProgress,
@@ -105,7 +105,8 @@ class RecordLayout(Layout, Generic[T]):
             pa.schema(
                 pa.field(name, self.columns[field].kind, nullable=self.columns[field].nullable)
                 for field, name in self._names
-            )
+            ),
+            wide={ROUTED: ROUTES_BYTES_MAX} if ROUTED in columns else {},
         )
 
         self.routed: RecordLayout[T] = (

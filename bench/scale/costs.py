@@ -24,7 +24,7 @@ from dora_pipe.bench.scale.size import (
 from dora_pipe.bus.port import Reader
 from dora_pipe.core.runtime import BUS_TURN_NS
 from dora_pipe.orchestrator.snapshots import BODY_BYTES_MAX, SNAPSHOT_EVERY
-from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX
+from dora_pipe.schemas.routes import ROUTES_BYTES_MAX
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX
 
 ROUNDS_S: Final = 1e9 / BUS_TURN_NS
@@ -329,7 +329,7 @@ def _size_limits(size: Size, sizes: Sizes, rates: Rates, snapshot: SnapshotFigur
         Limit(
             what="experts of the longest trajectory, with sampling.routes",
             now=longest / 1e6,
-            bound=COLUMN_BYTES_MAX / 1e6,
+            bound=ROUTES_BYTES_MAX / 1e6,
             fixed=longest / 1e6,
             unit="MB",
             mend="shorter responses",

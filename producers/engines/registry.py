@@ -202,7 +202,7 @@ def _check_torch_model(directory: Path, config: Config) -> None:
 
     model = read_causal_lm(directory, context_tokens=config.workers.context_tokens)
     if config.sampling.routes:
-        need_experts(model, directory)
+        need_experts(model, directory, context_tokens=config.workers.context_tokens)
 
 
 def _vllm_settings(config: Config) -> dict[str, Any]:

@@ -91,7 +91,7 @@ EMIT_EVERY_TOKENS: Final = 32
 """The engine reports a single-turn request's tokens at least so often: what has not been reported
 is lost when the worker stops."""
 
-VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
+VALUE_BYTES_MAX: Final = 192 * 1024 * 1024
 """No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
 
 EPISODE_RESTARTS_MAX: Final = 3

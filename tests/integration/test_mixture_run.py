@@ -1,4 +1,5 @@
-"""Mixtures of experts from a warm start to an export, every step and token bit for bit again."""
+"""Mixtures of experts from a warm start to an export, every step and token bit for bit again, with
+records of experts that lie beside the log."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import export_policy
+from dora_pipe.audit.prune import plan_claims
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, claim_of
+from dora_pipe.bus.port import Bus, Record
+from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
 from dora_pipe.consumers.learners.torch.model import build, load_weights
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.policy import PolicyDtype
@@ -27,6 +33,7 @@ from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_traje
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
 from tests.support.models import make_further, make_glm4_moe, make_qwen3_moe
+from tests.support.worker import VirtualClock
 
 STEPS = 2
 KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
@@ -35,7 +42,17 @@ KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
     "further": (make_further, "float32", True),
 }
 """The last says whether experts are recorded and trained by."""
+CLAIMED_ABOVE = 1000
+"""Bytes of a record that lies beside the log, where experts are recorded."""
 MEMORY = {"gradient_checkpointing": True, "packing": True}
+
+
+class ClaimingCluster(Cluster):
+    """One whose larger records lie beside its log, as those of long responses of wide models do."""
+
+    def open_log(self) -> Bus:
+        claims = ClaimFiles(self.store.root / "claims")
+        return ClaimBus(SqliteBus(self.path), claims, above_bytes=CLAIMED_ABOVE)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -66,7 +83,8 @@ def cluster(
         **{f"trainer__{key}": value for key, value in MEMORY.items()},
     )
     parts = TorchParts(warm, dtype=dtype)
-    with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
+    make_cluster = ClaimingCluster if routes else Cluster
+    with make_cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
         running.until(lambda: running.version >= 1)
         running.restart(TRAINER)
         running.until(lambda: bool(progress_of(running)))
@@ -94,6 +112,44 @@ def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> 
         asked = routed and one.meta.purpose == "train"
         assert (one.routed_experts is not None) == asked
     assert {one.routed_experts is not None for one in progress_of(cluster)} == {routed}
+
+
+def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_named(
+    cluster: Cluster,
+) -> None:
+    store, topics = cluster.store, cluster.topics
+    if not cluster.config.sampling.routes:
+        assert not store.claims()
+        return
+    record, path = claimed(cluster)
+    clock = VirtualClock()
+    clock.ns += max(one.modified_ns for one in store.claims()) + 10**13 - clock.wall_ns()
+    with closing(cluster.open_log()) as bus:
+        plan = plan_claims(bus, topics, store, clock=clock)
+    assert (plan.files, plan.candidates, plan.note) == (len(store.claims()), (), "")
+    whole = path.read_bytes()
+    for changed, why in (
+        (whole[:-1] + b"?", "has another digest"),
+        (None, "there is no such value"),
+    ):
+        path.unlink() if changed is None else path.write_bytes(changed)
+        (violation,) = audit(cluster.bus, topics, store.root).violations
+        assert dict(record.headers)["trajectory"].decode() in violation.line
+        assert f"cannot be read: claim {path.name}: " in violation.line
+        assert why in violation.line
+        with pytest.raises(InvariantBroken, match=f"cannot be read: claim {path.name}"):
+            cluster.replayed(0, STEPS)
+    path.write_bytes(whole)
+    assert audit(cluster.bus, topics, store.root).holds
+
+
+def claimed(cluster: Cluster) -> tuple[Record, Path]:
+    """A trained trajectory's record as it lies in the log, and the value that it names."""
+    with closing(SqliteBus(cluster.path)) as bus:
+        records = records_of(bus, ends_of(bus, cluster.topics.trajectories))
+        found = [one for one in records if claim_of(one) and one.key.startswith(b"g")]
+    assert len(found) > 4
+    return found[0], cluster.store.root / "claims" / claim_of(found[0])
 
 
 def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(

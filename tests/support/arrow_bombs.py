@@ -224,9 +224,17 @@ def largest() -> bytes:
             ),
             meta_json=pa.array([_meta()]),
             unknown=pa.array([b"\x01" * 16_000_000]),
+            routed_experts=routes(count, 127),
         )
     )
     return beside
+
+
+def routes(tokens: int, layers: int) -> pa.Array:
+    """Through the same expert, one of 255, in every layer."""
+    sizes = {"experts": 255, "layers": layers, "per_token": 1}
+    column = {**sizes, "data": bytes(tokens * layers)}
+    return pa.array([column], TRAJECTORY.routed.schema.field("routed_experts").type)
 
 
 def _segments(tokens: int) -> list[dict[str, Any]]:
@@ -285,6 +293,26 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
     "sixty million bytes of mask": (
         lambda: frame(with_columns(loss_mask=list_of(pa.array(np.zeros(LARGE, np.uint8))))),
         "column of",
+    ),
+    "sixty million bytes of mask beside experts": (
+        lambda: frame(
+            with_columns(
+                loss_mask=list_of(pa.array(np.zeros(LARGE, np.uint8))), routed_experts=routes(1, 1)
+            )
+        ),
+        "column of",
+    ),
+    "experts above their bound": (
+        lambda: frame(with_columns(routed_experts=routes(1 << 20, 140))),
+        "column of",
+    ),
+    "a token through a hundred million layers": (
+        lambda: frame(with_columns(routed_experts=routes(1, 100_000_000))),
+        "no sizes of a mixture",
+    ),
+    "as many bytes as experts may have, without them": (
+        lambda: frame(RAW + bytes(100_000_000)),
+        "record of",
     ),
     "one character that makes the others four bytes": (
         lambda: frame(with_columns(meta_json=pa.array(["x" * LARGE + "\U0001f600"]))),

@@ -27,6 +27,7 @@ from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.policy import weights_digest
 from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY
+from dora_pipe.schemas.routes import ROUTES_BYTES_MAX
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import canonical, sha256_hex
 from dora_pipe.store.names import assets_digest
@@ -80,6 +81,7 @@ def figures() -> dict[str, Any]:
         "schema_version": wire.SCHEMA_VERSION,
         "json_mib": wire.RECORD_BYTES_MAX >> 20,
         "raw_mib": arrow_frame.RAW_BYTES_MAX >> 20,
+        "routes_mib": ROUTES_BYTES_MAX >> 20,
         "level": arrow_frame.COMPRESSION_LEVEL,
         "long_level": arrow_frame.LONG_COMPRESSION_LEVEL,
         "long_kib": arrow_frame.LONG_BYTES_MIN >> 10,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.routes import need_room, number_type
 from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.model_dir import read_config
 
@@ -185,12 +186,16 @@ class CausalLM:
         return shapes
 
 
-def need_experts(model: CausalLM, where: Path) -> None:
-    """Raise PolicyError for a model that is no mixture."""
-    if model.experts is None or not model.experts.layers:
+def need_experts(model: CausalLM, where: Path, *, context_tokens: int) -> None:
+    """Raise PolicyError for a model that is no mixture, ConfigError for contexts whose experts no
+    record can name."""
+    experts = model.experts
+    if experts is None or not experts.layers:
         raise PolicyError(
             f"sampling.routes: {where} is no mixture of experts", hint="leave the key out"
         )
+    entry = len(experts.layers) * experts.per_token * number_type(experts.count).itemsize
+    need_room(context_tokens, entry)
 
 
 def read_causal_lm(model_dir: Path, *, context_tokens: int) -> CausalLM:

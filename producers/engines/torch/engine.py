@@ -178,7 +178,7 @@ class TorchEngine(EngineBase[int]):
         torch.set_num_threads(threads)
         model = read_causal_lm(model_dir, context_tokens=context_tokens)
         if routes:
-            need_experts(model, model_dir)
+            need_experts(model, model_dir, context_tokens=context_tokens)
         files = weight_files(model_dir)
         weights, digest = _directory_weights(model, files, model_dir) if files else (None, "")
         try:

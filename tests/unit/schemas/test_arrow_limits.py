@@ -13,7 +13,7 @@ import pytest
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import arrow_frame
-from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, DECODE_BYTES_MAX, RAW_BYTES_MAX
+from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, DECODE_BYTES_MAX, FRAME_BYTES_MAX
 from dora_pipe.schemas.arrow_message import METADATA_BYTES_MAX, check_schema, metadata_bytes
 from dora_pipe.schemas.trajectory_codec import TRAJECTORY, decode_trajectory
 from tests.golden import arrow_values
@@ -65,7 +65,7 @@ def test_record_is_read_or_refused_within_its_bounds(name: str, taken: dict[str,
     expected = BOMBS[name][1]
     refused, grown, pool, _ = taken[name]
     assert re.search(expected, refused) if expected else not refused, refused
-    assert grown <= (RAW_BYTES_MAX * 2 + SPARE_BYTES if expected else DECODE_BYTES_MAX)
+    assert grown <= (FRAME_BYTES_MAX + SPARE_BYTES if expected else DECODE_BYTES_MAX)
     assert pool <= COLUMN_BYTES_MAX
 
 

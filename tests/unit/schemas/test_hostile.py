@@ -179,9 +179,9 @@ def bomb(*, says_its_size: bool, raw_bytes: int) -> bytes:
 
 @pytest.mark.parametrize("says_its_size", [True, False])
 def test_frame_beyond_the_bound_is_refused(says_its_size: bool) -> None:
-    frame = bomb(says_its_size=says_its_size, raw_bytes=arrow_frame.RAW_BYTES_MAX + (1 << 20))
+    frame = bomb(says_its_size=says_its_size, raw_bytes=arrow_frame.FRAME_BYTES_MAX + (1 << 20))
     assert len(frame) < 1 << 14
-    with pytest.raises(SchemaError, match=f"above {arrow_frame.RAW_BYTES_MAX}"):
+    with pytest.raises(SchemaError, match=f"above {arrow_frame.FRAME_BYTES_MAX}"):
         decode_trajectory(frame)
 
 

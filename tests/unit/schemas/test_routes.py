@@ -19,19 +19,24 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.producers.engines.registry import BUILT_IN, check_engines
+from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.worker.context_tree import ContextTree, placed
+from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX
 from dora_pipe.producers.worker.resume import prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, FRAME_BYTES_MAX
 from dora_pipe.schemas.contexts import choices_of, contexts_of
 from dora_pipe.schemas.routes import (
     BLOCK_NUMBERS,
     GrowingRoutes,
     Routes,
     check_routes,
+    need_room,
     none_of,
 )
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import (
+    TRAJECTORY,
     decode_any_progress,
     decode_trajectory,
     encode_any_progress,
@@ -39,6 +44,7 @@ from dora_pipe.schemas.trajectory_codec import (
     view_trajectory,
 )
 from tests.support.batches import make_trajectory
+from tests.support.models import make_qwen3_moe
 from tests.unit.producers.test_context_tree import turn_of
 
 NAME = "g0000000001-002"
@@ -164,6 +170,56 @@ def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
     sequence.resume(chunks)
     assert sequence.routes.between(0, 7) == whole
     assert sequence.routes.known == 7
+
+
+def wide(tokens: int) -> Routes:
+    """Of 61 layers of 8 among 256 experts, as DeepSeek-V3 and its kind have them."""
+    firsts = np.random.default_rng(1).integers(0, 256, (tokens, 61, 1), dtype=np.uint16)
+    choices = (firsts + np.arange(8, dtype=np.uint16) * 31) % 256
+    choices[0] = none_of(256)
+    return Routes.of(choices, 256)
+
+
+def test_a_long_response_of_a_wide_mixture_has_a_record() -> None:
+    tokens = 17_500
+    routes = wide(tokens)
+    assert len(routes.data) == tokens * 976 > COLUMN_BYTES_MAX
+    sampled = [7] * (tokens - 3)
+    trajectory = replace(make_trajectory(NAME, sampled=sampled), routed_experts=routes)
+    read = view_trajectory(encode_trajectory(trajectory)[0])
+    assert read.routed_experts == routes
+    assert VALUE_BYTES_MAX == FRAME_BYTES_MAX, "a worker gives up what no reader opens"
+    damaged = np.array(routes.choices)
+    damaged[-1, -1, 0] = damaged[-1, -1, 1]
+    twice = replace(trajectory, routed_experts=Routes.of(damaged, 256))
+    with pytest.raises(SchemaError, match="each once") as caught:
+        encode_trajectory(twice)
+    assert caught.value.path == f"$.routed_experts[{tokens - 1}]"
+
+
+def test_contexts_whose_experts_no_record_can_name_are_refused_before_they_begin(
+    tmp_path: Path,
+) -> None:
+    need_room(137_518, 976)
+    with pytest.raises(ConfigError, match=r"200000 tokens are 195200000 bytes") as caught:
+        need_room(200_000, 976)
+    assert caught.value.hint == "workers.context_tokens = 137518 or less"
+    make_qwen3_moe(tmp_path, context_tokens=1 << 26)
+    with pytest.raises(ConfigError, match=r"sampling\.routes: the experts of 67108864 tokens"):
+        TorchEngine.open(tmp_path, slots=1, context_tokens=1 << 26, threads=1, routes=True)
+
+
+def test_experts_above_the_bound_are_neither_written_nor_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = make_trajectory(NAME, sampled=[7] * 97)
+    record = replace(plain, routed_experts=wide(100))
+    value = encode_trajectory(record)[0]
+    monkeypatch.setitem(TRAJECTORY.routed._wide, "routed_experts", 90_000)
+    for attempt in (lambda: encode_trajectory(record), lambda: decode_trajectory(value)):
+        with pytest.raises(SchemaError, match=r"column of 976.. bytes is above 90000") as caught:
+            attempt()
+        assert caught.value.path == "$.routed_experts"
 
 
 def test_every_context_has_the_experts_of_all_its_tokens() -> None:

@@ -47,15 +47,21 @@ def opened(vllm: Subject, **which: Any) -> VllmServerEngine:
 
 def taken(engine: Engine, one: EngineRequest, *, sampled: int) -> tuple[Kv, EngineRequest]:
     """The request's cache when so many tokens more are there, and the request that goes on from it.
-    A step need not have one of each request."""
-    results = defaultdict[str, Result](Result)
-    engine.add(replace(one, emit_every=1))
-    while len(results[one.request].tokens) < sampled:
-        moves.steps(engine, results, 1)
-    found = engine.export(one.request)
-    assert found is not None and found.sampled is None and found.kv is not None
-    tokens = [*one.token_ids, *results[one.request].tokens]
-    return found.kv, replace(one, token_ids=tokens, sampled=one.sampled + sampled, kv=found.kv)
+    A step need not have one of each request; one that has ended in its server by then is asked
+    again."""
+    for _ in range(moves.ATTEMPTS_MAX):
+        results = defaultdict[str, Result](Result)
+        engine.add(replace(one, emit_every=1))
+        while len(results[one.request].tokens) < sampled:
+            moves.steps(engine, results, 1)
+        found = engine.export(one.request)
+        if found is not None:
+            assert found.sampled is None and found.kv is not None
+            tokens = [*one.token_ids, *results[one.request].tokens]
+            again = one.sampled + sampled
+            return found.kv, replace(one, token_ids=tokens, sampled=again, kv=found.kv)
+        engine.cancel(one.request)
+    raise AssertionError(f"{one.request} is never given out")
 
 
 @pytest.mark.parametrize("sampled", [1, 26, 27, 59])

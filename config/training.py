@@ -80,7 +80,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     threads: Positive = 1
     """Of the trainer's process; equal bits are promised under an equal number."""
     ranks: Positive = 1
-    """Processes. They are started on the trainer's machine, or by torchrun on several."""
+    """Processes. They are started on the trainer's machine, or on each of its `--nodes`."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """What is spread over the ranks: 1 AdamW's moments, 2 gradients too, 3 weights too."""
     offload: Literal["none", "optimizer", "all"] = "none"

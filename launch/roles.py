@@ -210,7 +210,7 @@ def transferring(
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
-    """Be the trainer until the run ends; under torchrun, ranks above 0 obey rank 0 instead."""
+    """Be the trainer until the run ends; of several nodes, ranks above 0 obey rank 0 instead."""
     from dora_pipe.consumers.learners.registry import end_ranks, follows, make_learner, need_learner
     from dora_pipe.consumers.trainer.role import run_trainer
 

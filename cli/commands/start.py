@@ -35,6 +35,7 @@ from dora_pipe.core.console import RUNS, say, typed
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
 
 if TYPE_CHECKING:
+    from dora_pipe.config.model import Config
     from dora_pipe.config.schedule import Schedule
 
 AdoptOption = Annotated[
@@ -260,9 +261,15 @@ def trainer(
     config: ConfigArgument,
     override: OverrideOption = None,
     adopt: AdoptOption = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines of the trainer.")] = 1,
+    node: Annotated[int, typer.Option(min=0, help="Which of them this is; 0 is the first.")] = 0,
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Of node 0, where the ranks of all meet.")
+    ] = "",
     root: RunsOption = RUNS,
 ) -> None:
-    """Start the trainer of a run; a second one of the same run fences the first."""
+    """Start the trainer of a run; a second one of the same run fences the first. Of one on several
+    machines each gets the same command with another --node."""
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.local_roles import show_gpus
     from dora_pipe.launch.run import load_wanted
@@ -270,9 +277,23 @@ def trainer(
 
     roles.talk(local_roles.TRAINER)
     wanted = load_wanted(config, override or ())
+    if nodes > 1:
+        words = ["trainer", str(config), "--runs", str(root), *(["--adopt"] if adopt else [])]
+        words += [word for one in override or () for word in ("-o", one)]
+        raise typer.Exit(_trainer_node(wanted, words, nodes, node, rendezvous))
     show_gpus(wanted, local_roles.TRAINER)
     with locked(run_dir(wanted, root), shared=True):
         roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
+
+
+def _trainer_node(wanted: Config, words: list[str], nodes: int, node: int, rendezvous: str) -> int:
+    """Be a node of a trainer of several; its exit code."""
+    from dora_pipe.launch import nodes as launch
+
+    this = launch.Node(nodes=nodes, node=node, rendezvous=rendezvous)
+    each = launch.environments(this, launch.ranks_per_node(wanted, this))
+    stop_s = wanted.timing.stop_timeout_s + launch.STOP_GRACE_S
+    return launch.run_node(launch.command_of(words), each, stop_s=stop_s)
 
 
 def serve_task(

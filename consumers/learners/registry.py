@@ -224,17 +224,17 @@ def _gradient_device(section: Section) -> str:
 
 
 def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
-    """Be a rank above 0 until that one ends, if torchrun started this process as one.
+    """Be a rank above 0 until that one ends, if this process was started as one.
 
-    Raises ConfigError, ResourceError when another rank is lost.
+    Raises ConfigError, UsageError, BusError, ResourceError when another rank is lost.
     """
     if config.trainer.kind != "deepspeed" or os.environ.get("RANK", "0") in ("", "0"):
         return False
     device = device_of(config.trainer)
     prepare(device)
-    from dora_pipe.consumers.learners.deepspeed.follow import follow_torchrun
+    from dora_pipe.consumers.learners.deepspeed.follow import follow_environment
 
-    return follow_torchrun(device, log, store)
+    return follow_environment(device, log, store)
 
 
 def end_ranks() -> None:

@@ -17,13 +17,12 @@ case $role in
     fi
     ;;
   trainer)
-    ranks=$((TRAINER_NODES * TRAINER_RANKS))
     command=(dora-pipe trainer "$@" "${runs[@]}")
-    if [ "$ranks" -gt 1 ]; then
-      command=(torchrun --nnodes "$TRAINER_NODES" --nproc-per-node "$TRAINER_RANKS"
-        --rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:$RENDEZVOUS_PORT"
-        --rdzv-id "$SLURM_JOB_ID" --no-python "${command[@]}" -o "trainer.ranks=$ranks")
-    fi
+    read -ra trainers <<< "$TRAINER_NODELIST"
+    for node in "${!trainers[@]}"; do
+      [ "${trainers[$node]}" = "$SLURMD_NODENAME" ] || continue
+      command+=(--nodes "${#trainers[@]}" --node "$node" --rendezvous "$FIRST_NODE:$RENDEZVOUS_PORT")
+    done
     ;;
   *) command=(dora-pipe "$role" "$@" "${runs[@]}") ;;
 esac

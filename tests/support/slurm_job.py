@@ -20,9 +20,15 @@ NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 
 class SlurmJob:
-    """A user's folder that all nodes see, and the job submitted from a checkout."""
+    """A user's folder that all nodes see, and the job submitted from a checkout.
 
-    def __init__(self, folder: Path, *, nodes: int = 2, **variables: str) -> None:
+    With `apart` each node has copies of policies of its own, on a disk that no other node sees, and
+    they lie in a store at an address.
+    """
+
+    def __init__(
+        self, folder: Path, *, nodes: int = 2, apart: bool = False, **variables: str
+    ) -> None:
         self.folder = folder
         self.scratch = folder / "scratch"
         self.run = f"slurm-{secrets.token_hex(4)}"
@@ -30,7 +36,10 @@ class SlurmJob:
         self.url = f"kafka://{NODES[0]}:{self.port}/{self.run}"
         self.config = furnish(folder) / "config.toml"
         text = self.config.read_text().replace('"tiny"', f'"{self.run}"')
-        self.config.write_text(text + f'[store]\npath = "{folder / "store"}"\n')
+        key, scheme = ("url", "file://") if apart else ("path", "")
+        self.config.write_text(text + f'[store]\n{key} = "{scheme}{folder / "store"}"\n')
+        if apart:
+            variables["NODE_DIRS"] = str(self.scratch)
         self._variables = {
             "SLURM_SUBMIT_DIR": str(ROOT),
             "SLURM_JOB_NODELIST": ",".join(NODES[:nodes]),

@@ -12,11 +12,13 @@ import signal
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.deepspeed import prepare
 from dora_pipe.consumers.learners.deepspeed.commands import (
     AnyCommand,
@@ -29,8 +31,12 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Read,
     ShareCommand,
 )
+from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import DoraError
+from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
@@ -42,25 +48,38 @@ ORPHAN_EVERY_S: Final = 0.5
 """How often a rank looks whether rank 0 is still there."""
 
 
-def follow_torchrun(device: str, log: LogLocation, store: PolicyStore) -> bool:
-    """Be the rank that torchrun says, with this machine's way to the log and to the policies.
+def follow_environment(device: str, log: LogLocation, store: PolicyStore) -> bool:
+    """Be the rank that the environment says, with this machine's way to the log and to the
+    policies; there is nothing to be in a run that is over.
 
-    False where torchrun did not start this process. Raises ConfigError, ResourceError when the
-    other ranks are lost.
+    False where the environment names none. Raises ConfigError, UsageError when the run does not
+    start, BusError, ResourceError when the other ranks do not come or are lost.
     """
-    from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, torchrun_rank
+    from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, environment_rank
 
     prepare(device)
-    info = torchrun_rank()
+    info = environment_rank()
     if info is None:
         return False
-    # Torchrun tells all ranks to stop at once, but rank 0 ends its step first, with everybody.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    if _is_over(log):
+        return True
     group = RankGroup(info, device)
     group.join()
+    # All ranks are told to stop at once, but rank 0 ends its step first, with everybody.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     Follower(group, log, store).run()
     return True
+
+
+def _is_over(log: LogLocation) -> bool:
+    """Whether rank 0 would not come any more."""
+    topics, clock = Topics(log.run), SystemClock()
+    with closing(log.open()) as bus:
+        wait_for_run(bus, topics, lambda: False, clock)
+        at = TopicPartition(topics.decisions, 0)
+        end = retry_bus("looking for the last round", lambda: bus.end(at), clock)
+        return run_is_over(bus, topics, end, clock)
 
 
 class Follower:

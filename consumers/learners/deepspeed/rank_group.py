@@ -1,9 +1,9 @@
 """The processes of a trainer: who they are, how they are started, how they hear of each other.
 
-It decides when a rank counts as lost. Two ways lead here: under torchrun the environment names the
-ranks and all of them exist already; without it rank 0 starts the others on its own machine. A rank
-that dies takes the trainer with it: a collective cannot go on without one, and all there is to lose
-is a step that was not committed.
+It decides when a rank counts as lost. Two ways lead here: on several nodes the environment names
+the ranks and all of them exist already (`meeting`, or torchrun); without it rank 0 starts the
+others on its own machine. A rank that dies takes the trainer with it: a collective cannot go on
+without one, and all there is to lose is a step that was not committed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dora_pipe.consumers.learners.deepspeed.commands import COMMANDS, AnyCommand, EndRanks
+from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
 from dora_pipe.core.errors import ConfigError, ResourceError
 
 COMMAND_TIMEOUT: Final = timedelta(days=7)
@@ -49,7 +50,7 @@ BUSY_S: Final = 1.0
 END_S: Final = 10.0
 """Ranks may take so long to end when they are told to."""
 
-_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,9 @@ class RankInfo:
     """A file in which ranks of one machine find each other; empty: the environment says where."""
 
 
-def torchrun_rank() -> RankInfo | None:
-    """The rank that torchrun gave to this process, if it did. Raises ConfigError."""
-    values = [os.environ.get(name) for name in _TORCHRUN]
+def environment_rank() -> RankInfo | None:
+    """The rank that the environment gives to this process, if it does. Raises ConfigError."""
+    values = [os.environ.get(name) for name in _ENVIRONMENT]
     if not all(values):
         return None
     try:
@@ -85,6 +86,7 @@ class RankGroup:
         self.backend = "gloo" if device == "cpu" else "nccl"
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ended = False
+        self._meeting: Meeting | None = None
         self._control: Any = None
         self._busy = threading.RLock()
 
@@ -127,6 +129,9 @@ class RankGroup:
         elif info.rendezvous:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             where = {"store": stores.FileStore(info.rendezvous, info.ranks)}
+        elif (met := meeting_of(info.rank, info.ranks)) is not None:
+            self._meeting, where = met, {"store": met.store}
+            met.watch(self._leave)
         dist.init_process_group(
             self.backend,
             rank=info.rank,
@@ -241,13 +246,17 @@ class RankGroup:
         """A collective of a GPU does not notice by itself that another rank is gone."""
         while not self._ended:
             if self._lost():
-                time.sleep(LOST_GRACE_S)
-                if not self._ended:
-                    sys.stderr.write(f"error: {self._lost()}\n")
-                    sys.stderr.flush()
-                    self._forget_rendezvous()
-                    os._exit(ResourceError.exit_code)
+                self._leave()
             time.sleep(WATCH_S)
+
+    def _leave(self) -> None:
+        """One is lost: end, unless the rank notices by itself."""
+        time.sleep(LOST_GRACE_S)
+        if not self._ended:
+            sys.stderr.write(f"error: {self._lost()}\n")
+            sys.stderr.flush()
+            self._forget_rendezvous()
+            os._exit(ResourceError.exit_code)
 
     def _settle(self) -> None:
         """A connection is closed a little before its process has ended."""
@@ -264,7 +273,7 @@ class RankGroup:
                 if code < 0:
                     how = f"was killed ({signal.Signals(-code).name})"
                 return f"rank {rank} of the trainer {how}"
-        return ""
+        return self._meeting.lost if self._meeting else ""
 
 
 def _of_wire(error: RuntimeError) -> str:
@@ -285,13 +294,13 @@ def rank_group(ranks: int, device: str) -> RankGroup:
     `device` is `cpu` or `cuda`. Raises ConfigError where the ranks cannot be as wanted,
     ResourceError when they do not come.
     """
-    info = torchrun_rank()
+    info = environment_rank()
     there = _GROUP[0].ranks if _GROUP else info.ranks if info else ranks
     if there != ranks:
-        who = "this process has" if _GROUP else "torchrun started"
+        who = "this process has" if _GROUP else "its environment names"
         raise ConfigError(
             f"trainer.ranks is {ranks}, but {who} {there}",
-            hint=f"torchrun --nproc-per-node {ranks}, or no torchrun: ranks are then started here",
+            hint="the orchestrator, which wrote the run's configuration, must have the same number",
         )
     if _GROUP:
         return _GROUP[0]

@@ -94,7 +94,7 @@ def test_gpu_is_taken_by_deepspeed_alone_unless_it_is_asked_for(
 
 
 @pytest.mark.parametrize("rank", ["", "0"])
-def test_process_that_torchrun_did_not_start_as_another_rank_is_the_trainer(
+def test_process_that_was_not_started_as_another_rank_is_the_trainer(
     rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dora_pipe.store.log_location import LogLocation

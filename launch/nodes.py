@@ -1,0 +1,164 @@
+"""A trainer of several nodes, on one of them: starts its ranks, and ends with what they end with.
+
+It decides when a node has lost its trainer: with the first rank that fails. The others notice that
+by themselves, since no collective goes on without one; who does not is killed. Nothing is started
+again here: systemd, Slurm's job or Kubernetes does that, told by the exit code, and the ranks of
+all nodes meet anew (`learners.deepspeed.meeting`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from dora_pipe.config.model import Config
+from dora_pipe.core.console import die_with, say
+from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+
+RANK: Final = "RANK"
+"""Of a rank, in its environment: torchrun's name."""
+
+NOTICE_S: Final = 15.0
+"""When one rank of a node has failed, the others have so long to notice it."""
+
+STOP_GRACE_S: Final = 10.0
+"""Ranks that were told to stop have so long beyond `timing.stop_timeout_s`."""
+
+LOOK_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Which of the trainer's nodes this is, and where all their ranks meet."""
+
+    nodes: int
+    node: int
+    rendezvous: str
+    """HOST:PORT of node 0."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        if not 0 <= self.node < self.nodes:
+            raise UsageError(f"--node {self.node}: {self.nodes} nodes are 0 to {self.nodes - 1}")
+        host, _, port = self.rendezvous.rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(
+                f"--rendezvous: `{self.rendezvous}` is no HOST:PORT",
+                hint="an address of node 0 that all nodes reach, and a free port there",
+            )
+
+
+def ranks_per_node(config: Config, node: Node) -> int:
+    """How many a node starts. Raises ConfigError where they are no equal shares."""
+    trainer = config.trainer
+    if trainer.kind != "deepspeed":
+        raise ConfigError(
+            f"--nodes {node.nodes}: trainer {trainer.kind} is one process",
+            hint="trainer.kind = 'deepspeed'",
+        )
+    if trainer.ranks % node.nodes:
+        raise ConfigError(
+            f"trainer.ranks: {trainer.ranks} ranks are no equal shares of {node.nodes} nodes",
+            hint=f"trainer.ranks = {node.nodes} times the GPUs of a node",
+        )
+    return trainer.ranks // node.nodes
+
+
+def environments(node: Node, ranks: int) -> list[dict[str, str]]:
+    """What each of this node's ranks finds in its environment, as under torchrun."""
+    host, _, port = node.rendezvous.rpartition(":")
+    return [
+        {
+            RANK: str(node.node * ranks + local),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(node.nodes * ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        }
+        for local in range(ranks)
+    ]
+
+
+def run_node(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    stop_s: float,
+    notice_s: float = NOTICE_S,
+) -> int:
+    """Start the ranks of a node and wait for them: the exit code of the first that failed, 0 when
+    all have ended well or were told to stop (SIGTERM, SIGINT), which they have `stop_s` for."""
+    with_all = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}  # what breaks is said in one line
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is for this process, which tells them
+            preexec_fn=partial(die_with, os.getpid()),
+            env={**with_all, **one},
+        )
+        for one in environments
+    ]
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: told.append(number))
+    try:
+        failed = _first_failure(ranks, told)
+        if told:
+            _end(ranks, stop_s)
+            return 0
+        if failed is None:
+            return 0
+        say(f"rank {environments[failed][RANK]} of the trainer {_how(ranks[failed].returncode)}")
+        _wait(ranks, notice_s)
+        code = ranks[failed].returncode
+        return code if code > 0 else ResourceError.exit_code
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> int | None:
+    """Which rank ended with another code than 0; None when all have ended, or were told to."""
+    while not told:
+        codes = [one.poll() for one in ranks]
+        failed = [local for local, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if None not in codes:
+            return None
+        time.sleep(LOOK_S)
+    return None
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], stop_s: float) -> None:
+    """Rank 0 ends its step and tells the others; on another node they end when it does."""
+    for one in ranks:
+        one.send_signal(signal.SIGTERM)
+    _wait(ranks, stop_s)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], wait_s: float) -> None:
+    give_up_s = time.monotonic() + wait_s
+    while time.monotonic() < give_up_s and any(one.poll() is None for one in ranks):
+        time.sleep(LOOK_S)
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"
+
+
+def command_of(words: Sequence[str]) -> list[str]:
+    """`dora-pipe WORDS` in a process of its own."""
+    return [sys.executable, "-c", "from dora_pipe.cli.main import main; main()", *words]

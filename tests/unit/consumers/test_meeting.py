@@ -1,0 +1,72 @@
+"""Ranks of several machines meet within a bound, and hear of one that was lost and comes again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dora_pipe.consumers.learners.deepspeed import meeting
+from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
+from dora_pipe.core.errors import ResourceError
+
+HOST = "127.0.0.1"
+WAIT_S = 30.0
+
+
+def _port() -> int:
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        found: int = one.getsockname()[1]
+        return found
+
+
+def _met(port: int) -> list[Meeting]:
+    """Two ranks, in the order of their numbers."""
+    with ThreadPoolExecutor(2) as pool:
+        coming = [
+            pool.submit(Meeting, HOST, port, rank=rank, ranks=2, wait_s=WAIT_S) for rank in (1, 0)
+        ]
+        second, first = (one.result(WAIT_S) for one in coming)
+    return [first, second]
+
+
+def test_ranks_meet_in_whatever_order_they_come_and_share_a_store() -> None:
+    first, second = _met(_port())
+    first.store.set("word", "said")
+    assert second.store.get("word") == b"said"
+
+
+def test_a_rank_that_comes_again_is_told_and_all_others_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "LOOK_S", 0.01)
+    port = _port()
+    there, heard = _met(port), [threading.Event(), threading.Event()]
+    for one, event in zip(there, heard, strict=True):
+        one.watch(event.set)
+    with pytest.raises(ResourceError, match="rank 1 of the trainer was lost and comes to ranks"):
+        Meeting(HOST, port, rank=1, ranks=2, wait_s=WAIT_S)
+    assert all(event.wait(WAIT_S) for event in heard)
+    assert {one.lost for one in there} == {"rank 1 of the trainer was lost, and has come again"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_others_never_come_says_where_it_waited_and_how_long(rank: int) -> None:
+    port = _port()
+    with pytest.raises(ResourceError) as caught:
+        Meeting(HOST, port, rank=rank, ranks=2, wait_s=1.0)
+    said = caught.value
+    assert f"the trainer's 2 ranks did not meet at {HOST}:{port} within 1 s: " in said.message
+    assert "--node 0, 1" in str(said.hint)
+
+
+def test_under_torchrun_ranks_meet_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "1"})
+    assert meeting_of(0, 2) is None

@@ -55,6 +55,8 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: OptimizerName = "adamw"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
+    leaving: bool = False
+    """The own trainer leaves the device before every step (`trainer.offload_between_steps`)."""
     packing: bool = False
     steps: int = 2
     digest: bool = False
@@ -94,6 +96,7 @@ def _ways() -> list[StepCase]:
         with_(small, policies="float32"),
         with_(small, gradient_checkpointing=False),
         with_(small, activation_offload=True),
+        with_(small, leaving=True),
         with_(small, packing=True, last_tokens=16, pass_tokens=256),
         half,
         with_(half, gradient_checkpointing=False),
@@ -111,6 +114,14 @@ def _optimizers() -> list[StepCase]:
     muon, eight = with_(plain, optimizer="muon"), with_(plain, optimizer="adamw8bit")
     less = [with_(plain, gradient_checkpointing=False), with_(plain, activation_offload=True)]
     return [plain, *less, muon, muon, eight, eight]
+
+
+def _leaving() -> list[StepCase]:
+    """A step that follows another at once, and one whose states were away, with equal digests."""
+    plain = [
+        StepCase(model=model, digest=True, compute="bfloat16") for model in ("0.6B", "1.7B", "4B")
+    ]
+    return [case for one in plain for case in (one, with_(one, leaving=True))]
 
 
 def _long() -> list[StepCase]:
@@ -154,4 +165,5 @@ _SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
     "4B": _large,
     "long": _long,
     "optimizers": _optimizers,
+    "leaving": _leaving,
 }

@@ -107,6 +107,7 @@ PIECES: Final = (
     _steps("4B", "the same, Qwen3-4B's"),
     _steps("long", "rows of 32 000 tokens, 0.6B"),
     _steps("optimizers", "optimizers by name; what saves memory has equal bits"),
+    _steps("leaving", "states in the host's memory between steps: seconds, what is held, bits"),
     Piece(
         name="profile",
         what="kernels of a step of 0.6B, 4 096 tokens",

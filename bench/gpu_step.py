@@ -73,6 +73,7 @@ class GpuStepFigure:
     optimizer: str
     checkpointing: bool
     offload: bool
+    leaving: bool
     packing: bool
     seconds: float | None = None
     tokens_s: int | None = None
@@ -80,6 +81,8 @@ class GpuStepFigure:
     """Most that torch's allocator held during those steps, weights and states among it."""
     held_gb: float | None = None
     """What it held before the first of them."""
+    leave_s: float | None = None
+    """Until the states had left, where they do; coming back is part of the step."""
     digest: str = ""
     """Of the weights after the last step, its beginning."""
     said: str = ""
@@ -156,6 +159,7 @@ def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
         optimizer=case.optimizer,
         checkpointing=case.gradient_checkpointing,
         offload=case.activation_offload,
+        leaving=case.leaving,
         packing=case.packing,
         **more,
     )
@@ -184,20 +188,28 @@ def _own(case: StepCase, folder: Path) -> GpuStepFigure:
     batch = batch_of(case)
     short = with_(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
     learner.train(batch_of(short), SETTINGS)
-    took, peak, held = _timed(lambda: learner.train(batch, SETTINGS), case)
+    left, took = [], []
+    if case.leaving:  # What it pins of the host's memory the first time stays pinned.
+        learner.leave_device()
+        learner._states.come_back()
+    held = 0
+    for number in range(case.steps):
+        if case.leaving:
+            left.append(_seconds(learner.leave_device, case.device))
+        if not number:
+            held = fresh_peak(case.device)
+        took.append(_seconds(lambda: learner.train(batch, SETTINGS), case.device))
+    peak = peak_bytes(case.device)
     digest = learner.manifest().digest[:12] if case.digest else ""
-    return _of_times(case, took, peak, held, digest)
+    leave_s = round(statistics.median(left), 3) if left else None
+    return replace(_of_times(case, took, peak, held, digest), leave_s=leave_s)
 
 
-def _timed(step: Callable[[], Any], case: StepCase) -> tuple[list[float], int, int]:
-    """Seconds of every step, the peak and what was held before; bytes."""
-    held = fresh_peak(case.device)
-    took = []
-    for _ in range(case.steps):
-        began_s = now_s(case.device)
-        step()
-        took.append(now_s(case.device) - began_s)
-    return took, peak_bytes(case.device), held
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    """Until the device has done it."""
+    began_s = now_s(device)
+    call()
+    return now_s(device) - began_s
 
 
 def _of_times(

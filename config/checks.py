@@ -434,6 +434,10 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
     elif trainer.activation_offload and not trainer.gradient_checkpointing:
         yield "trainer.activation_offload: it is of what trainer.gradient_checkpointing holds"
+    elif trainer.offload_between_steps and trainer.parts > 1:
+        yield "trainer.offload_between_steps: with trainer.parts there is always one to compute"
+    elif trainer.offload_between_steps and config.teacher.path:
+        yield "trainer.offload_between_steps: the teacher of teacher.path stays on the GPU"
     elif trainer.offload == "all" and trainer.zero_stage < 3:
         yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
     elif trainer.zero_stage == 0 and trainer.offload != "none":

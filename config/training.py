@@ -75,6 +75,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     equal bits, a third more computing, a fraction of the memory."""
     activation_offload: bool = False
     """These inputs lie in the host's memory until gradients come back: equal bits, less GPU."""
+    offload_between_steps: bool = False
+    """While no step is computed weights, optimizer state and all else lie in the host's memory, and
+    the GPU is free for elastic workers: equal bits, two copies a step."""
     checkpoint_every: Positive = 10
     """Steps between checkpoints of the optimizer state."""
     threads: Positive = 1

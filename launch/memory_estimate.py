@@ -285,6 +285,8 @@ def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
     held = 18 if _remainders(shape, config) else 16
     offloaded = 0 if trainer.offload == "none" else held * count
     weights = WIDTHS[trainer.dtype] * shape.parameters if trainer.offload == "all" else 0
+    if trainer.offload_between_steps:
+        offloaded = max(offloaded, _ranks(config) * _sum(state_parts(shape, config)))
     inputs = _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _width(config)
     return max(start, offloaded + weights + (inputs if trainer.activation_offload else 0))
 

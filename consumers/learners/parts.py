@@ -107,6 +107,11 @@ class StepInParts:
         self._kept = False
         """Whether the learner keeps what the step begins with."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether something was computed ahead, which the next step may go on from."""
+        return bool(self._done)
+
     def forget(self, learner: ComputesParts) -> None:
         """What was computed ahead is nobody's any more."""
         self._done = []

@@ -115,6 +115,19 @@ class Learner(Protocol):
 
 
 @runtime_checkable
+class LeavesDevice(Protocol):
+    """A learner that can make room on its device while no step is computed."""
+
+    def leave_device(self) -> None:
+        """Weights, optimizer state and what is frozen beside them go to the host's memory, and the
+        device's is given back. The next call of any method that needs them has them come again, and
+        gives the bits that it would have given. Idempotent; no other method may run meanwhile.
+        Raises ResourceError where the host has no room.
+        """
+        ...
+
+
+@runtime_checkable
 class TrainsParts(Protocol):
     """A learner that can begin with parts of a batch; another computes them with the batch.
 

@@ -65,6 +65,8 @@ class LearnerKind:
     """Whether it sends tokens through the experts that a record names (`sampling.routes`)."""
     router_aux_loss: bool = False
     """Whether it takes `trainer.router_aux_loss`."""
+    leaves_device: bool = False
+    """Whether it has `port.LeavesDevice` (`trainer.offload_between_steps`)."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -97,6 +99,11 @@ def need_learner(config: Config) -> None:
         raise ConfigError(
             f"trainer.router_aux_loss: trainer `{name}` has no loss of routers",
             hint="trainer.kind = 'torch', or leave the key out",
+        )
+    if config.trainer.offload_between_steps and not kind.leaves_device:
+        raise ConfigError(
+            f"trainer.offload_between_steps: trainer `{name}` does not leave its device",
+            hint="a LearnerKind with leaves_device = True has port.LeavesDevice's method",
         )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.objective.reference_every is not None and not kind.moving_reference:
@@ -213,13 +220,14 @@ def device_of(section: Section) -> str:
 
 
 def _gradient_device(section: Section) -> str:
-    """As `device_of`. Raises ConfigError for activations that lie in the host's memory anyway."""
+    """As `device_of`. Raises ConfigError for what lies in the host's memory anyway."""
     device = device_of(section)
-    if device == "cpu" and section.activation_offload:
-        raise ConfigError(
-            "trainer.activation_offload: the trainer computes on a CPU, whose memory is the host's",
-            hint="trainer.device = 'cuda', or leave the key out",
-        )
+    for key in ("activation_offload", "offload_between_steps"):
+        if device == "cpu" and getattr(section, key):
+            raise ConfigError(
+                f"trainer.{key}: the trainer computes on a CPU, whose memory is the host's",
+                hint="trainer.device = 'cuda', or leave the key out",
+            )
     return device
 
 
@@ -318,6 +326,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         optimizers=("adamw", "muon", "adamw8bit"),
         routes=True,
         router_aux_loss=True,
+        leaves_device=True,
     ),
     "deepspeed": LearnerKind(
         open=_deepspeed,
@@ -326,5 +335,6 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         moving_reference=True,
         teacher=True,
         bfloat16=True,
+        leaves_device=True,
     ),
 }

@@ -17,7 +17,14 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import write_contributions
-from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch, TrainsParts
+from dora_pipe.consumers.learners.port import (
+    Learner,
+    LeavesDevice,
+    Settings,
+    StepResult,
+    TrainBatch,
+    TrainsParts,
+)
 from dora_pipe.consumers.learners.with_teacher import add_teacher_logprobs, waits_for
 from dora_pipe.consumers.place_reader import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import (
@@ -85,6 +92,8 @@ class HandlersSetup:
     starts: Mapping[int, int]
     """Positions per partition to read trajectories from."""
     adopt: bool = False
+    leaves_device: bool = False
+    """Whether the learner makes room on its device while no step is computed."""
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
 
@@ -184,6 +193,7 @@ class EffectHandlers:
         digest = learner.manifest().digest
         if not self._store.has_weights(digest):
             yield from self._version()
+        self._leave_device()
         yield Restored(step=effect.step, digest=digest, numerics=learner.numerics())
 
     def _diverged(
@@ -324,6 +334,7 @@ class EffectHandlers:
         if effect.checkpoint:
             checkpoint = yield from self._blob("optimizer", self.learner.save_optimizer)
         self._trained = None
+        self._leave_device()  # Workers that share it wake up with the commit.
         yield PolicyPublished(
             step=effect.step,
             attempt=effect.attempt,
@@ -334,6 +345,12 @@ class EffectHandlers:
             patch=version.patch,
             changed_share=version.change.share if version.change else 0.0,
         )
+
+    def _leave_device(self) -> None:
+        if self._setup.leaves_device:
+            learner = self.learner
+            assert isinstance(learner, LeavesDevice)
+            learner.leave_device()
 
     def _version(
         self, *, before: str = "", whole: bool = True

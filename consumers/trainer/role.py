@@ -143,6 +143,7 @@ def handlers_setup(
         initial=run.policy,
         starts=dict(history.starts),
         adopt=adopt,
+        leaves_device=config.trainer.offload_between_steps,
         records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
     )
 
@@ -247,6 +248,7 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
         micro_batch_tokens=local.trainer.micro_batch_tokens,
         gradient_checkpointing=local.trainer.gradient_checkpointing,
         activation_offload=local.trainer.activation_offload,
+        offload_between_steps=local.trainer.offload_between_steps,
         checkpoint_every=local.trainer.checkpoint_every,
         threads=local.trainer.threads,
         device=local.trainer.device,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.consumers.contributions import read_contributions, write_contributions
-from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
+from dora_pipe.consumers.learners.port import Learner, LeavesDevice, Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
@@ -163,6 +163,35 @@ def test_saved_and_loaded_it_goes_on_as_if_it_had_never_stopped(
     loaded = subject.make()
     loaded.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "optimizer")
     assert train(loaded, *steps[2:]) == uninterrupted
+
+
+def test_what_leaves_its_device_between_steps_comes_back_bit_for_bit(
+    subject: Subject, tmp_path: Path
+) -> None:
+    steps, stayed, left = batches(3), subject.fresh(), subject.fresh()
+    if not isinstance(left, LeavesDevice):
+        assert subject.make().name == "simulated"
+        return
+    for step in steps:
+        left.leave_device()
+        assert train(left, step) == train(stayed, step)
+    left.leave_device()
+    left.leave_device()
+    assert left.save_weights(tmp_path / "left") == stayed.save_weights(tmp_path / "stayed")
+    left.leave_device()
+    left.save_optimizer(tmp_path / "left")
+    stayed.save_optimizer(tmp_path / "stayed")
+    assert (tmp_path / "left").read_bytes() == (tmp_path / "stayed").read_bytes()
+
+
+def test_what_has_left_its_device_loads_other_weights(subject: Subject, tmp_path: Path) -> None:
+    trainer, steps = subject.fresh(), batches(2)
+    if isinstance(trainer, LeavesDevice):
+        trainer.train(steps[0], SETTINGS)
+        trainer.leave_device()
+    weights = subject.store.weights_path(subject.policy.digest)
+    trainer.load(weights, digest=subject.policy.digest, optimizer=None)
+    assert train(trainer, *steps) == train(subject.fresh(), *steps)
 
 
 def test_optimizer_state_is_written_as_it_was_read(subject: Subject, tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ class LoggedTrainer:
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
         self.trainer.train_part(self._log.logged(batch), settings)
 
+    def leave_device(self) -> None:
+        self.trainer.leave_device()
+
     def manifest(self) -> Manifest:
         return self.trainer.manifest()
 

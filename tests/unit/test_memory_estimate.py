@@ -305,6 +305,20 @@ def test_inputs_of_layers_that_are_offloaded_lie_in_the_hosts_memory() -> None:
         run(trainer__activation_offload=True)
 
 
+@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
+def test_what_leaves_the_gpu_between_steps_lies_in_the_hosts_memory(kind: str) -> None:
+    ranks = 1 if kind == "torch" else 2
+    keys: dict[str, Any] = dict(trainer__kind=kind, trainer__ranks=ranks, policies__dtype="float32")
+    left = run(**keys, trainer__offload_between_steps=True)
+    held = sum(one.bytes for one in memory_estimate.state_parts(BILLIONS, left))
+    assert host_trainer_bytes(BILLIONS, left) == ranks * held
+
+
+def test_between_steps_nobody_leaves_who_computes_parts_or_has_a_teacher_there() -> None:
+    with pytest.raises(ConfigError, match=r"with trainer\.parts there is always one to compute"):
+        run(trainer__offload_between_steps=True, trainer__parts=2)
+
+
 def test_zero_3_computes_blocks_at_once() -> None:
     keys: dict[str, Any] = dict(trainer__kind="deepspeed", trainer__ranks=8)
     assert memory_estimate.mlp_chunk(BILLIONS, run(**keys)) > 0

@@ -123,11 +123,15 @@ class Keep(RankCommand, frozen=True, kw_only=True, tag="keep"):
     what: Literal["take", "go-back", "let-go"]
 
 
+class LeaveDevice(RankCommand, frozen=True, kw_only=True, tag="leave-device"):
+    """Make room on the device; the next command has everything come back."""
+
+
 class EndRanks(RankCommand, frozen=True, kw_only=True, tag="end"):
     """The trainer is over."""
 
 
-AnyCommand = Open | LoadBase | Load | Read | Train | Gather | Finish | Keep | EndRanks
+AnyCommand = Open | LoadBase | Load | Read | Train | Gather | Finish | Keep | LeaveDevice | EndRanks
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

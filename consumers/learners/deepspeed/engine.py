@@ -20,6 +20,7 @@ from torch import Tensor
 from dora_pipe.config.section import ComputeDtype, WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
+from dora_pipe.consumers.learners.torch.device_states import tensors_in
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
@@ -340,6 +341,18 @@ class Engine:
     def close(self) -> None:
         """Let go of all memory."""
         self._engine.destroy()
+
+    def resident(self) -> Iterator[Tensor]:
+        """All that this rank holds on its device between steps; gathered weights are let go."""
+        self.written()
+        module = self._engine.module
+        yield from tensors_in([*module.parameters(), *module.buffers()])
+        yield from tensors_in([getattr(one, "ds_tensor", ()) for one in module.parameters()])
+        yield from tensors_in(vars(self._zero))
+        buckets = getattr(self._zero, "ipg_buckets", {})
+        yield from tensors_in([vars(one) for one in buckets.values()])
+        states = list(self._adamw.state.values())
+        yield from tensors_in([states, self._flats, self._masters.remainders])
 
     def forget(self, updates: int = 0) -> None:
         """Begin with empty moments, as if there had been so many updates."""

@@ -25,6 +25,7 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     EndRanks,
     Finish,
     Keep,
+    LeaveDevice,
     Load,
     LoadBase,
     Open,
@@ -123,6 +124,8 @@ class Follower:
             rank.finish(command)
         elif isinstance(command, Keep):
             rank.keep(command)
+        elif isinstance(command, LeaveDevice):
+            rank.leave_device()
         elif isinstance(command, ShareCommand):
             self._compute(rank, command)
 

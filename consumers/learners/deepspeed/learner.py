@@ -28,6 +28,7 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
     Gather,
     Keep,
+    LeaveDevice,
     Load,
     LoadBase,
     Open,
@@ -190,6 +191,13 @@ class DeepspeedLearner:
                 return read_tensor(state, moments[name]) if name in moments else trained(name)
 
             self._rank.load(command, given)
+
+    def leave_device(self) -> None:
+        """On every rank its shards, what is frozen and the reference go to the host's memory until
+        the next command. Raises ResourceError."""
+        with self._one_by_one:
+            self._group.send(LeaveDevice(learner=self._number, retired=_retired()))
+            self._rank.leave_device()
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """One step: several updates, or the parts of a batch. Raises NonFinite (the state is then

@@ -37,6 +37,7 @@ from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
 from dora_pipe.consumers.learners.port import LoggedAt
 from dora_pipe.consumers.learners.settings import StepSettings, step_settings
 from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.device_states import DeviceStates, tensors_in
 from dora_pipe.consumers.learners.torch.lora import read_matrices
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
@@ -174,6 +175,18 @@ class Rank:
         """Whether a gradient is there that no update has followed."""
         self._kept: list[Tensor] = []
         """What `Engine.held` was when it was to be kept."""
+        self._states = DeviceStates(self._resident, self._device)
+
+    def leave_device(self) -> None:
+        """Go to the host's memory until anything else is wanted. Raises ResourceError."""
+        self._states.leave()
+
+    def _resident(self) -> Iterator[Tensor]:
+        yield from self.engine.resident()
+        yield from tensors_in([self._adapter, self._kept])
+        if self._reference is not None:
+            network = self._reference.network
+            yield from tensors_in([*network.parameters(), *network.buffers()])
 
     def close(self) -> None:
         """Let go of engine and log."""
@@ -187,6 +200,7 @@ class Rank:
 
     def load_base(self, given: Callable[[str], Tensor] | None = None) -> None:
         """Take what the adapter stands on; `given` as of `load`."""
+        self._states.come_back()
         engine = self.engine
         for name in engine.base_names:
             engine.write(name, self._shared(name, name, engine.dtype(name), given))
@@ -196,6 +210,7 @@ class Rank:
 
         `given` gives rank 0's tensors by their names in a file.
         """
+        self._states.come_back()
         engine = self.engine
         self._drop_gathered()
         self._kept = []
@@ -226,6 +241,7 @@ class Rank:
 
     def read(self, *, moments: bool) -> Iterator[Tensor]:
         """Every tensor of what is trained or of the moments, whole, one at a time; collective."""
+        self._states.come_back()
         with self._group.together():
             if moments:
                 for moment, name in self.engine.moments:
@@ -256,6 +272,7 @@ class Rank:
 
     def compute(self, command: ShareCommand, trajectories: Sequence[Trajectory]) -> StepReply:
         """Train or gather; `trajectories` are those of this rank's passes, one after the other."""
+        self._states.come_back()
         if isinstance(command, Gather):
             return self._gather(command, trajectories)
         assert isinstance(command, Train)
@@ -296,6 +313,7 @@ class Rank:
 
     def finish(self, command: Finish) -> float:
         """Divide what was gathered and update with it; the norm, which may not be finite."""
+        self._states.come_back()
         with deterministic(self._threads), self._group.together():
             return self._end_gathered(command.learning_rate, command.grad_norm_max, command.divisor)
 
@@ -318,6 +336,7 @@ class Rank:
 
     def keep(self, command: Keep) -> None:
         """Keep a copy of what updates change, be as that is again, or let it go."""
+        self._states.come_back()
         self._drop_gathered()
         if command.what == "take":
             self._kept = [one.clone() for one in self.engine.held()]

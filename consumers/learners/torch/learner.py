@@ -7,7 +7,7 @@ the batch alone, one fixed number of threads, deterministic kernels, no dropout.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ from dora_pipe.consumers.learners.torch.device import (
     deterministic,
     device_class,
 )
+from dora_pipe.consumers.learners.torch.device_states import DeviceStates, tensors_in
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import (
@@ -127,9 +128,20 @@ class TorchLearner:
         """The gradient of those that were computed ahead lies in the optimizer."""
         self._kept: tuple[KeptState, bool] | None = None
         """What a step in parts begins with, and whether that was ever updated."""
+        self._states = DeviceStates(self._held, self._options.device)
+
+    def leave_device(self) -> None:
+        """Weights, optimizer state and reference go to the host's memory until they are needed.
+
+        Raises ResourceError.
+        """
+        if not self._parts.begun:
+            self._optimizer.clear()
+        self._states.leave()
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        self._states.come_back()
         need_digest(weights, digest)
         if self._options.lora is None and bfloat16_names(weights) != self._bfloat16:
             raise PolicyError(f"{weights} has weights of another type than version 0")
@@ -144,6 +156,7 @@ class TorchLearner:
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """One step: several updates, or the parts of a batch. Raises NonFinite (the state is then
         no longer valid)."""
+        self._states.come_back()
         if batch.parts:
             return self._parts.train(self, batch, settings)
         self._parts.forget(self)
@@ -168,6 +181,7 @@ class TorchLearner:
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
         """Compute the next part of a step: its gradient, or its update. Raises NonFinite."""
+        self._states.come_back()
         self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
@@ -244,7 +258,7 @@ class TorchLearner:
 
         The first token of a row is predicted by nothing and has none.
         """
-        self._parts.settle(self)
+        self._settle()
         options = self._options
         with deterministic(options.threads):
             return score_rows(
@@ -270,17 +284,17 @@ class TorchLearner:
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights; what was computed ahead is none of theirs."""
-        self._parts.settle(self)
+        self._settle()
         return manifest_in_memory(self._model.sources())
 
     def save_weights(self, path: Path) -> Manifest:
         """Write the present weights to a safetensors file and describe them. Raises OSError."""
-        self._parts.settle(self)
+        self._settle()
         return write_tensors(path, self._model.sources())
 
     def save_optimizer(self, path: Path) -> None:
         """Write the optimizer state to a safetensors file. Raises OSError."""
-        self._parts.settle(self)
+        self._settle()
         self._optimizer.save(path)
 
     def numerics(self) -> dict[str, str]:
@@ -312,6 +326,19 @@ class TorchLearner:
                 "micro_batch_tokens": str(options.micro_batch_tokens),
             }
         )
+
+    def _settle(self) -> None:
+        """Everything is on the device, and what was computed ahead is none of the weights."""
+        self._states.come_back()
+        self._parts.settle(self)
+
+    def _held(self) -> Iterator[Tensor]:
+        """What lies on the device between two steps."""
+        networks = [self._model.network] + ([self._reference.network] if self._reference else [])
+        for network in networks:
+            yield from tensors_in([*network.parameters(), *network.buffers()])
+        yield from tensors_in([one for _, one in self._model.parameters()])
+        yield from tensors_in(self._optimizer.held())
 
     def _fresh_optimizer(self) -> Optimizer:
         name, named = self._options.optimizer, dict(self._model.parameters())

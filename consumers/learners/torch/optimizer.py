@@ -111,6 +111,11 @@ class Optimizer:
             for optimizer in self._made.values():
                 optimizer.step()
 
+    def held(self) -> list[Any]:
+        """All that it keeps beside the parameters: tensors, and mappings of them."""
+        states = [one for made in self._made.values() for one in made.state.values()]
+        return [*states, self._masters.remainders]
+
     def kept(self) -> KeptState:
         """A copy of weights and state."""
         return KeptState(

@@ -110,7 +110,9 @@ def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
     tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu", steps=1)
     plain = msgspec.structs.replace(tiny, gradient_checkpointing=False)
     less, more = measured(tiny), measured(plain)
-    assert less.digest == more.digest != ""
+    left = measured(msgspec.structs.replace(tiny, leaving=True))
+    assert less.digest == more.digest == left.digest != ""
+    assert left.leave_s is not None and more.leave_s is None
     assert (less.tokens, less.said) == (256, "")
 
 

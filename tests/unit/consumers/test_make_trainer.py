@@ -83,6 +83,16 @@ def test_activations_of_a_trainer_on_a_cpu_are_in_the_hosts_memory_anyway(kind: 
     assert "trainer.device" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
+def test_a_trainer_on_a_cpu_has_no_device_to_leave_between_steps(kind: str) -> None:
+    section = Section(kind=kind, device="cpu", offload_between_steps=True)
+    config = msgspec.structs.replace(_config(kind=kind), trainer=section)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.offload_between_steps: the trainer computes on"
+    ):
+        make.BUILT_IN[kind].open(Path("a"), Path("w"), config, None)
+
+
 def test_gpu_is_taken_by_deepspeed_alone_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

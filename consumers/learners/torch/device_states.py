@@ -1,0 +1,147 @@
+"""What a trainer holds of its device between steps: nothing, if it is to make room there.
+
+Storages leave, not tensors: the bytes of each go to the host's memory, the device's are freed, and
+come back before anything computes. Every view of a storage (tied weights, ZeRO's flat buffers and
+the pieces of them, an optimizer's moments) stays what it is and needs not be known; a step computes
+with the bits it would have found. So it holds for every optimizer and every stage of ZeRO.
+
+DeepSpeed's own `offload_states` moves the moments of its own Adam alone under stage 3, knows no
+stage 0, and leaves out what is beside ZeRO: remainders of masters, a reference, a frozen base.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dora_pipe.core.errors import ResourceError
+
+PIECE_BYTES: Final = 2**28
+"""Of pinned memory: torch rounds what it pins up to a power of two."""
+
+SMALL_BYTES: Final = 4096
+"""Storages below this stay: counters of updates, rotations, norms' biases."""
+
+
+class DeviceStates:
+    """Storages of a device that can be away; `tensors` gives what lies in them whenever they leave.
+
+    On a CPU they go from one place of the host's memory to another.
+
+    Example: ``states = DeviceStates(lambda: network.parameters(), "cuda:0")``
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: str) -> None:
+        self._tensors = tensors
+        self._device = torch.device(device)
+        self._away: list[tuple[Any, int, list[Tensor]]] = []
+        """Storages, with their bytes in the host's memory."""
+        self._pinned: dict[int, list[Tensor]] = {}
+        """Pieces of this many bytes that are free: to pin takes longer than to copy."""
+
+    @property
+    def away_bytes(self) -> int:
+        """What the device has not; 0 while everything is there."""
+        return sum(size for _, size, _ in self._away)
+
+    def leave(self) -> None:
+        """Free the device; nothing may compute until `come_back`. Raises ResourceError where the
+        host has no memory, and everything is then where it was."""
+        if self._away:
+            return
+        leaving = list(self._storages())
+        try:
+            copies = [self._copied(one) for one in leaving]
+        except RuntimeError as error:
+            raise ResourceError(
+                f"the trainer's states do not fit into the host's memory: {error}",
+                hint="trainer.offload_between_steps = false",
+            ) from error
+        self._settle()
+        for storage, copy in zip(leaving, copies, strict=True):
+            self._away.append((storage, storage.nbytes(), copy))
+            storage.resize_(0)
+        del leaving
+        self._give_back()
+
+    def come_back(self) -> None:
+        """Have everything on the device again, bit for bit. Raises ResourceError where that has no
+        room: somebody else has taken it."""
+        while self._away:
+            storage, size, copy = self._away[-1]
+            try:
+                storage.resize_(size)
+            except RuntimeError as error:
+                raise ResourceError(
+                    f"no room on {self._device} for the trainer's states: {error}",
+                    hint="who has it should sleep while a step is computed (workers.elastic)",
+                ) from error
+            place = _bytes_of(storage, self._device)
+            for at, piece in zip(range(0, size, PIECE_BYTES), copy, strict=True):
+                place[at : at + len(piece)].copy_(piece, non_blocking=True)
+            self._away.pop()
+            if self._device.type == "cuda":
+                for piece in copy:
+                    self._pinned.setdefault(len(piece), []).append(piece)
+        self._settle()
+
+    def _storages(self) -> Iterator[Any]:
+        """Those of the device that are worth leaving, each once."""
+        seen: set[int] = set()
+        for tensor in self._tensors():
+            if tensor.device.type != self._device.type:
+                continue
+            storage = tensor.untyped_storage()
+            new = storage.data_ptr() not in seen
+            if new and storage.nbytes() >= SMALL_BYTES and storage.resizable():
+                seen.add(storage.data_ptr())
+                yield storage
+
+    def _copied(self, storage: Any) -> list[Tensor]:
+        place, size = _bytes_of(storage, self._device), storage.nbytes()
+        pieces = []
+        for at in range(0, size, PIECE_BYTES):
+            piece = self._piece(min(PIECE_BYTES, size - at))
+            piece.copy_(place[at : at + len(piece)], non_blocking=True)
+            pieces.append(piece)
+        return pieces
+
+    def _piece(self, size: int) -> Tensor:
+        free = self._pinned.get(size)
+        if free:
+            return free.pop()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _give_back(self) -> None:
+        """To the device, what torch's allocator keeps for itself."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _bytes_of(storage: Any, device: torch.device) -> Tensor:
+    """A storage as numbers of one byte."""
+    found = torch.empty(0, dtype=torch.uint8, device=device)
+    return found.set_(storage)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in lists, tuples, sets and mappings, however deep, with their gradients."""
+    if isinstance(value, Tensor):
+        yield value
+        if value.is_leaf and value.grad is not None:
+            yield value.grad
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple | set):
+        for one in value:
+            yield from tensors_in(one)

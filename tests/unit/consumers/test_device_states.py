@@ -1,0 +1,124 @@
+"""What a trainer holds of its device leaves it and comes back; on a CPU, by storages of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dora_pipe.consumers.learners.torch import device_states
+from dora_pipe.consumers.learners.torch.device_states import (
+    SMALL_BYTES,
+    DeviceStates,
+    tensors_in,
+)
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_llama_gqa
+
+NUMBERS = 4 * SMALL_BYTES
+
+
+def _storages(tensors: list[Tensor]) -> list[int]:
+    """Bytes of those that are no small ones, whether they are there or not."""
+    return [one.untyped_storage().nbytes() for one in tensors]
+
+
+def _states(*tensors: Tensor) -> DeviceStates:
+    return DeviceStates(lambda: tensors, "cpu")
+
+
+def test_storages_are_empty_while_they_are_away_and_hold_the_same_bits_again() -> None:
+    one, other = torch.randn(NUMBERS), torch.randn(NUMBERS).to(torch.bfloat16)
+    before = [one.clone(), other.clone()]
+    states = _states(one, other)
+    states.leave()
+    assert _storages([one, other]) == [0, 0]
+    assert states.away_bytes == 6 * NUMBERS
+    states.come_back()
+    assert torch.equal(one, before[0])
+    assert torch.equal(other, before[1])
+    assert states.away_bytes == 0
+
+
+def test_views_of_a_storage_leave_once_and_still_see_it_when_it_is_back() -> None:
+    flat = torch.randn(NUMBERS)
+    half, tied = flat[NUMBERS // 2 :].view(2, -1), torch.nn.Parameter(flat)
+    states = _states(flat, half, tied)
+    states.leave()
+    assert states.away_bytes == 4 * NUMBERS
+    states.come_back()
+    flat[-1] = 7.0
+    assert (half[1, -1], tied[-1]) == (7.0, 7.0)
+
+
+def test_large_storages_leave_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_states, "PIECE_BYTES", 1000)
+    one = torch.randn(NUMBERS)
+    before, states = one.clone(), _states(one)
+    for _ in range(2):
+        states.leave()
+        states.come_back()
+    assert torch.equal(one, before)
+
+
+def test_small_ones_and_those_of_another_device_stay() -> None:
+    small, elsewhere = torch.ones(8), torch.ones(NUMBERS, device="meta")
+    states = _states(small, elsewhere)
+    states.leave()
+    assert states.away_bytes == 0
+    assert small.sum() == 8
+
+
+def test_a_host_without_room_is_named_and_nothing_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.randn(NUMBERS)
+    before, states = one.clone(), _states(one)
+
+    def none_left(*given: Any, **more: Any) -> Tensor:
+        raise RuntimeError("cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceStates, "_piece", none_left)
+        with pytest.raises(ResourceError, match="do not fit into the host's memory"):
+            states.leave()
+    assert torch.equal(one, before)
+
+
+def test_tensors_are_found_however_deep_with_their_gradients() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.grad = torch.zeros(3)
+    found = list(tensors_in({"a": [leaf, (torch.ones(2), {"b": "c"})], "d": None}))
+    assert [one.shape[0] for one in found] == [3, 3, 2]
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> TorchLearner:
+    root = tmp_path_factory.mktemp("leaving")
+    store = PolicyStore(root / "policies")
+    policy, assets = import_model(store, make_llama_gqa(root / "model"), "bfloat16")
+    weights: Path = store.weights_path(policy.digest)
+    options = TorchOptions(micro_batch_tokens=256)
+    made = TorchLearner(store.assets_path(assets), reference=weights, options=options)
+    made.load(weights, digest=policy.digest, optimizer=None)
+    return made
+
+
+def test_nothing_of_a_torch_trainer_but_small_change_is_left_on_its_device(
+    learner: TorchLearner,
+) -> None:
+    learner.train(make_batch(seed=0), {**SETTINGS, "objective.kl": 0.1})
+    gradients = {id(one.grad) for _, one in learner._model.parameters()}
+    held = [one.untyped_storage() for one in learner._held() if id(one) not in gradients]
+    large = [one for one in held if one.nbytes() >= SMALL_BYTES]
+    weights, moments, remainders, reference = 1, 2, 1, 1
+    parameters = len(list(learner._model.parameters()))
+    assert len(large) > parameters * (weights + moments + remainders + reference) / 2
+    learner.leave_device()
+    assert {one.nbytes() for one in large} == {0}
+    assert all(one.grad is None for _, one in learner._model.parameters())

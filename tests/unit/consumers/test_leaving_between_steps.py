@@ -1,0 +1,70 @@
+"""A trainer that makes room between steps has made it before anybody hears that it may be taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from tests.support.trainer_stage import TrainerStage, digests, train
+
+
+class LeavingLearner(SimulatedLearner):
+    """Notes what it was asked for, and how many steps the log had when it left."""
+
+    def __init__(self, stage: TrainerStage) -> None:
+        super().__init__()
+        self._stage = stage
+        self.calls: list[str] = []
+
+    def leave_device(self) -> None:
+        self.calls.append(f"leave at {len(self._stage.commits())}")
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        self.calls.append(f"train {batch.step}")
+        return super().train(batch, settings)
+
+    def save_weights(self, path: Path) -> Any:
+        self.calls.append("save")
+        return super().save_weights(path)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> TrainerStage:
+    made = TrainerStage(tmp_path / "stage")
+    made.start_run()
+    return made
+
+
+def test_the_device_is_left_when_it_is_restored_and_before_every_commit(
+    stage: TrainerStage,
+) -> None:
+    learner = LeavingLearner(stage)
+    train(stage, stage.trainer(trainer=learner, leaves_device=True), 0, 1)
+    first, *rest = learner.calls
+    assert first == "leave at 0"
+    assert rest == ["train 0", "save", "leave at 0", "train 1", "save", "leave at 1"]
+
+
+def test_a_trainer_that_goes_on_leaves_when_it_has_trained_again_what_was_committed(
+    stage: TrainerStage,
+) -> None:
+    train(stage, stage.trainer(), 0)
+    learner = LeavingLearner(stage)
+    train(stage, stage.trainer(trainer=learner, leaves_device=True), 1)
+    assert learner.calls == ["train 0", "leave at 1", "train 1", "save", "leave at 1"]
+
+
+def test_without_the_key_nothing_leaves_and_the_versions_are_the_same(
+    stage: TrainerStage, tmp_path: Path
+) -> None:
+    other = TrainerStage(tmp_path / "other")
+    other.start_run()
+    learner = LeavingLearner(stage)
+    train(stage, stage.trainer(trainer=learner), 0, 1)
+    train(other, other.trainer(trainer=LeavingLearner(other), leaves_device=True), 0, 1)
+    assert not [one for one in learner.calls if one.startswith("leave")]
+    assert digests(stage) == digests(other)

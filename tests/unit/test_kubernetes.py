@@ -2,136 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
+from dora_pipe.launch.nodes import Node, environments, ranks_per_node
 from tests.support.cli_words import parsed
+from tests.support.kustomize import built, listed
 from tests.support.tidy import ROOT
 
-FOLDER = ROOT / "infra" / "kubernetes"
-POD_NAME = "worker-3"
-"""What Kubernetes puts in the place of $(POD_NAME)."""
+BASE, NODES = "kubernetes", "kubernetes-nodes"
+GPU = "nvidia.com/gpu"
+DOWNWARD = {"$(POD_NAME)": "worker-3", "$(POD_INDEX)": "1"}
+"""What Kubernetes puts in the place of these."""
 
-
-def _documents() -> Iterator[dict[str, Any]]:
-    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    for name in listed:
-        yield from yaml.safe_load_all((FOLDER / name).read_text())
-
-
-OBJECTS = {(one["kind"], one["metadata"]["name"]): one for one in _documents()}
-WORKLOADS = {
-    name: one["spec"]["template"]["spec"]
-    for (kind, name), one in OBJECTS.items()
+BUILT = {name: built(ROOT / "infra" / name) for name in (BASE, NODES)}
+KINDS = {
+    (name, role): kind
+    for name, objects in BUILT.items()
+    for kind, role in objects
     if kind in ("Deployment", "StatefulSet")
 }
-ROLES = sorted(WORKLOADS)
+PODS = sorted(KINDS)
+"""Whose they are, by folder and role."""
+
+each_pod = pytest.mark.parametrize(("name", "role"), PODS)
 
 
-def _container(role: str) -> dict[str, Any]:
-    (container,) = WORKLOADS[role]["containers"]
+def _workload(name: str, role: str) -> dict[str, Any]:
+    found: dict[str, Any] = BUILT[name][KINDS[name, role], role]["spec"]
+    return found
+
+
+def _pod(name: str, role: str) -> dict[str, Any]:
+    found: dict[str, Any] = _workload(name, role)["template"]["spec"]
+    return found
+
+
+def _container(name: str, role: str) -> dict[str, Any]:
+    (container,) = _pod(name, role)["containers"]
     found: dict[str, Any] = container
     return found
 
 
-def _config(role: str, tmp_path: Path) -> Config:
+def _words(name: str, role: str) -> list[str]:
+    return [DOWNWARD.get(word, word) for word in _container(name, role)["args"]]
+
+
+def _config(name: str, role: str, tmp_path: Path) -> Config:
     """The configuration as the role gets it."""
-    _, params = parsed(_container(role)["args"])
+    _, params = parsed(_words(name, role))
     path = tmp_path / params["config"].name
-    path.write_text(OBJECTS["ConfigMap", "run"]["data"][params["config"].name])
+    path.write_text(BUILT[name]["ConfigMap", "run"]["data"][params["config"].name])
     return load_config(path, params["override"])
 
 
-def test_kustomization_lists_every_file() -> None:
-    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    there = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(listed) == there
-    assert len(listed) == len(there)
-    assert ROLES == ["orchestrator", "trainer", "worker"]
+@pytest.mark.parametrize("name", [BASE, NODES])
+def test_kustomization_lists_every_file(name: str) -> None:
+    files = [one for one in listed(ROOT / "infra" / name) if one != f"../{BASE}"]
+    there = {path.name for path in (ROOT / "infra" / name).glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(files) == there
+    assert len(files) == len(there)
+    assert [role for of, role in PODS if of == name] == ["orchestrator", "trainer", "worker"]
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_arguments_are_words_of_the_command_line(role: str) -> None:
-    container = _container(role)
+@each_pod
+def test_arguments_are_words_of_the_command_line(name: str, role: str) -> None:
+    container = _container(name, role)
     assert "command" not in container, "the image's entry point is dora-pipe"
-    names = {one["name"] for one in container["env"]}
-    words = [word.replace("$(POD_NAME)", POD_NAME) for word in container["args"]]
+    words = _words(name, role)
     assert not [word for word in words if "$(" in word]
     command, params = parsed(words)
     assert command == role
     assert params["root"] == Path("/runs")
+    given = {f"$({one['name']})" for one in container["env"]}
+    assert {word for word in container["args"] if word in DOWNWARD} == given & DOWNWARD.keys()
     if role == "worker":
-        assert params["name"] == POD_NAME
-        assert "POD_NAME" in names
-    wanted = "slim" if role == "orchestrator" else "torch"
+        assert params["name"] == DOWNWARD["$(POD_NAME)"]
+    wanted = "slim" if role == "orchestrator" else {BASE: "torch", NODES: "gpu"}[name]
     assert container["image"] == f"dora-pipe:{wanted}"
+    assert f"AS {wanted}\n" in (ROOT / "infra" / "Dockerfile").read_text()
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_configuration_is_one_and_every_path_in_it_is_mounted(role: str, tmp_path: Path) -> None:
-    config = _config(role, tmp_path)
-    mounted = [one["mountPath"] for one in _container(role)["volumeMounts"]]
+@each_pod
+def test_configuration_is_one_and_every_path_in_it_is_mounted(
+    name: str, role: str, tmp_path: Path
+) -> None:
+    config, mounts = _config(name, role, tmp_path), _container(name, role)["volumeMounts"]
+    mounted = [one["mountPath"] for one in mounts]
     task, bus = config.task, config.bus
     paths = [config.model.path, str(task.data), str(task.eval_data), task.directory]
     for path in (*paths, config.store.path, bus.ca_file, "/config/run.toml"):
         assert [at for at in mounted if Path(path).is_relative_to(at)], path
-    writable = {
-        one["mountPath"] for one in _container(role)["volumeMounts"] if not one.get("readOnly")
-    }
-    assert writable == {"/store", "/runs"}
+    writable = {one["mountPath"] for one in mounts if not one.get("readOnly")}
+    assert writable - {"/dev/shm"} == {"/store", "/runs"}
     assert bus.username == role
-    assert config.timing.lease_s < WORKLOADS[role]["terminationGracePeriodSeconds"]
-    assert config.timing.stop_timeout_s < WORKLOADS[role]["terminationGracePeriodSeconds"]
+    grace_s = _pod(name, role)["terminationGracePeriodSeconds"]
+    assert max(config.timing.lease_s, config.timing.stop_timeout_s) < grace_s
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_secrets_come_by_reference_under_the_name_that_is_read(role: str) -> None:
+@each_pod
+def test_secrets_come_by_reference_under_the_name_that_is_read(name: str, role: str) -> None:
     secret = {
         one["name"]: one["valueFrom"]["secretKeyRef"]
-        for one in _container(role)["env"]
+        for one in _container(name, role)["env"]
         if "secretKeyRef" in one.get("valueFrom", {})
     }
     assert secret == {PASSWORD_VARIABLE: {"name": "kafka", "key": role}}
-    assert not [kind for kind, _ in OBJECTS if kind == "Secret"], "secrets are never files here"
+    assert not [kind for kind, _ in BUILT[name] if kind == "Secret"], "secrets are never files here"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_every_volume_is_declared_and_used(role: str) -> None:
-    spec = WORKLOADS[role]
-    declared = {one["name"]: one for one in spec["volumes"]}
-    used = [one["name"] for one in _container(role)["volumeMounts"]]
+@each_pod
+def test_every_volume_is_declared_and_used(name: str, role: str) -> None:
+    declared = {one["name"]: one for one in _pod(name, role)["volumes"]}
+    used = [one["name"] for one in _container(name, role)["volumeMounts"]]
     assert sorted(declared) == sorted(used)
     for volume in declared.values():
         if "persistentVolumeClaim" in volume:
-            name = volume["persistentVolumeClaim"]["claimName"]
-            assert ("PersistentVolumeClaim", name) in OBJECTS
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            assert ("PersistentVolumeClaim", claim) in BUILT[name]
         if "configMap" in volume:
-            assert ("ConfigMap", volume["configMap"]["name"]) in OBJECTS
-    store = OBJECTS["PersistentVolumeClaim", "store"]
+            assert ("ConfigMap", volume["configMap"]["name"]) in BUILT[name]
+    store = BUILT[name]["PersistentVolumeClaim", "store"]
     assert store["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-@pytest.mark.parametrize("kind_name", [key for key in OBJECTS if key[1] in WORKLOADS])
-def test_selectors_find_their_pods_and_one_fenced_role_runs_once(
-    kind_name: tuple[str, str],
-) -> None:
-    spec = OBJECTS[kind_name]["spec"]
+@each_pod
+def test_selectors_find_their_pods_and_one_fenced_role_runs_once(name: str, role: str) -> None:
+    spec = _workload(name, role)
     labels = spec["template"]["metadata"]["labels"]
-    assert spec["selector"]["matchLabels"] == labels == {"app": "dora-pipe", "role": kind_name[1]}
-    if kind_name[1] != "worker":
+    assert spec["selector"]["matchLabels"] == labels == {"app": "dora-pipe", "role": role}
+    if KINDS[name, role] == "Deployment":
         assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    else:
+        assert spec["podManagementPolicy"] == "Parallel", "pods wait for each other"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_pods_run_as_the_user_of_the_image(role: str) -> None:
-    context = WORKLOADS[role]["securityContext"]
+@each_pod
+def test_pods_run_as_the_user_of_the_image(name: str, role: str) -> None:
+    context = _pod(name, role)["securityContext"]
     text = (ROOT / "infra" / "Dockerfile").read_text()
     assert f"--uid {context['runAsUser']} " in text
     assert context["runAsNonRoot"] is True
+
+
+def test_nodes_of_the_trainer_meet_at_the_first_pod_and_each_rank_has_a_gpu(tmp_path: Path) -> None:
+    spec, config = _workload(NODES, "trainer"), _config(NODES, "trainer", tmp_path)
+    _, params = parsed(_words(NODES, "trainer"))
+    node = Node(nodes=params["nodes"], node=params["node"], rendezvous=params["rendezvous"])
+    assert (node.nodes, node.node) == (spec["replicas"], 1)
+    service = BUILT[NODES]["Service", spec["serviceName"]]["spec"]
+    (port,) = service["ports"]
+    assert node.rendezvous == f"trainer-0.{spec['serviceName']}:{port['port']}"
+    assert service["selector"] == spec["selector"]["matchLabels"]
+    # Pods are found before they are ready, which they are when they have met.
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    ranks = ranks_per_node(config, node)
+    assert _container(NODES, "trainer")["resources"]["limits"] == {GPU: ranks}
+    assert {one["WORLD_SIZE"] for one in environments(node, ranks)} == {str(config.trainer.ranks)}
+
+
+def test_a_worker_of_several_gpus_is_a_pod_of_as_many(tmp_path: Path) -> None:
+    config = _config(NODES, "worker", tmp_path)
+    limits = _container(NODES, "worker")["resources"]["limits"]
+    assert limits == {GPU: config.workers.vllm.tensor_parallel}
+    assert config.workers.vllm.tensor_parallel > 1
+    assert _config(NODES, "orchestrator", tmp_path).trainer == config.trainer

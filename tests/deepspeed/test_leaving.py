@@ -22,7 +22,9 @@ def test_nothing_large_is_left_on_a_rank_and_steps_have_equal_bits(
         left.train(make_batch(seed=seed), settings)
         stayed.train(make_batch(seed=seed), settings)
         rank = left.trainer._rank
-        held = [one.untyped_storage() for one in rank._resident()]
+        # Of some of its buffers ZeRO keeps the shape, as tensors of the device `meta`.
+        there = [one for one in rank._resident() if one.device.type != "meta"]
+        held = [one.untyped_storage() for one in there]
         large = [one for one in held if one.nbytes() >= SMALL_BYTES]
         assert large
         left.leave_device()

@@ -124,7 +124,7 @@ def test_replay_with_another_number_of_ranks_is_one_line(finished: Path) -> None
     torchrun = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = _call(finished, "replay", "tiny", **torchrun)
     assert done.returncode == 3
-    assert "error: trainer.ranks is 2, but torchrun started 3" in done.stderr
+    assert "error: trainer.ranks is 2, but the environment names 3" in done.stderr
 
 
 @pytest.mark.parametrize("stage", [2, 3])

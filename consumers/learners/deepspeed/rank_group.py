@@ -297,7 +297,7 @@ def rank_group(ranks: int, device: str) -> RankGroup:
     info = environment_rank()
     there = _GROUP[0].ranks if _GROUP else info.ranks if info else ranks
     if there != ranks:
-        who = "this process has" if _GROUP else "its environment names"
+        who = "this process has" if _GROUP else "the environment names"
         raise ConfigError(
             f"trainer.ranks is {ranks}, but {who} {there}",
             hint="the orchestrator, which wrote the run's configuration, must have the same number",

@@ -16,8 +16,8 @@ from dora_pipe.consumers.learners.deepspeed.rank import ShareReader
 from dora_pipe.consumers.learners.deepspeed.rank_group import (
     RankGroup,
     RankInfo,
+    environment_rank,
     rank_group,
-    torchrun_rank,
 )
 from dora_pipe.consumers.learners.port import LoggedAt
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
@@ -161,27 +161,31 @@ def test_closed_connection_is_a_lost_rank_and_another_fault_stays_itself() -> No
         raise RuntimeError("shapes do not fit")
 
 
-def test_seat_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_what_its_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "h")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    assert torchrun_rank() is None
+    assert environment_rank() is None
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert torchrun_rank() == RankInfo(rank=3, ranks=4, local_rank=1)
+    assert environment_rank() == RankInfo(rank=3, ranks=4, local_rank=1)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ConfigError, match="RANK"):
-        torchrun_rank()
+        environment_rank()
 
 
-def test_more_ranks_than_torchrun_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_than_the_environment_names_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "h")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(ranks, "_GROUP", [])
-    with pytest.raises(ConfigError, match=r"trainer.ranks is 2, but torchrun started 3") as caught:
+    with pytest.raises(
+        ConfigError, match=r"trainer.ranks is 2, but the environment names 3"
+    ) as caught:
         rank_group(2, "cpu")
-    assert "torchrun --nproc-per-node 2" in str(caught.value.hint)
+    assert "must have the same number" in str(caught.value.hint)
 
 
 def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def with_parts(config: Config) -> Config:
     parts = min(PARTS, config.groups.per_step // PART_GROUPS)
     trainer = msgspec.structs.replace(config.trainer, parts=parts)
     found = msgspec.structs.replace(config, trainer=trainer)
-    return config if parts < 2 or config.workers.elastic or why_no_parts(found) else found
+    shared = config.workers.elastic or config.trainer.offload_between_steps
+    return config if parts < 2 or shared or why_no_parts(found) else found
 
 
 def _part_problems(config: Config) -> Iterator[str]:

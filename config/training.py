@@ -54,7 +54,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Of a batch: the gradient of finished groups is computed while the others are generated, a
     part of `groups.per_step` / `parts` groups at a time; 1: when the batch is whole. A file that
     says nothing gets 4, fewer where a part had less than 4 groups, and 1 where there can be none
-    (several `minibatches`, elastic workers). With as many `minibatches` each part is an update."""
+    (several `minibatches`, elastic workers, `offload_between_steps`). With as many `minibatches`
+    each part is an update."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     router_aux_loss: NonNegativeFloat = 0.0

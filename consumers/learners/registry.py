@@ -105,6 +105,12 @@ def need_learner(config: Config) -> None:
             f"trainer.offload_between_steps: trainer `{name}` does not leave its device",
             hint="a LearnerKind with leaves_device = True has port.LeavesDevice's method",
         )
+    if config.trainer.offload_between_steps and config.trainer.parts > 1:
+        raise ConfigError(
+            f"trainer.offload_between_steps: the run has {config.trainer.parts} parts of a batch, "
+            "and so there is always one to compute",
+            hint="leave the key out; trainer.parts = 1 in a new run",
+        )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.objective.reference_every is not None and not kind.moving_reference:
         raise ConfigError(

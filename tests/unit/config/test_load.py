@@ -405,6 +405,7 @@ def test_any_plain_option_survives_being_written(
         (["groups.per_step=12"], 3),
         (["groups.per_step=7"], 1),
         (["groups.per_step=32", "trainer.parts=1"], 1),
+        (["groups.per_step=32", "trainer.offload_between_steps=true"], 1),
         (["groups.per_step=32", "trainer.minibatches=2"], 1),
         (["groups.per_step=32", 'objective.advantage="version-baseline"'], 1),
         (["groups.per_step=32", "workers.count=2", "workers.elastic=1"], 1),

@@ -93,6 +93,13 @@ def test_a_trainer_on_a_cpu_has_no_device_to_leave_between_steps(kind: str) -> N
         make.BUILT_IN[kind].open(Path("a"), Path("w"), config, None)
 
 
+def test_a_run_in_parts_computes_beside_what_would_leave_the_device() -> None:
+    section = Section(kind="torch", parts=4, offload_between_steps=True)
+    config = msgspec.structs.replace(_config(kind="torch"), trainer=section)
+    with pytest.raises(ConfigError, match="the run has 4 parts of a batch"):
+        make.need_learner(config)
+
+
 def test_gpu_is_taken_by_deepspeed_alone_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

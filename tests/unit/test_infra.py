@@ -144,8 +144,10 @@ def test_images_are_targets_of_one_dockerfile_that_takes_only_what_is_there() ->
         assert (ROOT / "infra" / build["context"] / build["dockerfile"]).is_file()
         assert build["target"] in targets
         assert service.image == f"dora-pipe:{build['target']}"
-    locks = re.findall(r"^COPY (requirements/\S+) ", text, re.MULTILINE)
-    assert locks == ["requirements/slim.txt", "requirements/torch.txt"]
+    copied = re.findall(r"^COPY (requirements/.*) /requirements/$", text, re.MULTILINE)
+    locks = [lock for line in copied for lock in line.split()]
+    names = ("slim", "torch", "vllm", "vllm-deepspeed")
+    assert locks == [f"requirements/{name}.txt" for name in names]
     assert all((ROOT / lock).is_file() for lock in locks)
     for target in {target for service in ROLES.values() for target in service.volumes}:
         assert f" {target} " in text, "a volume's folder that the image does not make is root's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ def capability(device: str) -> str:
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
         return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {_cudnn()}"
-    return str(torch.backends.cpu.get_cpu_capability())
+    return f"{torch.backends.cpu.get_cpu_capability()}, MKL {os.environ.get('MKL_CBWR', '')}"
 
 
 def _cudnn() -> int | None:

@@ -87,6 +87,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.mlp_chunk_tokens": "auto",
     "trainer.gradient_checkpointing": False,
     "trainer.activation_offload": False,
+    "trainer.offload_between_steps": False,
     "trainer.packing": False,
     "groups.seconds_max": None,
     "sampling.routes": False,
@@ -135,6 +136,7 @@ class Study:
             f"run.seed={seed}",
             f"run.steps={QUICK_STEPS if self.quick else OFFPOLICY_STEPS}",
             f'model.path="{self.out / f"warm-{seed}"}"',
+            "trainer.parts=1",
         ]
         sizes = QUICK if self.quick else OVERRIDES
         given = [] if self.steps is None else [f"run.steps={self.steps}"]

@@ -212,9 +212,17 @@ def load_again(config: Path, overrides: Sequence[str], paradigm: str, root: Path
     _refuse_copy(RunDir(config), root)
     wanted = load_wanted(config, overrides, paradigm)
     stored = run_dir(wanted, root).config_file
-    if config.is_dir() or not stored.is_file() or not is_older(read_table(stored)):
+    if config.is_dir() or not stored.is_file():
         return wanted
-    return load_config(config, overrides, paradigm=paradigm, stored=True)
+    begun = read_table(stored)
+    if is_older(begun):
+        return load_config(config, overrides, paradigm=paradigm, stored=True)
+    parts = begun.get("trainer", {}).get("parts")
+    said = "parts" in read_table(config).get("trainer", {})
+    if parts is None or said or any(one.startswith("trainer.parts") for one in overrides):
+        return wanted
+    # What its file did not say was filled in when it began, perhaps by another version.
+    return load_config(config, [*overrides, f"trainer.parts={parts}"], paradigm=paradigm)
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:

@@ -57,8 +57,10 @@ def whatif(
         with closing(looked.tables()) as tables:
             measured = measure(looked.bus, looked.topics, tables)
         laid = paradigm if paradigm in PARADIGM_NAMES else ""
-        before = load_config(found.directory.config_file, ())
-        changed = load_config(found.directory.config_file, override or (), paradigm=laid)
+        before = load_config(found.directory.config_file, (), stored=True)
+        changed = load_config(
+            found.directory.config_file, override or (), paradigm=laid, stored=True
+        )
         scheduler = next((one for one in SCHEDULERS if one == paradigm), SCHEDULERS[0])
         check_question(measured, before, changed, scheduler=scheduler)
         report("simulating the run as it was")

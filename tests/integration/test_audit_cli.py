@@ -13,7 +13,6 @@ import pytest
 from dora_pipe.cli import replay as replay_command
 from dora_pipe.cli.show import _errors
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.producers.chat import tokenizer
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.schemas.control import error_class
 from dora_pipe.store.safetensors_file import read_manifest
@@ -28,7 +27,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """Calls the command line: exit code, stdout, stderr. Engine and trainer are simulated."""
     monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
     monkeypatch.setattr(replay_command, "open_engine", _engine)
-    monkeypatch.setattr(tokenizer, "Tokenizer", _NoTokenizer)
+    monkeypatch.setattr(replay_command, "Tokenizer", _NoTokenizer)
     return caller(monkeypatch, capsys)
 
 

@@ -102,7 +102,7 @@ def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_sa
     broker.start()
     until(_answers(place))
     words = shlex.split(goes_on.partition("go on with: ")[2])
-    assert call(place, *words[1:]) == 0, said(place)
+    assert start(place, *words[1:]).wait(2 * DELIVERY_TIMEOUT_S) == 0, said(place)
     assert steps(place, RUN) == list(range(STEPS))
     assert_clean(place, RUN)
 

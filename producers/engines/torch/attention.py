@@ -136,6 +136,9 @@ class StepAttention:
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
+        if len(q) == 1:  # One product alone may be computed by another kernel than several are.
+            q, k, v, mask = (one.expand(2, -1, -1) for one in (q, k, v, mask))
+            return self._attend(q, k, v, mask)[:1]
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, -1), v)
 

@@ -32,7 +32,7 @@ WORKERS: Final = """
            string_agg(distinct template_digest, ', ') as template_digest from workers"""
 
 GROUPS: Final = """
-    select group_id, row, version, fate from groups where purpose = 'train' order by ordinal"""
+    select group_id, row, version from groups where purpose = 'train' order by ordinal"""
 
 BATCHES: Final = """
     select step, list(group_id order by group_id) from groups where fate = 'trained'
@@ -108,9 +108,9 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
         config=config,
         made_of={**made_of, **workers},
         versions=[one for (one,) in tables.query("select digest from versions order by version")],
-        groups=[(group, row, version) for group, row, version, _ in tables.query(GROUPS)],
+        groups=list(tables.query(GROUPS)),
         batches=[tuple(groups) for _, groups in tables.query(BATCHES)],
-        steps=[(step, reward, took, late) for step, reward, took, late in tables.query(STEPS)],
+        steps=list(tables.query(STEPS)),
         evaluations={
             (name, version): reward for name, version, reward in tables.query(EVALUATIONS)
         },

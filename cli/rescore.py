@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from dora_pipe.audit.rescore import rescore
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
 from dora_pipe.audit.rescoring import Rescoring, ScoredGroup, compare
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
+from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.task_again import TaskAgain, opened_task, trajectories_of
@@ -215,12 +215,11 @@ def scored_groups(
 
 def _texts(run: OpenRun, tables: Catalogue, names: Sequence[str]) -> dict[str, str]:
     """The ends of these answers; none where they cannot be read."""
-    decode: Callable[[Sequence[int]], str] | None = decoder_of(run) if names else None
+    decode = decoder_of(run) if names else None
     if decode is None:
         return {}
     where = f"{COUNTS} and trajectory_id in (select unnest(?))"
-    wanted: dict[tuple[int, int], LoggedRecord] = logged_records(tables, where, [list(names)])
-    found = trajectories_of(run, wanted, Damage())
+    found = trajectories_of(run, logged_records(tables, where, [list(names)]), Damage())
     return {
         one.trajectory: " ".join(decode(answer_of(one)).split())[-TEXT_CHARACTERS:] for one in found
     }

@@ -37,11 +37,16 @@ COMMANDS: Final[Panels] = {
     "Audit and replay": {
         "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
         "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
-        "diff": ("cli.commands.audit:diff", "Where two runs part, and why."),
-        "rescore": ("cli.commands.audit:rescore", "What another reward would have changed."),
         "export": ("cli.commands.audit:export", "Hand a run to other tools."),
         "archive": ("cli.commands.audit:archive", "Seal a run's log, or check an archive."),
         "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),
+    },
+    "What else could have been": {
+        "diff": ("cli.commands.counterfactual:diff", "Where two runs part, and why."),
+        "rescore": (
+            "cli.commands.counterfactual:rescore",
+            "What another reward would have changed.",
+        ),
     },
     "Simulate and measure": {
         "whatif": ("cli.commands.sim:whatif", "How long other settings would have taken."),

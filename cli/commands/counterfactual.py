@@ -1,0 +1,65 @@
+"""Commands that ask of a log what else would have come of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.progress import watched
+from dora_pipe.core.console import RUNS
+
+
+def diff(
+    run: RunArgument,
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another run, named likewise.")],
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Where two runs part: keys, what they are made of, versions, dispatches, batches, the first
+    trajectory that differs under equal weights and why, and both curves."""
+    from dora_pipe.cli.diff import diff_runs
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root) as one, opened(other, root) as two:
+        diff_runs(one, two, as_json=as_json)
+
+
+def rescore(
+    run: RunArgument,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward",
+            metavar="USE",
+            help="module:function or a built-in one, of every task; NAME=USE of one. Without: the "
+            "run's own, as it is here.",
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Where the module is imported from; the folder of the run's file."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where scores go; in the run's directory.")
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Ask a reward of all logged texts: which groups would have had another fate, which advantages
+    another sign, and the curves of both. The log stays as it is; the same command goes on."""
+    from dora_pipe.cli.rescore import rescore_run
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+        rescore_run(
+            open_run,
+            reward or (),
+            directory=directory,
+            out=out,
+            as_json=as_json,
+            report=report,
+        )

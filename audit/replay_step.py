@@ -26,6 +26,7 @@ from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.settings import changed_settings
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import OF_PATCHES, CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import (
@@ -115,10 +116,12 @@ def replay(
     last: int,
     clock: Clock,
     changed: Mapping[str, float | int | str | bool] | None = None,
+    change: BatchChange = UNCHANGED,
 ) -> Iterator[StepLine]:
     """Train steps `first` .. `last - 1` again; a line per step, lead-in steps among them.
 
-    `changed` are logged keys to use from step `first` on instead of the recorded ones. Ends after
+    `changed` are logged keys to use from step `first` on instead of the recorded ones; `change` is
+    what of the batches is otherwise, in the lead-in too, where it names rows of that. Ends after
     the first step that differs although the numerics are the same (see `raise_if_diverged`).
     Raises UsageError for steps that were not committed, InvariantBroken for a trajectory that
     cannot be read.
@@ -136,7 +139,7 @@ def replay(
         most = logged_config(started.config).sampling.max_tokens
         commits = _with(commits, settings, first, max_tokens=most)
     files = StepFiles(store, history.digest_of)
-    again = replay_steps(bus, topics, trainer, commits, files=files, clock=clock)
+    again = replay_steps(bus, topics, trainer, commits, files=files, clock=clock, change=change)
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:

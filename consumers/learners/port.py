@@ -60,6 +60,9 @@ class TrainBatch:
     has none."""
     parts: Sequence[int] = ()
     """How many groups each part but the last has, in order; empty: the batch is one."""
+    weights: Mapping[str, float] | None = None
+    """By trajectory, a factor of its loss, for a step that is trained again otherwise; 1 where
+    nothing is said."""
 
     def in_parts(self) -> list[TrainBatch]:
         """Its parts, each as a batch that is one."""

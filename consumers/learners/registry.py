@@ -65,6 +65,8 @@ class LearnerKind:
     """Whether it sends tokens through the experts that a record names (`sampling.routes`)."""
     router_aux_loss: bool = False
     """Whether it takes `trainer.router_aux_loss`."""
+    weights: bool = False
+    """Whether it takes `TrainBatch.weights`, which a step that is trained again may have."""
     leaves_device: bool = False
     """Whether it has `port.LeavesDevice` (`trainer.offload_between_steps`)."""
 
@@ -332,6 +334,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         optimizers=("adamw", "muon", "adamw8bit"),
         routes=True,
         router_aux_loss=True,
+        weights=True,
         leaves_device=True,
     ),
     "deepspeed": LearnerKind(
@@ -341,6 +344,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         moving_reference=True,
         teacher=True,
         bfloat16=True,
+        weights=True,
         leaves_device=True,
     ),
 }

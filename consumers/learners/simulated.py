@@ -154,6 +154,9 @@ def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
     past.update(canonical(_plain(one.logprobs)))
     if one.meta.contexts:
         past.update(canonical([msgspec.structs.astuple(of) for of in one.meta.contexts]))
+    weight = (batch.weights or {}).get(one.trajectory, 1.0)
+    if weight != 1.0:
+        past.update(canonical([weight]))
     if batch.teacher is not None:
         past.update(canonical(list(batch.teacher[one.trajectory])))
 

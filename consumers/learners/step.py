@@ -63,6 +63,8 @@ class Item:
     """Log-probs of those tokens under the teacher, where the step has one."""
     token_staleness: int
     """Staleness of every sampled token by the version that sampled it, added up."""
+    weight: float = 1.0
+    """Factor of its loss."""
     minibatch: int = 0
     micro_batch: int | None = None
     """The first of its update that it is in."""
@@ -245,6 +247,7 @@ def _item(
             for one in trajectory.segments
             if one.kind == "model"
         ),
+        weight=(batch.weights or {}).get(trajectory.trajectory, 1.0),
     )
 
 
@@ -278,13 +281,14 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
     """Items of an update, with the weight of their tokens, in passes.
 
     A zero advantage without a KL term, a teacher and a loss of routers has a gradient of exactly
-    zero: it still counts in the mean, but nothing is computed for it.
+    zero, as has a weight of zero: it still counts in the mean, but nothing is computed for it.
     """
     objective = settings.objective
     chosen = [
-        (item, weight)
+        (item, weight * item.weight)
         for item, weight in zip(valid, weights, strict=True)
         if item.counted
+        and item.weight
         and (item.advantage or objective.kl or objective.teacher_weight or settings.router_aux_loss)
     ]
     whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)

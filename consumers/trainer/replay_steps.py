@@ -19,6 +19,7 @@ from dora_pipe.consumers.learners.port import Learner, Reference, Settings, Trai
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
 from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logprobs
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
@@ -102,16 +103,19 @@ def replay_steps(
     *,
     files: StepFiles,
     clock: Clock,
+    change: BatchChange = UNCHANGED,
 ) -> Iterator[ReplayedStep]:
     """Train the steps of `commits` (contiguous, in order) again, one by one.
 
     `learner` has the weights and optimizer state before the first of them (`load_base`). Every
     trajectory is taken as it lies in the log now, also if it was changed: what that changes in the
-    weights is the answer. Raises InvariantBroken for one that cannot be read at all, BusError.
+    weights is the answer. `change` is what else is otherwise than when they were committed. Raises
+    InvariantBroken for one that cannot be read at all, BusError.
     """
     reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
     try:
-        for step in steps_again(reader, learner, commits, files=files, strict=False):
+        again = steps_again(reader, learner, commits, files=files, strict=False, change=change)
+        for step in again:
             if step is not None:
                 yield step
     finally:
@@ -148,10 +152,12 @@ def steps_again(
     *,
     files: StepFiles,
     strict: bool,
+    change: BatchChange = UNCHANGED,
 ) -> Iterator[ReplayedStep | None]:
     """See `replay_steps`; yields None while waiting. `strict` refuses changed trajectories."""
     for commit in commits:
         batch = yield from committed_batch(reader, commit, strict=strict)
+        batch = changed(batch, change)
         settings = dict(commit.settings)
         tokens = commit.numerics.get("micro_batch_tokens")
         if tokens is not None:

@@ -79,6 +79,22 @@ def test_steps_are_those_of_the_torch_trainer(
         assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_of_trajectories_are_those_of_the_torch_trainer(
+    bench: Bench, stage: int, tmp_path: Path
+) -> None:
+    ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
+    batches = [
+        replace(one, weights={row.trajectory: 3.0 for row in one.groups[1].trajectories})
+        for one in three_batches()
+    ]
+    found = [ours.train(batch, SETTINGS) for batch in batches]
+    assert_same_steps(found, [theirs.train(batch, SETTINGS) for batch in batches])
+    expected = bench.tensors(theirs, tmp_path / "theirs")
+    for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
+        assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_weight_decay_leaves_vectors_alone_as_the_torch_trainer_does(
     bench: Bench, stage: int, tmp_path: Path

@@ -1,0 +1,157 @@
+"""A step that is trained again otherwise: what does not count, other rewards, weights of rows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
+from dora_pipe.core.errors import UsageError
+from tests.support.batches import SETTINGS, make_batch
+from tests.unit.consumers.test_torch_objectives import Policy
+
+ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "trainer.grad_norm_max": 1e6}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+def batch_of(groups: int = 4, parts: tuple[int, ...] = ()) -> TrainBatch:
+    return replace(make_batch(seed=5, groups=groups, siblings=3), parts=parts)
+
+
+def names_of(batch: TrainBatch) -> list[str]:
+    return [one.group for one in batch.groups]
+
+
+def test_a_batch_of_which_nothing_is_said_is_the_very_same_one() -> None:
+    batch = batch_of()
+    said = batch.groups[0].trajectories[0]
+    assert said.reward is not None
+    others = BatchChange(
+        without=frozenset({"g0000000999", "g0000000999-001"}),
+        rewards={"g0000000999-000": 0.0, said.trajectory: said.reward},
+        weights={"g0000000999-000": 2.0, said.trajectory: 1.0},
+    )
+    assert changed(batch, UNCHANGED) is batch
+    assert changed(batch, others) is batch
+
+
+def test_a_trajectory_that_does_not_count_is_masked_as_an_invalid_one(policy: Policy) -> None:
+    batch = batch_of()
+    out = batch.groups[1].trajectories[2]
+    found = changed(batch, BatchChange(without=frozenset({out.trajectory})))
+    assert [one.reward is None for one in found.groups[1].trajectories] == [False, False, True]
+    assert found.groups[0] is batch.groups[0]
+    result = policy.trainer().train(found, ONE_UPDATE)
+    row = {one["trajectory"]: one for one in result.contributions}[out.trajectory]
+    assert (row["reward"], row["advantage"], row["ratio_mean"]) == (None, None, None)
+    assert result.figures["masked"] == 1.0
+    first, second = found.groups[1].trajectories[:2]
+    advantages = {one["trajectory"]: one["advantage"] for one in result.contributions}
+    assert advantages[first.trajectory] == -advantages[second.trajectory] != 0.0
+
+
+def test_a_group_that_does_not_count_goes_whole_and_the_step_is_that_of_the_others(
+    policy: Policy,
+) -> None:
+    batch = batch_of()
+    found = changed(batch, BatchChange(without=frozenset({batch.groups[2].group})))
+    alone = replace(batch, groups=[*batch.groups[:2], batch.groups[3]])
+    one, other = policy.trainer(), policy.trainer()
+    assert one.train(found, SETTINGS).contributions == other.train(alone, SETTINGS).contributions
+    assert one.manifest() == other.manifest()
+
+
+@pytest.mark.parametrize(
+    ("parts", "out", "left"),
+    [((2, 1), (0,), [1, 1]), ((2, 1), (2,), [2]), ((2, 1), (3, 4), [2]), ((1, 1), (1,), [1])],
+)
+def test_parts_go_on_without_the_groups_that_do_not_count(
+    parts: tuple[int, ...], out: tuple[int, ...], left: list[int]
+) -> None:
+    batch = batch_of(groups=5, parts=parts)
+    without = frozenset(batch.groups[place].group for place in out)
+    found = changed(batch, BatchChange(without=without))
+    assert names_of(found) == [one for one in names_of(batch) if one not in without]
+    assert list(found.parts) == left
+    assert all(part.groups for part in found.in_parts())
+
+
+def test_a_batch_that_is_left_without_groups_changes_no_weight(policy: Policy) -> None:
+    batch, trainer = batch_of(parts=(2,)), policy.trainer()
+    before = trainer.manifest()
+    found = changed(batch, BatchChange(without=frozenset(names_of(batch))))
+    result = trainer.train(found, SETTINGS)
+    assert (result.figures["updates"], result.figures["trajectories"]) == (0.0, 0.0)
+    assert trainer.manifest() == before
+
+
+def test_a_group_with_one_sibling_left_has_nothing_to_be_compared_with(policy: Policy) -> None:
+    batch = batch_of()
+    out = [one.trajectory for one in batch.groups[0].trajectories[:2]]
+    found = changed(batch, BatchChange(without=frozenset(out)))
+    rows = policy.trainer().train(found, SETTINGS).contributions
+    assert [one["advantage"] for one in rows[:3]] == [None, None, 0.0]
+
+
+def test_another_reward_takes_the_place_of_the_logged_one() -> None:
+    batch = batch_of()
+    name = batch.groups[0].trajectories[1].trajectory
+    found = changed(batch, BatchChange(rewards={name: 7.5}))
+    assert [one.reward == 7.5 for one in found.groups[0].trajectories] == [False, True, False]
+    assert found.groups[1:] == batch.groups[1:]
+
+
+def test_a_weight_is_a_factor_of_the_loss_of_its_trajectory_alone(policy: Policy) -> None:
+    batch = batch_of()
+    names = [one.trajectory for one in batch.groups[0].trajectories]
+    plain = policy.trainer().train(batch, ONE_UPDATE).contributions
+    found = changed(batch, BatchChange(weights={names[0]: 2.0, names[1]: 0.0}))
+    rows = policy.trainer().train(found, ONE_UPDATE).contributions
+    share = {one["trajectory"]: one["loss_share"] for one in rows}
+    for one in plain:
+        name = one["trajectory"]
+        if name == names[1]:
+            assert share[name] is None
+        else:
+            factor = 2.0 if name == names[0] else 1.0
+            assert share[name] == pytest.approx(factor * one["loss_share"], rel=1e-5)
+    assert [one["advantage"] for one in rows] == [one["advantage"] for one in plain]
+
+
+def test_weights_are_obeyed_part_by_part_too(policy: Policy) -> None:
+    names = [one.trajectory for one in batch_of().groups[0].trajectories]
+    change = BatchChange(weights=dict.fromkeys(names, 3.0))
+    whole, parted = (
+        policy.trainer().train(changed(batch, change), ONE_UPDATE)
+        for batch in (batch_of(), batch_of(parts=(1, 2)))
+    )
+    assert parted.figures["loss"] == pytest.approx(whole.figures["loss"], rel=1e-4)
+    assert parted.figures["grad_norm"] == pytest.approx(whole.figures["grad_norm"], rel=1e-4)
+
+
+def test_the_simulated_trainers_weights_depend_on_weights_of_rows(tmp_path: Path) -> None:
+    manifest, batch, digests = initial_weights(tmp_path / "weights"), batch_of(), []
+    name = batch.groups[0].trajectories[0].trajectory
+    for weight in (1.0, 2.0):
+        learner = SimulatedLearner()
+        learner.load(tmp_path / "weights", digest=manifest.digest, optimizer=None)
+        learner.train(changed(batch, BatchChange(weights={name: weight})), SETTINGS)
+        digests.append(learner.manifest().digest)
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("inf"), float("nan")])
+def test_a_weight_that_is_none_is_refused_by_name(weight: float) -> None:
+    with pytest.raises(UsageError, match="weight of g0000000001-000"):
+        BatchChange(weights={"g0000000001-000": weight})
+
+
+def test_a_reward_that_is_no_number_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="reward of g0000000001-000"):
+        BatchChange(rewards={"g0000000001-000": float("nan")})

@@ -1,8 +1,10 @@
 """What another reward says of a run's texts, in a file beside the log; decides what is kept of it.
 
-`rewards.jsonl` has a line a trajectory, `about.json` says whose scores they are. A line that was
-being written when somebody ended the process is cut off, and its trajectory asked for again; what
-was lost to infrastructure (a time limit, a dead process, `Retry`) is not written at all.
+`rewards.jsonl` has a line a trajectory, with what that is worth alone; `groups.jsonl` has one for
+each that was scored with its siblings, with what it counts; `about.json` says whose scores they
+are. A line that was being written when somebody ended the process is cut off, and its trajectory
+or group asked for again; what was lost to infrastructure (a time limit, a dead process, `Retry`)
+is not written at all.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dora_pipe.core.errors import ResourceError, UsageError
 
 ABOUT: Final = "about.json"
 REWARDS: Final = "rewards.jsonl"
+GROUPS: Final = "groups.jsonl"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +66,11 @@ class RescoredFile:
         """A line a trajectory."""
         return self.folder / REWARDS
 
+    @property
+    def groups(self) -> Path:
+        """A line a trajectory that was scored with its siblings, those of a group in one piece."""
+        return self.folder / GROUPS
+
     def begin(self, about: About) -> dict[str, NewReward]:
         """Make the folder, or take up what is there; what it has, by trajectory.
 
@@ -71,16 +79,23 @@ class RescoredFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._check(about)
-            return {one.trajectory: one for one in self._lines()}
         except OSError as error:
             raise ResourceError(f"{self.folder}: {error.strerror or error}") from error
+        return self.read(self.rewards)
 
-    def append(self) -> IO[bytes]:
-        """The file, for lines of `line_of`. Raises ResourceError."""
+    def read(self, file: Path) -> dict[str, NewReward]:
+        """What one of the two files has, by trajectory. Raises as `begin`."""
         try:
-            return self.rewards.open("ab", buffering=0)
+            return {one.trajectory: one for one in _lines(file)}
         except OSError as error:
-            raise ResourceError(f"{self.rewards}: {error.strerror or error}") from error
+            raise ResourceError(f"{file}: {error.strerror or error}") from error
+
+    def append(self, file: Path) -> IO[bytes]:
+        """One of them, for lines of `line_of`. Raises ResourceError."""
+        try:
+            return file.open("ab", buffering=0)
+        except OSError as error:
+            raise ResourceError(f"{file}: {error.strerror or error}") from error
 
     def _check(self, about: About) -> None:
         file = self.folder / ABOUT
@@ -100,31 +115,32 @@ class RescoredFile:
                     hint="another folder: --out DIR",
                 )
 
-    def _lines(self) -> Iterator[NewReward]:
-        """What is there; a last line that is no whole one is cut off."""
-        if not self.rewards.is_file():
-            return
-        decode = msgspec.json.Decoder(NewReward).decode
-        whole = 0
-        with self.rewards.open("r+b") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    yield decode(line)
-                except msgspec.DecodeError as error:
-                    raise UsageError(
-                        f"{self.rewards}, line {number}: {error}", hint="delete the file, or --out"
-                    ) from None
-                whole += len(line)
-            file.truncate(whole)
-
 
 _WORDS: Final[dict[str, str]] = {
     "run": "run",
     "started_ns": "run of that name",
     "reward_digest": "reward",
 }
+
+
+def _lines(path: Path) -> Iterator[NewReward]:
+    """What is there; a last line that is no whole one is cut off."""
+    if not path.is_file():
+        return
+    decode = msgspec.json.Decoder(NewReward).decode
+    whole = 0
+    with path.open("r+b") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                yield decode(line)
+            except msgspec.DecodeError as error:
+                raise UsageError(
+                    f"{path}, line {number}: {error}", hint="delete the file, or --out"
+                ) from None
+            whole += len(line)
+        file.truncate(whole)
 
 
 def line_of(one: NewReward) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +21,10 @@ from dora_pipe.bus.logged import Damage
 from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.rescore_groups import ask_groups
 from dora_pipe.cli.task_again import TaskAgain, opened_task, trajectories_of
 from dora_pipe.cli.texts import decoder_of
-from dora_pipe.config.model import Config, Task
+from dora_pipe.config.model import Config, RewardUse, Task
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
@@ -41,6 +44,13 @@ EXAMPLES: Final = 20
 TEXT_CHARACTERS: Final = 60
 """Of the end of an example's answer."""
 
+NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
+"""`--reward` of one task; an inline table has its `=` inside."""
+
+INLINE_HINT: Final = (
+    '{use = "module:function", weight = 0.2, group = true}, or a list: docs/rewards.md'
+)
+
 STEPS_SHOWN: Final = 10
 """In which the rewards differ most; `--json` has every one."""
 
@@ -59,11 +69,14 @@ class Answers:
 
     folder: Path
     rewards: Mapping[str, NewReward]
-    """By trajectory."""
+    """By trajectory; of siblings that are scored together what they count."""
     asked: int
     """Now; the others were there."""
+    groups: int
+    """Whose siblings were scored together now."""
     lost: Sequence[str]
-    """Trajectories that infrastructure lost, each with why; the same command asks again."""
+    """Trajectories and groups that infrastructure lost, each with why; the same command asks again.
+    """
 
 
 def rescore_run(
@@ -83,7 +96,7 @@ def rescore_run(
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
     damage = Damage()
-    with opened_task(run, config) as task:
+    with opened_task(run, config, other_rewards=bool(rewards)) as task:
         about = About(
             run=run.topics.run,
             started_ns=started.at_ns,
@@ -91,13 +104,10 @@ def rescore_run(
             reward_digest=task.reward_digest,
             package=version("dora-pipe"),
         )
-        answers = _ask(run, task, about, out, damage, report=report, agents=bool(rewards))
+        file = _file(run, about, out)
+        alone = _ask(run, task, about, file, damage, report=report, agents=bool(rewards))
+        answers = _with_groups(run, task, config, file, alone, report)
     with closing(run.tables()) as tables:
-        if not rewards and tables.query("select 1 from trajectories where group_parts is not null"):
-            raise UsageError(
-                "the siblings of this run were scored together, which is not asked again here",
-                hint="replay RUN --rewards compares such rewards",
-            )
         groups, left_out = scored_groups(tables, answers.rewards)
         settings = {
             step: msgspec.json.decode(one)
@@ -113,12 +123,13 @@ def rescore_run(
 
 
 def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
-    """The configuration with other rewards of its tasks: ``module:function`` or a built-in one for
-    all, ``NAME=...`` for the task of that name. Raises UsageError."""
+    """The configuration with other rewards of its tasks: ``module:function``, a built-in one, or
+    what `task.rewards` may be, for all; ``NAME=...`` for the task of that name. Raises UsageError.
+    """
     by_name = {"": ""}
     for one in rewards:
-        name, equals, use = one.partition("=")
-        by_name[name if equals else ""] = use if equals else one
+        named = NAMED.fullmatch(one)
+        by_name["" if named is None else named[1]] = one if named is None else named[2]
     names = {one.name for one in config.tasks} | {""}
     if unknown := sorted(by_name.keys() - names):
         hint = f"one of {', '.join(sorted(names - {''})) or 'none has a name'}"
@@ -134,31 +145,47 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
                 f"the task at {task.urls[0]} has the reward that its server has",
                 hint="serve it with the other reward, and leave out --reward",
             )
-        return msgspec.structs.replace(task, reward=use, rewards=(), directory=where)
+        inline = use.startswith(("{", "["))
+        uses = _uses(use) if inline else ()
+        reward = "" if inline else use
+        return msgspec.structs.replace(task, reward=reward, rewards=uses, directory=where)
 
     tasks = [changed(one) for one in config.tasks]
     more = tuple(tasks[1:]) or msgspec.UNSET
     return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
 
 
+def _uses(words: str) -> tuple[RewardUse, ...]:
+    """An inline table, or a list of them, as `task.rewards` has it. Raises UsageError."""
+    try:
+        found = tomllib.loads(f"rewards = {words}")["rewards"]
+        listed = found if isinstance(found, list) else [found]
+        return msgspec.convert(listed, tuple[RewardUse, ...])
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise UsageError(f"--reward {words}: {error}", hint=INLINE_HINT) from None
+
+
+def _file(run: OpenRun, about: About, out: Path | None) -> RescoredFile:
+    """Where the scores of this reward go. Raises UsageError."""
+    if not about.reward_digest and out is None:
+        raise UsageError(
+            "the source of this reward cannot be known, so its scores have no name",
+            hint="a folder for them: --out DIR",
+        )
+    return RescoredFile(out or run.directory.path / FOLDER / about.reward_digest[:DIGITS])
+
+
 def _ask(
     run: OpenRun,
     task: TaskAgain,
     about: About,
-    out: Path | None,
+    file: RescoredFile,
     damage: Damage,
     *,
     report: CommandProgress,
     agents: bool,
 ) -> Answers:
     """Ask for what the file does not have, and write it there, a line each."""
-    if not about.reward_digest and out is None:
-        raise UsageError(
-            "the source of this reward cannot be known, so its scores have no name",
-            hint="a folder for them: --out DIR",
-        )
-    digest = about.reward_digest[:DIGITS]
-    file = RescoredFile(out or run.directory.path / FOLDER / digest)
     there = file.begin(about)
     with closing(run.tables()) as tables:
         logged = logged_records(tables, COUNTS)
@@ -171,7 +198,7 @@ def _ask(
         stopped=task.stopped,
         agents=agents,
     )
-    with file.append() as lines:
+    with file.append(file.rewards) as lines:
         for one in again:
             asked += 1
             report("asking for rewards", asked, len(left))
@@ -183,7 +210,24 @@ def _ask(
             )
             lines.write(line_of(new))
             there[new.trajectory] = new
-    return Answers(folder=file.folder, rewards=there, asked=asked, lost=lost)
+    return Answers(folder=file.folder, rewards=there, asked=asked, groups=0, lost=lost)
+
+
+def _with_groups(
+    run: OpenRun,
+    task: TaskAgain,
+    config: Config,
+    file: RescoredFile,
+    alone: Answers,
+    report: CommandProgress,
+) -> Answers:
+    """The same, with what siblings count that are scored together."""
+    if not task.together:
+        return alone
+    found = ask_groups(run, task, config.groups, file, alone.rewards, report)
+    return replace(
+        alone, rewards=found.rewards, groups=found.asked, lost=[*alone.lost, *found.lost]
+    )
 
 
 def scored_groups(
@@ -230,6 +274,7 @@ def _plain(found: Rescoring, about: About, answers: Answers) -> dict[str, Any]:
         **msgspec.to_builtins(about),
         "folder": str(answers.folder),
         "asked": answers.asked,
+        "asked_groups": answers.groups,
         "lost": list(answers.lost),
         "without_reward": sum(one.reward is None for one in answers.rewards.values()),
         **asdict(found),
@@ -241,7 +286,10 @@ def _print(
 ) -> None:
     digest, none = about.reward_digest[:DIGITS] or "unknown", _without(answers)
     emit_line(f"reward       {about.reward or 'as the run has it here'}, code {digest}")
-    emit_line(f"asked        {answers.asked} texts now, {len(answers.rewards)} in all{none}")
+    beside = f", {answers.groups} groups of them together" if answers.groups else ""
+    emit_line(
+        f"asked        {answers.asked} texts now{beside}, {len(answers.rewards)} in all{none}"
+    )
     emit_line(f"written to   {answers.folder}")
     mean = f"mean of training {show(found.old)} -> {show(found.new)}"
     emit_line(f"rewards      {found.differ} of {found.trajectories} differ, {mean}")

@@ -22,7 +22,7 @@ from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
+from dora_pipe.producers.tasks.registry import check_data, check_scoring, reward_digest_of
 from dora_pipe.producers.worker.chats import digest_of, recorded_chats
 from dora_pipe.producers.worker.ports import TaskPorts
 from dora_pipe.producers.worker.role import task_ports
@@ -41,12 +41,18 @@ class TaskAgain:
     """The same of the workers of the run."""
     stopped: Callable[[Sequence[int]], bool]
     """Whether a turn ended by a stop token or a stop string."""
+    together: frozenset[str]
+    """Sources of the groups whose siblings are also scored together here."""
 
 
 @contextmanager
-def opened_task(run: OpenRun, config: Config) -> Iterator[TaskAgain]:
-    """Start the processes of the task. Raises TaskError, ConfigError, InvariantBroken where the
-    data are not those of the run."""
+def opened_task(
+    run: OpenRun, config: Config, *, other_rewards: bool = False
+) -> Iterator[TaskAgain]:
+    """Start the processes of the task; `other_rewards`: it need not score groups as the run does.
+
+    Raises TaskError, ConfigError, InvariantBroken where the data are not those of the run.
+    """
     started, _ = policy_after(run.bus, run.topics, 0)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
@@ -57,12 +63,21 @@ def opened_task(run: OpenRun, config: Config) -> Iterator[TaskAgain]:
         pools = [(one, stack.enter_context(TaskPool(one.task))) for one in pool_specs(config)]
         facts = [pool.wait() for _, pool in pools]
         for (one, _), its in zip(pools, facts, strict=True):
+            if not other_rewards:
+                check_scoring(its, started, one.sources)
             check_data(its, started, one.sources)
+        together = {
+            source
+            for (one, _), its in zip(pools, facts, strict=True)
+            if its.scores_groups
+            for source in one.sources
+        }
         yield TaskAgain(
             ports=task_ports(pools, tokenizer, chats),
             reward_digest=reward_digest_of(facts),
             recorded=recorded,
             stopped=_stopped(config, tokenizer, chats),
+            together=frozenset(together),
         )
 
 

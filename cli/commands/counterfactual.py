@@ -34,8 +34,8 @@ def rescore(
         typer.Option(
             "--reward",
             metavar="USE",
-            help="module:function or a built-in one, of every task; NAME=USE of one. Without: the "
-            "run's own, as it is here.",
+            help="module:function, a built-in one, or what `task.rewards` may be, of every task; "
+            "NAME=USE of one. Without: the run's own, as it is here.",
         ),
     ] = None,
     directory: Annotated[

@@ -209,9 +209,8 @@ def packages_of(facts: Iterable[TaskFacts]) -> dict[str, str]:
     return dict(sorted(one for facts_of_task in facts for one in facts_of_task.packages.items()))
 
 
-def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
-    """Whether a task has here what the run has of these sources. Raises TaskError, InvariantBroken
-    where `run started` says another number of rows than the data with its digest has."""
+def check_scoring(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
+    """Whether a task scores siblings together here where the run does. Raises TaskError."""
     for source in sources:
         if facts.scores_groups != (source in run.scored_together):
             raise TaskError(
@@ -219,6 +218,12 @@ def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> Non
                 " groups together here, otherwise than when the run started",
                 hint="give every worker the code that the run started with",
             )
+
+
+def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
+    """Whether a task has here what the run has of these sources. Raises TaskError, InvariantBroken
+    where `run started` says another number of rows than the data with its digest has."""
+    for source in sources:
         what = "data set" if source.startswith("train") else "evaluation data"
         if "/" in source:
             what = f"{what} of {source.partition('/')[2]}"

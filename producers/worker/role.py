@@ -52,7 +52,12 @@ from dora_pipe.producers.sessions.frames import SourceSetup
 from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.registry import check_data, packages_of, reward_digest_of
+from dora_pipe.producers.tasks.registry import (
+    check_data,
+    check_scoring,
+    packages_of,
+    reward_digest_of,
+)
 from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
@@ -460,6 +465,7 @@ def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
             if here.stop():
                 return {}
             pool.poll(POLL_S)
+        check_scoring(pool.facts, here.run, one.sources)
         check_data(pool.facts, here.run, one.sources)
         found |= dict.fromkeys(one.sources, pool.facts)
     return found

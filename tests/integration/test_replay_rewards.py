@@ -56,6 +56,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 class _Facts:
+    scores_groups = False
     reward_digest = "d" * 64
 
 

@@ -48,6 +48,8 @@ asked: list[RewardCall] = []
 
 
 class _Facts:
+    scores_groups = False
+
     def __init__(self, reward: str) -> None:
         self.reward_digest = sha256_hex(reward.replace("busy", "inverted").encode())
 
@@ -188,6 +190,6 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = RescoredFile(tmp_path)
     one = NewReward(trajectory="g0000000001-000", reward=None, error="ValueError: no")
     file.rewards.write_bytes(line_of(one))
-    with file.append() as lines:
+    with file.append(file.rewards) as lines:
         lines.write(line_of(one))
     assert file.rewards.read_bytes() == line_of(one) * 2

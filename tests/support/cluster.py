@@ -51,6 +51,7 @@ from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import MemoryHandover
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TextCodec
 from dora_pipe.producers.worker.resume import ProgressPort
+from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.metrics import FailingPlace
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
@@ -442,6 +443,13 @@ class Cluster:
             CodecPort(site.meter, clock=self.clock),
             ProgressPort(self.open_bus(), self.topics.progress, site.meter, clock=self.clock),
             HandoverPort(self.handover, in_thread=False),
+            GroupPort(
+                self.open_bus(),
+                self.topics.trajectories,
+                self.topics.run,
+                site.meter,
+                clock=self.clock,
+            ),
         ]
         return WorkerParts(
             ports=ports,

@@ -24,7 +24,7 @@ from dora_pipe.config.batches import with_parts
 from dora_pipe.config.changes import FROZEN, LOGGED
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
-from dora_pipe.config.logged import with_older
+from dora_pipe.config.logged import as_begun, with_older
 from dora_pipe.config.model import Config
 from dora_pipe.config.section import Section
 from dora_pipe.config.several import (
@@ -115,13 +115,19 @@ size, and a hint of one name would mislead."""
 
 
 def load_config(
-    path: Path, overrides: Sequence[str], *, paradigm: str = "", stored: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    paradigm: str = "",
+    stored: bool = False,
+    begun: Table | None = None,
 ) -> Config:
     """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
 
     Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``). Keys
     that a `stored` configuration, that of a run, lacks are what they were when there was no such
-    key (`logged`). Raises ConfigError.
+    key (`logged`). `begun` is the stored table of the run that a file is to go on with: keys that
+    are filled in where it says nothing are as they were then (`as_begun`). Raises ConfigError.
     """
     if paradigm:
         overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
@@ -129,6 +135,9 @@ def load_config(
     take_apart(table)
     if stored:
         table = with_older(table)
+    if begun is not None:
+        take_apart(begun)
+        as_begun(table, begun)
     folder = path.resolve().parent
     _resolve_paths(table, folder)
     return laid_over(table, overrides, folder)

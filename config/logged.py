@@ -34,6 +34,11 @@ OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """By section, keys that are younger than the first logs and whose default is not the older way."""
 
+FILLED_IN: Final = ("trainer.parts", "evaluation.sampling")
+"""Frozen keys, or sections of them, that a file which says nothing of them gets by more than a
+default: from other keys, or by what was best when the package was made. A run that goes on has them
+as it began, whatever would be filled in now; a test finds those that are missing here."""
+
 
 def logged_config(plain: Mapping[str, Any]) -> Config:
     """The configuration of `run started`, whatever version of this package wrote it.
@@ -60,6 +65,35 @@ def with_older(plain: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def as_begun(table: dict[str, Any], begun: Mapping[str, Any]) -> None:
+    """Lay under a file's table what its run began with, of keys that nobody else could say: those
+    of `FILLED_IN`, and those of `OLDER` that the run is older than. What the file says stays.
+
+    Both tables have their lists taken apart (`several.take_apart`).
+    """
+    there = with_older(begun)
+    names: dict[str, set[str]] = {}
+    for dotted in FILLED_IN:
+        section, _, name = dotted.partition(".")
+        names.setdefault(section, set()).add(name)
+    for section, keys in OLDER.items():
+        lacked = keys.keys() - begun.get(section, {}).keys()
+        names.setdefault(section, set()).update(lacked)
+    for section, kept in names.items():
+        table.setdefault(section, {})
+        values = {str(one.get("name", "")): one for one in tables_of(there, section)}
+        for own in tables_of(table, section):
+            for name in kept & values.get(str(own.get("name", "")), {}).keys():
+                own[name] = _under(values[str(own.get("name", ""))][name], own.get(name))
+
+
+def _under(begun: Any, own: Any) -> Any:
+    """A key's value, or the keys of its section."""
+    if isinstance(begun, Mapping) and isinstance(own, Mapping | None):
+        return {**begun, **(own or {})}
+    return begun if own is None else own
+
+
 def _lay_under(plain: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
     """Give a section, and those after it where it is there several times, the keys they lack."""
     own = plain.get(section, {})
@@ -68,11 +102,6 @@ def _lay_under(plain: dict[str, Any], section: str, keys: Mapping[str, Any]) -> 
     more = SEVERAL.get(section, (section,))[0]
     if isinstance(others := plain.get(more), list | tuple):
         plain[more] = [{**keys, **one} if isinstance(one, Mapping) else one for one in others]
-
-
-def is_older(plain: Mapping[str, Any]) -> bool:
-    """Whether these plain values lack a key of `OLDER`."""
-    return with_older(plain) != dict(plain)
 
 
 MINIBATCHES: Final = "trainer.minibatches"

@@ -12,7 +12,6 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.load import load_config, read_table
-from dora_pipe.config.logged import is_older
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.clock import SystemClock
@@ -205,7 +204,8 @@ def load_wanted(config: Path, overrides: Sequence[str], paradigm: str = "") -> C
 
 
 def load_again(config: Path, overrides: Sequence[str], paradigm: str, root: Path) -> Config:
-    """The same for a run that exists: where that is older than a key, so is this file.
+    """The same for a run that exists: what is filled in where a file says nothing is as the run
+    began, perhaps under another version of this package.
 
     Raises ConfigError for the copy of a run's directory under another name.
     """
@@ -214,15 +214,7 @@ def load_again(config: Path, overrides: Sequence[str], paradigm: str, root: Path
     stored = run_dir(wanted, root).config_file
     if config.is_dir() or not stored.is_file():
         return wanted
-    begun = read_table(stored)
-    if is_older(begun):
-        return load_config(config, overrides, paradigm=paradigm, stored=True)
-    parts = begun.get("trainer", {}).get("parts")
-    said = "parts" in read_table(config).get("trainer", {})
-    if parts is None or said or any(one.startswith("trainer.parts") for one in overrides):
-        return wanted
-    # What its file did not say was filled in when it began, perhaps by another version.
-    return load_config(config, [*overrides, f"trainer.parts={parts}"], paradigm=paradigm)
+    return load_config(config, overrides, paradigm=paradigm, begun=read_table(stored))
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dora_pipe.config.load import dump_toml, from_plain, load_config
-from dora_pipe.config.logged import OLDER, is_older, logged_config
+from dora_pipe.config.logged import OLDER, logged_config, with_older
 from dora_pipe.core.errors import ConfigError
 
 PLAIN: dict[str, Any] = {
@@ -36,17 +36,18 @@ def test_new_file_without_the_keys_gets_the_new_way_and_says_so_in_full() -> Non
     assert config.task.special_tokens == "text"
     plain = msgspec.to_builtins(config)
     assert logged_config(plain) == config
-    assert not is_older(plain)
+    assert with_older(plain) == plain
 
 
 def test_log_without_the_keys_keeps_the_old_way() -> None:
     older = as_older(msgspec.to_builtins(from_plain(PLAIN)))
-    assert is_older(older)
+    assert with_older(older) != older
     config = logged_config(older)
     assert (config.sampling.logprobs, config.evaluation.sampling.logprobs) == ("raw", "raw")
     assert config.task.special_tokens == "parse"
     assert config.sampling.logprob_temperature == 1.0
-    assert not is_older(msgspec.to_builtins(config))
+    plain = msgspec.to_builtins(config)
+    assert with_older(plain) == plain
 
 
 def test_stored_file_of_an_older_run_keeps_the_old_way_and_can_be_told_otherwise(

@@ -1,17 +1,21 @@
-"""Reads topics from end to end; it decides only when a log that gives nothing more is given up."""
+"""Reads topics from end to end, and records that control names; it decides only when a log that
+gives nothing more is given up."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.catalogue.database import LoggedRecord
 from dora_pipe.core.errors import BusError, SchemaError
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
 
 Buried = tuple[str, int, int]
 """Topic, partition and offset of a record that could not be read and is among the dead letters."""
@@ -27,6 +31,15 @@ BYTES_MAX: Final = 4 * 1024 * 1024
 
 GARBAGE_MIN: Final = 50_000
 """New objects, less those that have gone, after which a reader looks for cycles among them."""
+
+
+class OpenLog(Protocol):
+    """A run whose log is open."""
+
+    @property
+    def bus(self) -> Bus: ...
+    @property
+    def topics(self) -> Topics: ...
 
 
 @contextmanager
@@ -143,6 +156,34 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
                 polls += 1
             if found and found[0].offset == offset:
                 yield found[0]
+
+
+def trajectories_of(
+    log: OpenLog, left: dict[tuple[int, int], LoggedRecord], damage: Damage
+) -> Iterator[Trajectory]:
+    """The trajectories of these records, in the order of the log, which is read from end to end;
+    each is held against control, and `left` is emptied."""
+    for record in records_of(log.bus, ends_of(log.bus, log.topics.trajectories)):
+        named = left.pop((record.partition, record.offset), None)
+        if named is not None and damage.is_sound(record, named):
+            yield logged_trajectory(record, named)
+    damage.look_for_the_rest(left)
+
+
+def named_records(
+    log: OpenLog, rows: Iterable[LoggedRecord], damage: Damage
+) -> Iterator[tuple[Record, LoggedRecord]]:
+    """Some records of many, each looked up at its place and held against control, partition by
+    partition."""
+    places: dict[int, dict[int, LoggedRecord]] = {}
+    for row in rows:
+        places.setdefault(row.partition, {})[row.offset] = row
+    for partition, left in sorted(places.items()):
+        at = TopicPartition(log.topics.trajectories, partition)
+        for record in records_at(log.bus, at, list(left)):
+            if damage.is_sound(record, named := left.pop(record.offset)):
+                yield record, named
+        damage.look_for_the_rest({(partition, offset): row for offset, row in left.items()})
 
 
 def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:

@@ -9,8 +9,9 @@ is not written at all.
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -37,6 +38,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """sha256 of the code of the reward."""
     package: str
     """Version of dora-pipe that began the file."""
+    together: Sequence[str] = ()
+    """Sources (`identity.source_of`) whose siblings are scored together."""
 
 
 class NewReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +74,22 @@ class RescoredFile:
         """A line a trajectory that was scored with its siblings, those of a group in one piece."""
         return self.folder / GROUPS
 
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever the scores do: when each file was written last (ns), and its bytes."""
+        found = [one.stat() for one in (self.rewards, self.groups) if one.is_file()]
+        return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))
+
+    def about(self) -> About:
+        """Whose scores these are. Raises UsageError, ResourceError."""
+        file = self.folder / ABOUT
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=About)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{file}: {error}", hint="another folder: --out DIR") from None
+        except OSError as error:
+            raise ResourceError(f"{file}: {error.strerror or error}") from error
+
     def begin(self, about: About) -> dict[str, NewReward]:
         """Make the folder, or take up what is there; what it has, by trajectory.
 
@@ -84,15 +103,18 @@ class RescoredFile:
         return self.read(self.rewards)
 
     def read(self, file: Path) -> dict[str, NewReward]:
-        """What one of the two files has, by trajectory. Raises as `begin`."""
+        """What one of the two files has in whole lines, by trajectory; somebody may be writing it.
+        Raises as `begin`."""
         try:
             return {one.trajectory: one for one in _lines(file)}
         except OSError as error:
             raise ResourceError(f"{file}: {error.strerror or error}") from error
 
     def append(self, file: Path) -> IO[bytes]:
-        """One of them, for lines of `line_of`. Raises ResourceError."""
+        """One of them, for lines of `line_of`, without a last one that is not whole. Raises
+        ResourceError."""
         try:
+            _cut(file)
             return file.open("ab", buffering=0)
         except OSError as error:
             raise ResourceError(f"{file}: {error.strerror or error}") from error
@@ -104,10 +126,7 @@ class RescoredFile:
             partial.write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
             partial.replace(file)
             return
-        try:
-            there = msgspec.json.decode(file.read_bytes(), type=About)
-        except msgspec.DecodeError as error:
-            raise UsageError(f"{file}: {error}", hint="another folder: --out DIR") from None
+        there = self.about()
         for name in ("run", "started_ns", "reward_digest"):
             if getattr(there, name) != getattr(about, name):
                 raise UsageError(
@@ -124,12 +143,11 @@ _WORDS: Final[dict[str, str]] = {
 
 
 def _lines(path: Path) -> Iterator[NewReward]:
-    """What is there; a last line that is no whole one is cut off."""
+    """The whole lines."""
     if not path.is_file():
         return
     decode = msgspec.json.Decoder(NewReward).decode
-    whole = 0
-    with path.open("r+b") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
@@ -139,8 +157,15 @@ def _lines(path: Path) -> Iterator[NewReward]:
                 raise UsageError(
                     f"{path}, line {number}: {error}", hint="delete the file, or --out"
                 ) from None
-            whole += len(line)
-        file.truncate(whole)
+
+
+def _cut(path: Path) -> None:
+    """Take away what stands behind the last whole line."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        whole = text.rfind(b"\n") + 1
+    os.truncate(path, whole)
 
 
 def line_of(one: NewReward) -> bytes:

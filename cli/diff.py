@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-
-from dora_pipe.audit.run_diff import (
-    ComparedRun,
-    Difference,
-    Parting,
-    RunDiff,
-    comparable,
-    diff,
-    difference,
-    run_of,
-)
+from dora_pipe.audit.compared_logs import compared_logs
+from dora_pipe.audit.run_diff import ComparedRun, Difference, Parting, RunDiff
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged
-from dora_pipe.cli.task_again import trajectories_of
-from dora_pipe.config.load import leaves
-from dora_pipe.config.logged import logged_config
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.lineage import policy_after
-from dora_pipe.schemas.identity import parse_trajectory_id
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.wire import sha256_hex
 
 ROWS: Final = 10
 """Steps and versions in a table of curves; `--json` has every one."""
@@ -41,83 +21,14 @@ CELL: Final = 40
 def diff_runs(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
     """Print where two runs part. Raises InvariantBroken behind the rest for records that are not
     those that were logged."""
-    runs = [_run(each) for each in (one, other)]
-    found = diff(*runs)
     damage = Damage()
-    first, compared = first_difference(one, other, alike=_alike(*runs), damage=damage)
+    found = compared_logs(one, other, damage)
     if as_json:
-        emit_json(
-            {
-                **asdict(found),
-                "trajectory": None if first is None else asdict(first),
-                "compared": compared,
-                "steps": [list(each.steps) for each in runs],
-                "evaluations": [
-                    [[*key, reward] for key, reward in each.evaluations.items()] for each in runs
-                ],
-            }
-        )
+        emit_json(found.plain())
     else:
         names = [each.directory.path.name for each in (one, other)]
-        _print(found, first, compared, runs, names)
+        _print(found.found, found.first, found.compared, found.runs, names)
     raise_if_damaged(damage, ", and not compared")
-
-
-def _run(run: OpenRun) -> ComparedRun:
-    started, _ = policy_after(run.bus, run.topics, 0)
-    with closing(run.tables()) as tables:
-        return run_of(tables, leaves(logged_config(started.config)))
-
-
-def _alike(one: ComparedRun, other: ComparedRun) -> bool:
-    """Whether equal weights ought to give equal tokens."""
-
-    def settings(run: ComparedRun) -> dict[str, Any]:
-        keys = (key for key in run.config if key.split(".")[0] in ("sampling", "evaluation"))
-        return {key: run.config[key] for key in keys} | {"seed": run.made_of["seed"]}
-
-    return settings(one) == settings(other)
-
-
-def first_difference(
-    one: OpenRun, other: OpenRun, *, alike: bool, damage: Damage
-) -> tuple[Difference | None, int]:
-    """The first trajectory, training before evaluations and then by ordinal, that both runs sampled
-    under the same weights and that differs; and how many were compared."""
-    marks = {each.trajectory: _mark(each) for each in _counting(one, damage)}
-    compared, names = 0, list[str]()
-    for each in _counting(other, damage):
-        mark, own = marks.get(each.trajectory), _mark(each)
-        if mark is not None and mark[0] == own[0]:
-            compared += 1
-            if mark != own:
-                names.append(each.trajectory)
-    if not names:
-        return None, compared
-    name = min(names, key=_order)
-    here, there = (next(_counting(run, Damage(), name)) for run in (one, other))
-    assert comparable(here, there)
-    return difference(here, there, alike=alike), compared
-
-
-def _order(name: str) -> tuple[bool, int, int]:
-    purpose, ordinal, sibling = parse_trajectory_id(name)
-    return purpose == "eval", ordinal, sibling
-
-
-def _mark(one: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
-    """What it was sampled from, a digest of its tokens, and its reward."""
-    meta = one.meta
-    tokens = np.asarray(one.token_ids, "<i8").tobytes()
-    return (one.digest, meta.purpose, meta.index, meta.source), sha256_hex(tokens), one.reward
-
-
-def _counting(run: OpenRun, damage: Damage, name: str = "") -> Iterator[Trajectory]:
-    """The records of a run that count, or that of one trajectory."""
-    where = f"{COUNTS} and trajectory_id = ?" if name else COUNTS
-    with closing(run.tables()) as tables:
-        left = logged_records(tables, where, [name] if name else [])
-    yield from trajectories_of(run, left, damage)
 
 
 def _print(

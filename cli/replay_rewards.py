@@ -9,13 +9,14 @@ from typing import Final
 
 import msgspec
 
+from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.audit.rescore import Rescored, raise_if_different, rescore
 from dora_pipe.audit.rescore_groups import Counted, rescore_groups
 from dora_pipe.bus.logged import Damage
 from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, raise_if_damaged
 from dora_pipe.cli.replay import chosen
-from dora_pipe.cli.task_again import opened_task, say_other_code, trajectories_of
+from dora_pipe.cli.task_again import opened_task, say_other_code
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.launch.run_dir import OpenRun

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import re
 import tomllib
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.audit.rescore import rescore
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
-from dora_pipe.audit.rescoring import Rescoring, ScoredGroup, compare
+from dora_pipe.audit.rescored_run import DIGITS, EXAMPLES, FOLDER, RescoredRun, rescored_run
+from dora_pipe.audit.rescoring import Rescoring
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
+from dora_pipe.catalogue.database import COUNTS, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.rescore_groups import ask_groups
-from dora_pipe.cli.task_again import TaskAgain, opened_task, trajectories_of
+from dora_pipe.cli.task_again import TaskAgain, opened_task
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.config.model import Config, RewardUse, Task
 from dora_pipe.core.clock import SystemClock
@@ -31,18 +33,6 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.worker.role import worker_config
-from dora_pipe.schemas.trajectory import answer_of
-
-FOLDER: Final = "rescored"
-"""In a run's directory: a folder for every reward, by the digest of its code."""
-
-DIGITS: Final = 12
-"""Of that digest, in the folder's name."""
-
-EXAMPLES: Final = 20
-
-TEXT_CHARACTERS: Final = 60
-"""Of the end of an example's answer."""
 
 NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
 """`--reward` of one task; an inline table has its `=` inside."""
@@ -53,14 +43,6 @@ INLINE_HINT: Final = (
 
 STEPS_SHOWN: Final = 10
 """In which the rewards differ most; `--json` has every one."""
-
-GROUPS: Final = """
-    select group_id, g.version, size, fate, step, ended_ns, evaluation,
-           list(trajectory_id order by sibling), list(t.reward order by sibling)
-    from groups g join trajectories t using (group_id)
-    where own_fate is null and record_offset is not null
-      and fate in ('trained', 'filtered', 'failed', 'evaluated')
-    group by all order by group_id"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,22 +85,23 @@ def rescore_run(
             reward=" ".join(rewards),
             reward_digest=task.reward_digest,
             package=version("dora-pipe"),
+            together=sorted(task.together),
         )
         file = _file(run, about, out)
         alone = _ask(run, task, about, file, damage, report=report, agents=bool(rewards))
         answers = _with_groups(run, task, config, file, alone, report)
     with closing(run.tables()) as tables:
-        groups, left_out = scored_groups(tables, answers.rewards)
-        settings = {
-            step: msgspec.json.decode(one)
-            for step, one in tables.query("select step, settings from steps")
-        }
-        found = compare(groups, config.groups, settings, examples=EXAMPLES)
-        texts = _texts(run, tables, [one.trajectory for one in found.examples])
+        found = rescored_run(run, tables, about, answers.rewards, partial(decoder_of, run))
     if as_json:
-        emit_json({**_plain(found, about, answers), "left_out": left_out, "texts": texts})
+        kept = {
+            "folder": str(answers.folder),
+            "asked": answers.asked,
+            "asked_groups": answers.groups,
+            "lost": list(answers.lost),
+        }
+        emit_json({**found.plain(), **kept})
     else:
-        _print(found, about, answers, left_out, texts)
+        _print(found, answers)
     raise_if_damaged(damage, ", and not asked for")
 
 
@@ -230,66 +213,12 @@ def _with_groups(
     )
 
 
-def scored_groups(
-    tables: Catalogue, rewards: Mapping[str, NewReward]
-) -> tuple[list[ScoredGroup], int]:
-    """Groups that have ended, with both rewards of their siblings; how many are left out, because
-    one of these has not been asked."""
-    taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
-    found: list[ScoredGroup] = []
-    rows = tables.query(GROUPS)
-    for group, at, size, fate, step, ended_ns, evaluation, names, old in rows:
-        if not all(name in rewards for name in names):
-            continue
-        found.append(
-            ScoredGroup(
-                group=group,
-                version=at,
-                size=size,
-                fate=fate,
-                step=bisect_left(taken, ended_ns) if step is None else step,
-                evaluation=evaluation,
-                trajectories=tuple(names),
-                old=tuple(old),
-                new=tuple(rewards[name].reward for name in names),
-            )
-        )
-    return found, len(rows) - len(found)
-
-
-def _texts(run: OpenRun, tables: Catalogue, names: Sequence[str]) -> dict[str, str]:
-    """The ends of these answers; none where they cannot be read."""
-    decode = decoder_of(run) if names else None
-    if decode is None:
-        return {}
-    where = f"{COUNTS} and trajectory_id in (select unnest(?))"
-    found = trajectories_of(run, logged_records(tables, where, [list(names)]), Damage())
-    return {
-        one.trajectory: " ".join(decode(answer_of(one)).split())[-TEXT_CHARACTERS:] for one in found
-    }
-
-
-def _plain(found: Rescoring, about: About, answers: Answers) -> dict[str, Any]:
-    return {
-        **msgspec.to_builtins(about),
-        "folder": str(answers.folder),
-        "asked": answers.asked,
-        "asked_groups": answers.groups,
-        "lost": list(answers.lost),
-        "without_reward": sum(one.reward is None for one in answers.rewards.values()),
-        **asdict(found),
-    }
-
-
-def _print(
-    found: Rescoring, about: About, answers: Answers, left_out: int, texts: Mapping[str, str]
-) -> None:
-    digest, none = about.reward_digest[:DIGITS] or "unknown", _without(answers)
-    emit_line(f"reward       {about.reward or 'as the run has it here'}, code {digest}")
+def _print(one: RescoredRun, answers: Answers) -> None:
+    found, digest = one.found, one.about.reward_digest[:DIGITS] or "unknown"
+    none = f", {one.without_reward} without a reward" if one.without_reward else ""
     beside = f", {answers.groups} groups of them together" if answers.groups else ""
-    emit_line(
-        f"asked        {answers.asked} texts now{beside}, {len(answers.rewards)} in all{none}"
-    )
+    emit_line(f"reward       {one.about.reward or 'as the run has it here'}, code {digest}")
+    emit_line(f"asked        {answers.asked} texts now{beside}, {len(one.rewards)} in all{none}")
     emit_line(f"written to   {answers.folder}")
     mean = f"mean of training {show(found.old)} -> {show(found.new)}"
     emit_line(f"rewards      {found.differ} of {found.trajectories} differ, {mean}")
@@ -299,15 +228,10 @@ def _print(
     emit_line(f"first step with another fate or advantage: {first}")
     for line in answers.lost[:EXAMPLES]:
         say(f"not scored: {line}")
-    if left_out:
-        say(f"{left_out} groups are left out: not all their siblings have been scored")
+    if one.left_out:
+        say(f"{one.left_out} groups are left out: not all their siblings have been scored")
     if found.differ:
-        _print_tables(found, texts)
-
-
-def _without(answers: Answers) -> str:
-    count = sum(one.reward is None for one in answers.rewards.values())
-    return f", {count} without a reward" if count else ""
+        _print_tables(found, one.texts)
 
 
 def _moved(found: Rescoring) -> str:

@@ -4,29 +4,22 @@ what it says is kept beside those."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final
 
+from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.audit.rescore_groups import score_groups
 from dora_pipe.audit.rescored_file import NewReward, RescoredFile, line_of
+from dora_pipe.audit.rescored_run import shown_together
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
+from dora_pipe.catalogue.database import COUNTS, logged_records
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.cli.task_again import TaskAgain, trajectories_of
+from dora_pipe.cli.task_again import TaskAgain
 from dora_pipe.config.model import Groups
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.schemas.identity import group_of, source_of
-
-ENDED: Final = """
-    select purpose, case purpose when 'eval' then evaluation else task end, size,
-           list(trajectory_id order by sibling)
-    from groups join trajectories t using (group_id)
-    where own_fate is null and record_offset is not null
-      and fate in ('trained', 'filtered', 'failed', 'evaluated')
-    group by all"""
+from dora_pipe.schemas.identity import group_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +77,3 @@ def ask_groups(
     gone = {line.partition(":")[0] for line in lost}
     kept = {name: one for name, one in there.items() if group_of(name) not in gone}
     return GroupAnswers(rewards=counts | kept, asked=asked, lost=lost)
-
-
-def shown_together(
-    tables: Catalogue, together: Collection[str], rules: Groups, alone: Mapping[str, NewReward]
-) -> dict[str, NewReward]:
-    """The siblings that are scored together, with their rewards alone: of the groups that have
-    ended and do not fail without it (`state_ops.outcome_of`), those that have a reward."""
-    found: dict[str, NewReward] = {}
-    for purpose, name, size, names in tables.query(ENDED):
-        if source_of(purpose, name) not in together or not all(one in alone for one in names):
-            continue
-        valid = {one: alone[one] for one in names if alone[one].reward is not None}
-        least = 1 if purpose == "eval" else min(rules.min_valid_siblings, size)
-        if len(valid) >= least:
-            found |= valid
-    return found

@@ -11,9 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.catalogue.database import Catalogue, LoggedRecord
+from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.core.console import say
@@ -27,7 +25,6 @@ from dora_pipe.producers.worker.chats import digest_of, recorded_chats
 from dora_pipe.producers.worker.ports import TaskPorts
 from dora_pipe.producers.worker.role import task_ports
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +87,6 @@ def chats_of_run(
     if chats:
         say_other_code("chat's rendering", digests, digest_of(chats))
     return chats
-
-
-def trajectories_of(
-    run: OpenRun, left: dict[tuple[int, int], LoggedRecord], damage: Damage
-) -> Iterator[Trajectory]:
-    """These records, in the order of the log, each held against control."""
-    for record in records_of(run.bus, ends_of(run.bus, run.topics.trajectories)):
-        named = left.pop((record.partition, record.offset), None)
-        if named is not None and damage.is_sound(record, named):
-            yield logged_trajectory(record, named)
-    damage.look_for_the_rest(left)
 
 
 def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> None:

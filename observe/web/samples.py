@@ -16,9 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
-from dora_pipe.audit.reading import records_at
+from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.catalogue.database import COUNTS, LoggedRecord, logged_records
 from dora_pipe.core.errors import SchemaError, UsageError
 from dora_pipe.observe.web.pages import RunSource
@@ -124,17 +123,10 @@ def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
 
 def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Described]:
     """What the records of these rows say, partition by partition; of the others, the damage."""
-    places: dict[int, dict[int, LoggedRecord]] = {}
-    for row in rows:
-        places.setdefault(row.partition, {})[row.offset] = row
     glancer = FastValidator()
-    for partition, left in sorted(places.items()):
-        at = TopicPartition(source.topics.trajectories, partition)
-        for record in records_at(source.bus, at, list(left)):
-            if damage.is_sound(record, left.pop(record.offset)):
-                with suppress(SchemaError):  # it is among the dead letters
-                    yield glancer.look(record.value)
-        damage.look_for_the_rest({(partition, offset): row for offset, row in left.items()})
+    for record, _ in named_records(source, rows, damage):
+        with suppress(SchemaError):  # it is among the dead letters
+            yield glancer.look(record.value)
 
 
 def _parts(times: Times) -> list[float] | None:

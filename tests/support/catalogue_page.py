@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from dora_pipe.catalogue.database import VIEWS
-from dora_pipe.catalogue.tables import CALLS, FORM, TABLES, Table, columns_of
+from dora_pipe.catalogue.tables import CALLS, FORM, RESCORED, TABLES, Table, columns_of
 
 HEAD: Final = f"""# The catalogue: a run's log as tables
 
@@ -19,7 +19,8 @@ the SQL of [DuckDB](https://duckdb.org/docs/stable/sql/introduction); `--json` p
 line.
 The tables are made from control and decisions alone, so they have what was decided and what became
 of it; tokens and texts are in the trajectories (`dora-pipe show`, `dora-pipe export --parquet`).
-The table of agents' calls alone is read from the records, when a statement names it.
+The table of agents' calls is read from the records, and that of other rewards from what
+[`rescore`](../rescore.md) keeps in the run's directory, when a statement names it.
 
 Of a run that is over they are kept beside it, in `catalogue.duckdb`, and opened from there the next
 time; the file may be deleted. In a notebook:
@@ -120,6 +121,13 @@ from groups where purpose = 'train' group by version order by version""",
 from calls group by caller order by calls desc""",
     ),
     (
+        "Which answers does another reward, asked by `rescore`, think better of, or worse?",
+        """select r.asked, sign(r.reward - t.reward) as better, count(*) as trajectories,
+       arg_max(trajectory_id, abs(r.reward - t.reward)) as an_example
+from rescored r join trajectories t using (trajectory_id)
+where r.reward <> t.reward group by all order by trajectories desc""",
+    ),
+    (
         "Which errors do requests end with?",
         """select error, any_value(message) as an_example, count(*) as requests
 from failures group by error order by requests desc""",
@@ -134,7 +142,7 @@ def page() -> str:
     for question, sql in QUESTIONS:
         parts.append(f"{question}\n\n```sql\n{sql}\n```\n")
     parts.append("## Tables\n")
-    parts += [line for table in (*TABLES, CALLS) for line in _section(table)]
+    parts += [line for table in (*TABLES, CALLS, RESCORED) for line in _section(table)]
     parts.append("## Views\n")
     for name, body in VIEWS.items():
         parts.append(f"### {name}\n\n```sql\n{_dedented(body)}\n```\n")

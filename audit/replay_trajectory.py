@@ -204,7 +204,7 @@ def engines_of(
     found: dict[str, list[str]] = {}
     engine_of = dict(catalogue.query("select incarnation, engine from workers"))
     for name in sorted(wanted):
-        segments = _read(bus, topics, catalogue, name).segments
+        segments = recorded_trajectory(bus, topics, catalogue, name).segments
         epochs = {one.epoch for one in segments if one.kind == "model"}
         engines = sorted({engine_of[epoch] for epoch in epochs})
         if len(engines) > 1:
@@ -236,7 +236,7 @@ def regenerate(
         if logged_config(json.loads(config)).lora.rank:  # The other versions stand on this one.
             engine.load(store.weights(first), version=0, digest=first)
             engine.drop(0)
-    recorded = [_read(bus, topics, catalogue, name) for name in sorted(wanted)]
+    recorded = [recorded_trajectory(bus, topics, catalogue, name) for name in sorted(wanted)]
 
     def weights(version: int, digest: str) -> Path:
         return store.weights(digest) if weights_of is None else weights_of(version)
@@ -282,7 +282,8 @@ def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
     return found
 
 
-def _read(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:
+def recorded_trajectory(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:
+    """The record that counts, checked down to its bytes. Raises UsageError, InvariantBroken."""
     named = counted_record(catalogue, name)
     record = record_at(bus, TopicPartition(topics.trajectories, named.partition), named.offset)
     return logged_trajectory(record, named)

@@ -43,6 +43,7 @@ COMMANDS: Final[Panels] = {
     },
     "What else could have been": {
         "diff": ("cli.commands.counterfactual:diff", "Where two runs part, and why."),
+        "fork": ("cli.commands.counterfactual:fork", "Which turn decided an episode."),
         "rescore": (
             "cli.commands.counterfactual:rescore",
             "What another reward would have changed.",

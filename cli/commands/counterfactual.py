@@ -27,6 +27,53 @@ def diff(
         diff_runs(one, two, as_json=as_json)
 
 
+def fork(
+    run: RunArgument,
+    trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="As `show` names it.")],
+    turn: Annotated[
+        int | None, typer.Option(help="The turn that is sampled anew; without, every one is.")
+    ] = None,
+    at: Annotated[
+        list[int] | None, typer.Option("--at", metavar="TOKEN", help="Cut behind so many tokens.")
+    ] = None,
+    pieces: Annotated[
+        int | None, typer.Option(help="Cut at the beginnings of so many equal pieces.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Continuations from each place.")] = 16,
+    version: Annotated[
+        int | None, typer.Option(help="Who continues; without, the version that sampled it.")
+    ] = None,
+    replayable: Annotated[
+        bool,
+        typer.Option(
+            "--replayable", help="Tell the environment its turns again, though it does not say so."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where it goes; in the run's directory.")
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Which turn decided an episode: continuations from each of its turns, under any version, and
+    their mean reward. The log stays as it is; the same command goes on, with the same bits."""
+    from dora_pipe.cli.fork import Wanted, fork_trajectory
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+        fork_trajectory(
+            open_run,
+            trajectory,
+            Wanted(turn=turn, at=tuple(at or ()), pieces=pieces, samples=samples),
+            version=version,
+            replayable=replayable,
+            out=out,
+            as_json=as_json,
+            report=report,
+        )
+
+
 def rescore(
     run: RunArgument,
     reward: Annotated[

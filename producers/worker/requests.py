@@ -187,10 +187,10 @@ class Requests(ProgressRecords):
         self.give_up(request, now, event.error, event.message, retryable=False)
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
-        if self.progress_error(request, event):
+        chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
+        if self.progress_error(request, event) or not chunks:  # Of an episode, which this is not.
             self.resume_without(request)
             return
-        chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
         request.sequence.resume(chunks)
         request.continues(chunks)
         finish = request.finish_of(self.setup.context_tokens)

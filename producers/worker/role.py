@@ -90,6 +90,11 @@ TASK_CALLS: Final = 3
 """Time limits of a task call that a request may wait for one: others may be before it."""
 
 
+Joined = Callable[[WorkerSetup, Mapping[str, TaskFacts]], None]
+"""Hears that a worker has joined, before it reads its first decision; with what the task of each
+source brings here."""
+
+
 class EngineFactory(Protocol):
     """Makes an engine for a model directory's config; `decode` is for stop strings."""
 
@@ -113,6 +118,7 @@ class _Worker:
     meter: Meter
     run: RunStarted
     config: model.Config
+    joined: Joined
 
     @property
     def elastic(self) -> bool:
@@ -133,14 +139,16 @@ def run_worker(
     transfers: str = "",
     clock: Clock | None = None,
     meter: Meter | None = None,
+    joined: Joined = lambda setup, facts: None,
 ) -> None:
     """Be the worker of this name until the run ends or `stop` says so.
 
     `config` is this machine's: free keys (slots, timing, task processes) are taken from it, all
     else from the log. Without a `handover` moved requests are prefilled; `transfers` is where this
-    process serves weights. Call it in the process's main thread. Raises ConfigError, TaskError or
-    PolicyError for what is not the run's, ResourceError where this machine cannot host a version,
-    Fenced when another took the name, what ends a role.
+    process serves weights; `joined` may write decisions, where nobody else does. Call it in the
+    process's main thread. Raises ConfigError, TaskError or PolicyError for what is not the run's,
+    ResourceError where this machine cannot host a version, Fenced when another took the name, what
+    ends a role.
     """
     check_worker_name(worker)
     clock = clock or SystemClock()
@@ -160,6 +168,7 @@ def run_worker(
         meter=meter or Meter(),
         run=run,
         config=worker_config(run, config),
+        joined=joined,
     )
     instances: set[str] = set()
     for _ in range(REJOINS_MAX + 1):
@@ -278,6 +287,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         addresses = None if endpoint is None else endpoint.addresses
         tasks = task_ports(pools, tokenizer, chats, addresses)
         ports: list[Port] = [tasks] if endpoint is None else [tasks, endpoint]
+        here.joined(setup, facts)
         return epoch, _serve(here, setup, writer, engine, ports, failing=partial(_failing, pools))
 
 

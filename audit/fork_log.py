@@ -1,0 +1,319 @@
+"""A log of a trajectory's continuations, and the worker that samples what it lacks.
+
+The log is a run's like any other: `run started` of the run whose trajectory it is, a worker that
+joins, rounds that place requests on it, its records. Each continuation is a request that has lost
+its worker at the cut: its progress record is the recorded prefix, so that the worker goes on from
+there as from any (`producers.worker.episodes`): it tells an environment the recorded turns again
+and compares the answers. Samples that the log has are not placed again, so that a command which was
+ended goes on; who samples what is missing draws the same tokens.
+
+    cut at token 40, sample 3 -> request g0000000040-003 of the log g0000000042-003-v7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.fork import (
+    Continued,
+    Cut,
+    Owner,
+    continued_of,
+    fork_seed,
+    prefix_difference,
+    prefix_of,
+)
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.core.errors import ReplayDiverged, UsageError
+from dora_pipe.producers.tasks.calls import TaskFacts
+from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.schemas.control import (
+    REPLAY_DIFFERS,
+    RequestFailed,
+    Resume,
+    RunStarted,
+    WorkerJoined,
+    config_digest,
+    decode_control,
+)
+from dora_pipe.schemas.identity import SIBLINGS_MAX, group_id, parse_trajectory_id, trajectory_id
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Drain,
+    GroupSpec,
+    Place,
+    PlacedSibling,
+    Round,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_progress
+from dora_pipe.schemas.wire import encode
+
+WORKER: Final = "fork"
+"""Name of the worker."""
+
+REASON: Final = "a continuation of a recorded trajectory"
+
+ANOTHER_PLACE: Final = "another folder: --out DIR"
+
+RECORDS_APPENDED_MAX: Final = 256
+"""In one durable call."""
+
+Joined = Callable[[WorkerSetup, Mapping[str, TaskFacts]], None]
+Sample = tuple[Cut, int]
+"""A cut and the number of one of its samples."""
+
+
+def fork_id(trajectory: str, version: int) -> str:
+    """``fork_id("g0000000042-003", 7) == "g0000000042-003-v7"``: of the log and its folder."""
+    return f"{trajectory}-v{version}"
+
+
+def started_of(started: RunStarted, name: str) -> RunStarted:
+    """`run started` of a log of continuations: the run's, under one version that does not change.
+    Through which experts of a mixture tokens go is asked by nobody."""
+    plain: dict[str, Any] = dict(started.config)
+    plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
+    plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
+    return msgspec.structs.replace(
+        started, run=name, config=plain, config_digest=config_digest(plain)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkLog:
+    """The continuations of one trajectory under one version.
+
+    Example: ``ForkLog(bus=bus, recorded=trajectory, owner=Owner(...), run_seed=7)``
+    """
+
+    bus: Bus
+    recorded: Trajectory
+    version: int
+    digest: str
+    """Of the version's weights (hex)."""
+    run_seed: int
+
+    @property
+    def topics(self) -> Topics:
+        """Those of this log."""
+        return Topics(fork_id(self.recorded.trajectory, self.version))
+
+    def begin(self, started: RunStarted) -> None:
+        """Write the first record, or find it there. Raises UsageError where another one is."""
+        topics = self.topics
+        self.bus.create([TopicSpec(name=name) for name in topics.all()])
+        there = next(self._control(), None)
+        if there is None:
+            append = Append(topic=topics.control, value=encode(started))
+            with closing(self.bus.writer()) as writer:
+                writer.append([append])
+        elif there[1] != started:
+            raise UsageError(
+                f"{topics.run} was continued from another run of that name, or otherwise",
+                hint=ANOTHER_PLACE,
+            )
+
+    def samples(self) -> dict[Sample, Trajectory]:
+        """Every continuation that the log has, the first where it has several."""
+        found: dict[Sample, Trajectory] = {}
+        cuts: dict[int, Cut] = {}
+        for record in records_of(self.bus, ends_of(self.bus, self.topics.trajectories)):
+            one = decode_trajectory(record.value)
+            _, token, sample = parse_trajectory_id(one.trajectory)
+            cut = cuts.setdefault(token, Cut(token=token, turn=_turn_at(self.recorded, token)))
+            found.setdefault((cut, sample), one)
+        return found
+
+    def continued(self) -> dict[Cut, dict[int, Continued]]:
+        """What counts of each, by cut and sample. Raises ReplayDiverged where what stands before
+        the cut is not what was recorded."""
+        found: dict[Cut, dict[int, Continued]] = {}
+        for (cut, sample), one in self.samples().items():
+            why = prefix_difference(self.recorded, one, cut)
+            if why:
+                raise _diverged(self.recorded, why)
+            found.setdefault(cut, {})[sample] = continued_of(one, cut)
+        return found
+
+    def fill(
+        self,
+        wanted: Sequence[Sample],
+        work: Callable[[Joined], None],
+    ) -> list[RequestFailed]:
+        """Have all of these sampled that the log lacks; those that were lost are returned.
+
+        `work` is a worker on this log until it has left, which tells when it has joined. Raises
+        UsageError for a task that nothing can be continued in, ReplayDiverged for an environment
+        that answers otherwise than was recorded.
+        """
+        lost: list[RequestFailed] = []
+        while True:
+            there = self.samples().keys() | {_sample_of(self.recorded, one) for one in lost}
+            missing = [one for one in wanted if one not in there]
+            if not missing:
+                return lost
+            at = self.bus.end(TopicPartition(self.topics.control, 0))
+            work(partial(self._joined, missing))
+            failed = [one for _, one in self._control(at) if isinstance(one, RequestFailed)]
+            for one in failed:
+                if one.error == REPLAY_DIFFERS:
+                    raise _diverged(self.recorded, one.message)
+            if not failed and len(self.samples()) == len(there) - len(lost):
+                raise ReplayDiverged(f"{self.topics.run}: its worker left without a sample")
+            lost += failed
+
+    def joins(self) -> list[WorkerJoined]:
+        """The workers that have joined, the last one last."""
+        return [one for _, one in self._control() if isinstance(one, WorkerJoined)]
+
+    def _joined(
+        self, missing: Sequence[Sample], setup: WorkerSetup, facts: Mapping[str, TaskFacts]
+    ) -> None:
+        here = facts[self.recorded.meta.source]
+        self._check(setup, here)
+        self._place(setup, here, missing[: setup.requests_max])
+
+    def _check(self, setup: WorkerSetup, facts: TaskFacts) -> None:
+        """Raise UsageError where a cut cannot be gone on from, or would not be as those before."""
+        name, source = self.recorded.trajectory, self.recorded.meta.source
+        if source in setup.agents:
+            raise UsageError(f"{name} is of an agent, whose own process cannot be continued")
+        if not (facts.single_turn or facts.replayable):
+            raise UsageError(
+                f"the environment of {name} does not say that it can be told its turns again",
+                hint="`replayable` of the task says so; --replayable tries it, and compares all"
+                " that it answers",
+            )
+        joins = {at: one for at, one in self._control() if isinstance(one, WorkerJoined)}
+        epochs = {one.meta.epoch for one in self.samples().values()}
+        for epoch in sorted(epochs):
+            if _makes(joins[epoch]) != _makes(joins[setup.epoch]):
+                raise UsageError(
+                    f"{self.topics.run} has continuations of another engine, task or reward",
+                    hint=ANOTHER_PLACE,
+                )
+
+    def _place(self, setup: WorkerSetup, facts: TaskFacts, wanted: Sequence[Sample]) -> None:
+        """Give each its prefix, and the worker all of them, after which it leaves."""
+        with closing(self.bus.writer()) as writer:
+            resumes = self._resumes(writer.append, wanted, episode=not facts.single_turn)
+            decisions: list[AnyDecision] = [
+                Assign(
+                    reason=REASON,
+                    worker=setup.worker,
+                    epoch=setup.epoch,
+                    version=self.version,
+                    digest=self.digest,
+                )
+            ]
+            for cut in dict.fromkeys(cut for cut, _ in wanted):
+                siblings = tuple(
+                    PlacedSibling(sibling=sample, attempt=1, resume=resumes.get((cut, sample)))
+                    for at, sample in wanted
+                    if at == cut
+                )
+                decisions.append(
+                    Place(
+                        reason=REASON,
+                        spec=self._spec(cut),
+                        worker=setup.worker,
+                        epoch=setup.epoch,
+                        siblings=siblings,
+                    )
+                )
+            decisions.append(Drain(reason=REASON, worker=setup.worker, epoch=setup.epoch))
+            round_ = Round(
+                ordinal=setup.epoch,
+                role_epoch=setup.epoch,
+                now_ns=self.recorded.meta.times.placed,
+                control_next=0,
+                decisions=tuple(decisions),
+            )
+            writer.append([Append(topic=self.topics.decisions, value=encode(round_))])
+
+    def _resumes(
+        self,
+        append: Callable[[Sequence[Append]], Sequence[int]],
+        wanted: Sequence[Sample],
+        *,
+        episode: bool,
+    ) -> dict[Sample, Resume]:
+        """Write the prefix of each sample; where it lies. None where the cut is at the prompt."""
+        records: list[tuple[Sample, int, Append]] = []
+        for cut, sample in wanted:
+            name = self._name(cut, sample)
+            owner = Owner(trajectory=name, version=self.version, digest=self.digest)
+            prefix = prefix_of(self.recorded, cut, owner, episode=episode)
+            if prefix is not None:
+                tokens = sum(self.recorded.loss_mask[: cut.token])
+                value = encode_any_progress(prefix)
+                one = Append(topic=self.topics.progress, key=name.encode(), value=value)
+                records.append(((cut, sample), tokens, one))
+        found: dict[Sample, Resume] = {}
+        for at in range(0, len(records), RECORDS_APPENDED_MAX):
+            some = records[at : at + RECORDS_APPENDED_MAX]
+            offsets = append([one for _, _, one in some])
+            for (key, tokens, _), offset in zip(some, offsets, strict=True):
+                found[key] = Resume(tokens=tokens, partition=0, offset=offset)
+        return found
+
+    def _name(self, cut: Cut, sample: int) -> str:
+        return trajectory_id(group_id(self.recorded.meta.purpose, cut.token), sample)
+
+    def _spec(self, cut: Cut) -> GroupSpec:
+        meta = self.recorded.meta
+        return GroupSpec(
+            group=group_id(meta.purpose, cut.token),
+            ordinal=cut.token,
+            purpose=meta.purpose,
+            version=self.version,
+            digest=self.digest,
+            deadline=-1,
+            partition=0,
+            dataset_digest=meta.dataset_digest,
+            index=meta.index,
+            data_epoch=meta.data_epoch,
+            seed=fork_seed(self.run_seed, self.recorded.trajectory, cut),
+            size=SIBLINGS_MAX,
+            task=meta.task,
+            evaluation=meta.evaluation,
+        )
+
+    def _control(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        control = TopicPartition(self.topics.control, 0)
+        ends = {control: self.bus.end(control)}
+        for record in records_of(self.bus, ends, start=start) if ends[control] else ():
+            yield record.offset, decode_control(record.value)
+
+
+def _makes(joined: WorkerJoined) -> tuple[Any, ...]:
+    """What another one of makes other continuations of."""
+    engine = (joined.engine, joined.engine_version, joined.dtype, joined.device)
+    return (*engine, joined.reward_digest, joined.template_digest, joined.packages)
+
+
+def _turn_at(recorded: Trajectory, token: int) -> int:
+    found = [one.turn for one in recorded.segments if one.start <= token < one.end]
+    return found[0] if found else -1
+
+
+def _sample_of(recorded: Trajectory, failed: RequestFailed) -> Sample:
+    _, token, sample = parse_trajectory_id(failed.trajectory)
+    return Cut(token=token, turn=_turn_at(recorded, token)), sample
+
+
+def _diverged(recorded: Trajectory, why: str) -> ReplayDiverged:
+    return ReplayDiverged(
+        f"{recorded.trajectory} cannot be brought to its turns again: {why}",
+        hint="a task that draws, asks a clock or remembers cannot be continued",
+    )

@@ -1,0 +1,146 @@
+"""Runs whose trajectories are continued, and the `fork` command in this process: tasks, tokenizer
+and engine are those of the run, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from dora_pipe.cli import fork
+from dora_pipe.config import model
+from dora_pipe.config.load import dump_toml
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.runtime import Runtime
+from dora_pipe.producers.engines.simulated import SimulatedEngine, long_tailed_length
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    RewardCall,
+    Rewarded,
+    TaskEvent,
+    TaskFacts,
+)
+from dora_pipe.producers.worker import role
+from dora_pipe.sim.parts import Numbers
+from dora_pipe.sim.roles import DATASET, EVAL_DATASET
+from tests.support.cluster import Cluster, make_config, reward_by_text
+from tests.support.inline_tasks import InlineTasks
+from tests.support.recorded_run import RecordedRun
+
+TURNS = 4
+
+
+def digest(text: str) -> int:
+    """A number that follows from a text."""
+    return Random(text).randrange(1 << 30)
+
+
+@dataclass
+class Puzzles(InlineTasks):
+    """Episodes of some turns whose answers follow from what was said last, and their rewards from
+    all that was."""
+
+    slip: str = ""
+    """Environments answer as those with another one do not."""
+
+    def __post_init__(self) -> None:
+        self.episodes = self.replayable = True
+        self.told: dict[str, int] = {}
+        self.step, self.reward = self._respond, self._score
+
+    def _respond(self, call: EnvStep) -> TaskEvent:
+        turn = self.told[call.request] = self.told.get(call.request, 0) + 1
+        chance = digest(f"{call.turn.text}{self.slip}")
+        text = " ".join(str(one) for one in range(10, 10 + chance % 4))
+        done = turn >= TURNS
+        return EnvObserved(request=call.request, text=text, done=done, tool="calc", ok=True)
+
+    def _score(self, call: RewardCall) -> TaskEvent:
+        self.told.pop(call.request, None)
+        reward = float(digest(str(call.turns)) % 2)
+        return Rewarded(request=call.request, reward=reward, raw=None, parts={})
+
+
+def single_turns() -> InlineTasks:
+    """Texts of one turn."""
+    return InlineTasks(reward=reward_by_text)
+
+
+def record(directory: Path, tasks: Callable[[], InlineTasks]) -> RecordedRun:
+    """A short run of such a task."""
+    config = make_config(
+        run__steps=1, run__name="short", evaluation__prompts=0, task__turns_max=TURNS
+    )
+    with Cluster(directory, config, tasks=tasks) as cluster:
+        (directory / "config.toml").write_text(dump_toml(config))
+        cluster.run()
+    return RecordedRun(directory=directory, run="short")
+
+
+def engine(*, assets: Path, config: model.Config, decode: Any) -> SimulatedEngine:
+    """As the run's workers had it."""
+    workers = config.workers
+    return SimulatedEngine(
+        slots=workers.slots, context_tokens=workers.context_tokens, lengths=long_tailed_length
+    )
+
+
+class _Words(Numbers):
+    stop_ids = (2,)
+
+    def __init__(self, assets: Path) -> None:
+        assert assets.is_dir()
+
+    def reading(self, special_tokens: str) -> _Words:
+        return self
+
+    def full_text(self, ids: Sequence[int]) -> str:
+        return self.text(ids)
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, tasks: Callable[[], InlineTasks], **facts: Any
+) -> None:
+    """From now on `fork` runs such tasks in this process; `facts` are what a task says of itself
+    otherwise."""
+
+    class Pool:
+        def __init__(self, task: model.Task, *, clock: Clock, run: str) -> None:
+            self._tasks, self.failing = tasks(), ()
+            episodes = self._tasks.episodes
+            self.facts = TaskFacts(
+                **{
+                    "train_digest": DATASET,
+                    "train_rows": 8,
+                    "eval_digest": EVAL_DATASET,
+                    "eval_rows": 8,
+                    "reward_digest": "c" * 64,
+                    "single_turn": not episodes,
+                    "replayable": self._tasks.replayable or task.replayable,
+                    **facts,
+                }
+            )
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tasks, name)
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._tasks.close()
+
+    monkeypatch.setattr(role, "TaskPool", Pool)
+    monkeypatch.setattr(role, "Runtime", partial(Runtime, turn_ns=0))
+    monkeypatch.setattr(role, "Tokenizer", _Words)
+    monkeypatch.setattr(role, "check_data", lambda facts, run, sources: None)
+    monkeypatch.setattr(role, "chats_of", lambda *_, **__: {})
+    monkeypatch.setattr(role, "_checked_assets", lambda here: here.store.assets_path("none").parent)
+    monkeypatch.setattr(fork, "open_engine", engine)
+    monkeypatch.setattr(fork, "decoder_of", lambda run: Numbers().text)

@@ -262,8 +262,10 @@ class Engine(Protocol):
     def step(self) -> list[EngineEvent]:
         """Advance every active row by one token (prefilling new rows first); [] when idle.
 
-        A bounded amount of work: a row whose prompt is longer than an engine prefills in one step
-        gets its first token in a later one. Events come in the order in which requests were added.
+        A bounded amount of work, and a bounded wait: a row whose prompt is longer than an engine
+        prefills in one step gets its first token in a later one, and so does a row whose token is
+        computed elsewhere and has not come in time; a step may give no token at all. Events come in
+        the order in which requests were added.
         """
 
     @property

@@ -298,7 +298,9 @@ def check_cancel(subject: Subject) -> None:
     engine.cancel("nobody")
     engine.cancel("r0")
     results = {one.request: Result() for one in wanted}
-    for steps in range(200):
+    for steps in range(STEPS_MAX):
+        if not engine.active:
+            break
         if steps == 1:
             engine.cancel("r3")
         for event in engine.step():
@@ -444,20 +446,28 @@ def check_sleep(subject: Subject) -> None:
 
 @check()
 def check_accounting(subject: Subject) -> None:
-    """`active` and `kv_used_tokens` follow the rows."""
+    """`active` and `kv_used_tokens` follow the rows: all tokens of each, with its last or without,
+    and of one that has none yet as much of its prompt as may be."""
     engine = subject.open(slots=4)
     assert (engine.active, engine.kv_used_tokens) == (0, 0)
-    engine.add(request("a", [5] * 10, max_tokens=5))
-    engine.add(request("b", [5] * 20, max_tokens=9))
-    assert engine.active == 2
-    engine.step()
-    assert engine.kv_used_tokens >= 30
-    used = engine.kv_used_tokens
-    engine.step()
-    assert engine.kv_used_tokens == used + 2
-    for _ in range(9):
-        engine.step()
-    assert (engine.active, engine.kv_used_tokens) == (0, 0)
+    lengths = {"a": 10, "b": 20}
+    for name, length in lengths.items():
+        one = request(name, [5] * length, max_tokens=5 if name == "a" else 9)
+        engine.add(replace(one, emit_every=1))
+    sampled = dict.fromkeys(lengths, 0)
+    for _ in range(STEPS_MAX):
+        assert engine.active == len(lengths)
+        least = sum(lengths[name] + sampled[name] - 1 for name in lengths if sampled[name])
+        most = sum(lengths[name] + sampled[name] for name in lengths)
+        assert least <= engine.kv_used_tokens <= most
+        if not lengths:
+            break
+        for event in engine.step():
+            if isinstance(event, TokensSampled):
+                sampled[event.request] += len(event.token_ids)
+            elif isinstance(event, RequestFinished):
+                del lengths[event.request]
+    assert (engine.active, sampled) == (0, {"a": 5, "b": 9})
 
 
 @check()

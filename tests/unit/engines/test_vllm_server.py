@@ -235,6 +235,17 @@ def test_stop_string_aborts_what_the_server_is_ahead(server: FakeVllm, subject: 
     assert cut.reason == "stop" and cut.tokens == free.tokens[: len(cut.tokens)]
 
 
+def test_server_that_is_late_in_every_step_is_accounted_for(
+    server: FakeVllm, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a busy machine has it: a step ends without a token of a row, or of any."""
+    monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 1)
+    server.chunk_s = 0.004
+    CHECKS["accounting"](subject)
+    CHECKS["cancel"](subject)
+    assert server.aborted
+
+
 def test_row_that_waits_holds_nobody_up_twice(
     server: FakeVllm, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

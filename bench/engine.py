@@ -21,7 +21,8 @@ import numpy as np
 
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest, RequestFinished, SamplingParams
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM
+from dora_pipe.producers.engines.torch.rope import Rope
 
 MODEL = CausalLM(
     family="qwen2",

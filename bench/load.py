@@ -21,7 +21,8 @@ import numpy as np
 from dora_pipe.bench.moves_engine import write_config
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM
+from dora_pipe.producers.engines.torch.rope import Rope
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.safetensors_file import DTYPE_BYTES, TensorSource, write_tensors
 from dora_pipe.store.verified import note_path

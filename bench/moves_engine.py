@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from dora_pipe.bench.engine import MODEL
 from dora_pipe.core.errors import UsageError
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM
+from dora_pipe.producers.engines.torch.rope import Rope
 
 LLAMA_25M: Final = CausalLM(
     family="llama",

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
@@ -32,6 +32,9 @@ from dora_pipe.launch.local_roles import VISIBLE
 from dora_pipe.launch.plan import topic_specs
 from dora_pipe.launch.run_dir import FREE_BYTES_MIN, RunDir, opened
 from dora_pipe.schemas.topics import Topics
+
+if TYPE_CHECKING:
+    from dora_pipe.launch.prompt_lengths import PromptLengths
 
 _SLOW = "Kafka would be 88 times slower"
 _CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
@@ -194,6 +197,51 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
         return
     state: State = "fail" if drift.frozen else "note" if drift else "ok"
     yield CheckResult(state, "config.toml", drift.line or "as the log has it")
+
+
+def context_findings(config: Config) -> Iterator[CheckResult]:
+    """Whether contexts of `workers.context_tokens` have room in model and engines, and prompts in
+    contexts; where there is no model here, nothing."""
+    model, context = Path(config.model.path), config.workers.context_tokens
+    if not model.is_dir() or importlib.util.find_spec("tokenizers") is None:
+        yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
+        return
+    from dora_pipe.launch.local_roles import worker_engines
+    from dora_pipe.launch.prompt_lengths import prompt_lengths
+    from dora_pipe.producers.engines.registry import check_model
+    from dora_pipe.producers.worker.role import sampling_by_source
+
+    engines = {config.workers.engine, *worker_engines(config).values()}
+    try:
+        check_model(config, engines, model)
+    except DoraError as error:
+        yield _failed("context", error)
+    else:
+        yield CheckResult("ok", "context", f"{context} tokens, by {', '.join(sorted(engines))}")
+    samplings = sampling_by_source(config)
+    try:
+        for one in prompt_lengths(config, model):
+            yield _prompts(one, context, samplings[one.source].max_tokens)
+    except DoraError as error:
+        yield CheckResult("note", "prompts", f"not looked at: {_failed('', error).detail}")
+
+
+def _prompts(found: PromptLengths, context: int, max_tokens: int) -> CheckResult:
+    """A prompt needs room for one token behind it; where it leaves less than `max_tokens`, the
+    context ends the answer."""
+    longest = max(found.tokens, default=0)
+    what, looked = f"prompts, {found.source}", len(found.tokens)
+    said = f"{looked} of {found.rows} looked at, up to {longest} tokens"
+    unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
+    hint = f"workers.context_tokens = {longest + max_tokens} has room for all"
+    if unfit:
+        state: State = "fail" if unfit == looked else "note"
+        detail = f"{said}; {unfit} do not fit a context of {context}: invalid, as PromptUnfit"
+        return CheckResult(state, what, f"{detail}; {hint}")
+    if short:
+        detail = f"{said}; {short} leave less than max_tokens, {max_tokens}, in a context"
+        return CheckResult("note", what, f"{detail} of {context}: answers end there; {hint}")
+    return CheckResult("ok", what, f"{said}, and max_tokens has room behind them")
 
 
 def _topics(run: str, there: int, wanted: int) -> CheckResult:

@@ -37,6 +37,13 @@ from dora_pipe.store.store import PolicyStore
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
+POSITIONS: Final = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+"""Keys of a config that say how many positions a model has, by family; the least one counts."""
+STRETCHED_BEYOND: Final = ("linear", "dynamic", "ntk")
+"""Scalings of rotary positions by which a model has more positions than its config says."""
 INDEX: Final = "model.safetensors.index.json"
 JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 ASSET_BYTES_MAX: Final = 1024 * 1024 * 1024
@@ -164,6 +171,19 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not model_dir.is_dir():
         raise PolicyError(f"no model directory at {model_dir}")
     return _read_json(model_dir / CONFIG)
+
+
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that a model of this config.json has positions for; None where
+    it does not say. As vLLM reads it: a factor by which rotary positions are stretched counts but
+    where the config's number is of what is stretched already."""
+    found = [config[key] for key in POSITIONS if isinstance(config.get(key), int)]
+    if not found:
+        return None
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    factor = fields.get("factor") if kind in STRETCHED_BEYOND else None
+    return int(min(found) * (factor if isinstance(factor, int | float) else 1))
 
 
 def weights_elements(model_dir: Path) -> int | None:

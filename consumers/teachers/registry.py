@@ -11,7 +11,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.teachers.port import Teacher
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.json_endpoint import variable
-from dora_pipe.store.model_dir import read_config, weights_digest
+from dora_pipe.store.model_dir import positions_of, read_config, weights_digest
 
 TOKENIZER: Final = "tokenizer.json"
 
@@ -72,8 +72,8 @@ def key_of(config: Config) -> str:
 def check_directory(config: Config, policy: Path) -> None:
     """Raise ConfigError for a teacher with other tokens, or with too few positions."""
     path = Path(config.teacher.path)
-    longest = read_config(path).get("max_position_embeddings")
-    if isinstance(longest, int) and longest < config.workers.context_tokens:
+    longest = positions_of(read_config(path))
+    if longest is not None and longest < config.workers.context_tokens:
         raise ConfigError(
             f"teacher.path: {path} has {longest} positions, fewer than a context of"
             f" {config.workers.context_tokens} tokens",

@@ -1,5 +1,6 @@
-"""What engines do alike: which requests, versions and KV caches they take, how a request leaves and
-how weights change. What a row of theirs is, and where its tokens come from, is each engine's own.
+"""What engines do alike: which models, requests, versions and KV caches they take, how a request
+leaves and how weights change. What a row of theirs is, and where its tokens come from, is each
+engine's own.
 
 An engine has one version at a time, or adapters on one base, several of them resident; then a
 request runs under the one of its version.
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dora_pipe.core.clock import Clock, SystemClock
-from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.engines.port import (
     ROUTES,
     EngineEvent,
@@ -26,12 +27,25 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.requests import Decode, check_request, kv_mismatch
 from dora_pipe.schemas.rounds import NO_VERSION
 from dora_pipe.store.adapters import base_of
+from dora_pipe.store.model_dir import CONFIG, positions_of, read_config
 
 
 def check_sizes(slots: int, context_tokens: int, threads: int) -> None:
     """Raise ConfigError for sizes that no engine can have."""
     if min(slots, context_tokens, threads) < 1:
         raise ConfigError("an engine needs at least one slot, one token and one thread")
+
+
+def need_positions(model_dir: Path, context_tokens: int) -> None:
+    """Raise PolicyError for a model whose positions end before a context does: one line, before an
+    engine is opened, and the same from every one."""
+    longest = positions_of(read_config(model_dir))
+    if longest is not None and longest < context_tokens:
+        raise PolicyError(
+            f"{model_dir / CONFIG}: its {longest} positions are fewer than a context of"
+            f" {context_tokens} tokens",
+            hint=f"workers.context_tokens = {longest} or less",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

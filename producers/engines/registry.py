@@ -56,7 +56,8 @@ class EngineKind:
     preload: tuple[str, ...] = (ROLE,)
     """What its workers need, imported once per machine before they are forked."""
     check_model: Callable[[Path, Config], None] | None = None
-    """Raises PolicyError for a model directory that it does not take, before anything starts."""
+    """Raises PolicyError for a model directory that it does not take, ConfigError for keys that do
+    not go with it, before anything starts."""
     gpus: bool = True
     """Whether it computes on a GPU that `workers.gpus` gives it."""
     lora_rank_max: int | None = None
@@ -126,7 +127,8 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
 
 
 def check_model(config: Config, names: Iterable[str], directory: Path) -> None:
-    """Raise PolicyError for a model directory that one of these engines does not take."""
+    """Raise PolicyError for a model directory that one of these engines does not take, ConfigError
+    where it has no room for the run's contexts."""
     for name in sorted(set(names)):
         check = engine_kind(name, config.task.directory).check_model
         if check is not None:
@@ -205,6 +207,16 @@ def _check_torch_model(directory: Path, config: Config) -> None:
         need_experts(model, directory, context_tokens=config.workers.context_tokens)
 
 
+def _check_vllm_model(directory: Path, config: Config) -> None:
+    from dora_pipe.producers.engines.base import need_positions
+    from dora_pipe.producers.engines.vllm.core import need_kv_room
+
+    context_tokens = config.workers.context_tokens
+    need_positions(directory, context_tokens)
+    if not config.workers.vllm.addresses:  # A server that runs already was told by others.
+        need_kv_room(directory, _vllm_settings(config)["settings"], context_tokens)
+
+
 def _vllm_settings(config: Config) -> dict[str, Any]:
     from dora_pipe.producers.engines.vllm.core import VllmSettings
 
@@ -221,11 +233,13 @@ def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
 
 
 def _open_vllm_server(assets: Path, config: Config, decode: Decode) -> Engine:
-    """Raises ConfigError for a server's address without a key."""
+    """Raises ConfigError for a server's address without a key, and as `_check_vllm_model` does."""
     from dora_pipe.producers.engines.vllm.http import Address
     from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
     from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 
+    if not config.workers.vllm.addresses:
+        _check_vllm_model(assets, config)  # else it would be told when the server has come
     addresses, key = config.workers.vllm.addresses, os.environ.get(KEY_VARIABLE, "")
     if addresses and not key:
         raise ConfigError(
@@ -255,6 +269,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         packages=("vllm", "torch", "transformers", "safetensors"),
         hint=VLLM_HINT,
         preload=(ROLE, "dora_pipe.producers.engines.vllm.preload"),
+        check_model=_check_vllm_model,
         lora_rank_max=VLLM_RANK_MAX,
         routes=True,
     ),
@@ -264,6 +279,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         hint=VLLM_HINT,
         # Who has a server does without torch.
         preload=(ROLE, "dora_pipe.producers.engines.vllm.server"),
+        check_model=_check_vllm_model,
         lora_rank_max=VLLM_RANK_MAX,
         routes=True,
     ),

@@ -23,7 +23,7 @@ from tests.support.tiers import more
 from tests.support.worker import VirtualClock
 
 SUBJECTS = (
-    *("simulated", "qwen2", "llama_gqa", *more(["glm4_moe"])),
+    *("simulated", "qwen2", "llama_gqa", *more(["glm4_moe", "deepseek_v2", "deepseek_v3"])),
     *("vllm", "vllm-server", "vllm-server of two ranks"),
     *("vllm of a mixture", "vllm-server of a mixture"),
 )

@@ -16,7 +16,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
-from tests.support.models import EOS_ID, make_glm4_moe, make_llama_gqa, make_qwen2
+from tests.support.models import EOS_ID, make_deepseek_v3, make_glm4_moe, make_llama_gqa, make_qwen2
 from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
 
 RATIO_DISTANCE_MAX = {"float32": 1e-4, "bfloat16": 0.05}
@@ -78,6 +78,7 @@ def _trainer(
         (make_llama_gqa, _hosting),
         (make_glm4_moe, _torch),
         (make_glm4_moe, _hosting),
+        (make_deepseek_v3, _torch),
         (make_qwen2, _vllm),
         (_mixture, _vllm),
         (make_qwen2, _vllm_server),
@@ -88,6 +89,7 @@ def _trainer(
         "llama_gqa-lora",
         "glm4_moe-torch",
         "glm4_moe-lora",
+        "deepseek_v3-torch",
         "qwen2-vllm",
         "qwen3_moe-vllm",
         "qwen2-vllm-server",

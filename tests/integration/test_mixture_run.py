@@ -32,13 +32,14 @@ from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
-from tests.support.models import make_further, make_glm4_moe, make_qwen3_moe
+from tests.support.models import make_deepseek_v2, make_deepseek_v3, make_further, make_qwen3_moe
 from tests.support.worker import VirtualClock
 
 STEPS = 2
 KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
     "qwen3_moe": (make_qwen3_moe, "float32", True),
-    "glm4_moe": (make_glm4_moe, "bfloat16", False),
+    "deepseek_v2": (make_deepseek_v2, "bfloat16", False),
+    "deepseek_v3": (make_deepseek_v3, "float32", True),
     "further": (make_further, "float32", True),
 }
 """The last says whether experts are recorded and trained by."""

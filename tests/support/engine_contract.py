@@ -288,6 +288,23 @@ def check_refusals(subject: Subject) -> None:
 
 
 @check()
+def check_a_context_that_is_too_long_is_refused_alike(subject: Subject) -> None:
+    """A prompt that leaves no room for a token is one line, the same from every engine, when it is
+    added; with room for less than `max_tokens` it is taken, and the context ends it."""
+    engine = subject.open(slots=2, context_tokens=48)
+    for length in (48, 49, 200):
+        with pytest.raises(ValueError) as caught:
+            engine.add(request("long", [5] * length, max_tokens=1))
+        assert str(caught.value) == f"long: {length} tokens leave no room in a context of 48"
+    again = request("long", [5] * 48, sampled=8, max_tokens=99)  # it has ended where it was before
+    with pytest.raises(ValueError, match="leave no room"):
+        engine.add(again)
+    assert engine.active == 0
+    found = run(engine, [request("r", [5] * 45, max_tokens=10**6)])["r"]
+    assert (len(found.tokens), found.reason) == (3, "length")
+
+
+@check()
 def check_cancel(subject: Subject) -> None:
     """A cancelled request leaves without an event, and the others do not notice."""
     wanted = requests(subject, 6)

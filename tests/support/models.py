@@ -6,7 +6,8 @@ attention, tied embeddings, sharded weights, scaled rotary frequencies, a byte-l
 (a character may take several tokens) that puts a `<s>` before every text. `make_qwen3_moe` and
 `make_glm4_moe` are mixtures of eight experts; the second has shared ones too, behind a dense layer,
 and `make_grouped` in two groups, of which a token's experts are from one; `make_further` has a
-layer behind the last beside that.
+layer behind the last beside that. `make_deepseek_v2` and `make_deepseek_v3` are such mixtures with
+attention over latents; the first has no latent of queries, and rotary positions scaled by yarn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -126,10 +131,70 @@ def make_glm4_moe(
         max_position_embeddings=context_tokens,
     )
     model = _built(Glm4MoeForCausalLM, Glm4MoeConfig, settings | changes, seed)
+    return _save(_balanced(model), character_tokenizer(), directory, scale)
+
+
+LATENTS: dict[str, Any] = {name: one for name, one in MIXTURE.items() if name != "head_dim"} | dict(
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+)
+
+
+def make_deepseek_v3(
+    directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
+) -> Path:
+    """Write a DeepSeek-V3 of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
+    settings = LATENTS | dict(
+        q_lora_rank=20,
+        n_group=2,
+        topk_group=1,
+        num_nextn_predict_layers=0,
+        max_position_embeddings=context_tokens,
+    )
+    model = _built(DeepseekV3ForCausalLM, DeepseekV3Config, settings | changes, seed)
+    return _save(_balanced(model), character_tokenizer(), directory, scale)
+
+
+def make_deepseek_v2(
+    directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
+) -> Path:
+    """Write a DeepSeek-V2 of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
+    settings = LATENTS | dict(
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        attention_bias=True,
+        max_position_embeddings=context_tokens,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    )
+    model = _built(DeepseekV2ForCausalLM, DeepseekV2Config, settings | changes, seed)
+    return _save(model, character_tokenizer(), directory, scale)
+
+
+def _balanced(model: Any) -> Any:
+    """The model as it is when its experts were balanced by a bias."""
     for name, choice in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            choice.normal_(std=0.02)  # as it is in models whose experts were balanced by it
-    return _save(model, character_tokenizer(), directory, scale)
+            choice.normal_(std=0.02)
+    return model
 
 
 def make_grouped(directory: Path, seed: int = 0, **options: Any) -> Path:

@@ -18,7 +18,9 @@ from tests.support import models
 from tests.support.engine_contract import Decode, Result, Subject
 
 # A tied head makes logits wide by itself: the last token is the likeliest.
-SCALES = {"qwen2": 8.0, "llama_gqa": 2.0, "qwen3_moe": 8.0, "glm4_moe": 8.0, "grouped": 8.0}
+SCALES = {"llama_gqa": 2.0} | dict.fromkeys(
+    ("qwen2", "qwen3_moe", "glm4_moe", "grouped", "deepseek_v2", "deepseek_v3"), 8.0
+)
 """What makes a random model's distribution far from uniform."""
 
 
@@ -28,6 +30,8 @@ BUILDERS: dict[str, Callable[..., Path]] = {
     "qwen3_moe": models.make_qwen3_moe,
     "glm4_moe": models.make_glm4_moe,
     "grouped": models.make_grouped,
+    "deepseek_v2": models.make_deepseek_v2,
+    "deepseek_v3": models.make_deepseek_v3,
 }
 
 

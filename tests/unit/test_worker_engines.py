@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from dora_pipe.cli.options import EXAMPLES
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora
-from dora_pipe.core.errors import ConfigError, DoraError
+from dora_pipe.core.errors import ConfigError, DoraError, PolicyError
 from dora_pipe.launch import local_roles
 from dora_pipe.launch.examples import example_config
 from dora_pipe.producers.engines.port import LORA
@@ -22,6 +23,7 @@ from dora_pipe.producers.engines.registry import (
     BUILT_IN,
     EngineKind,
     check_engines,
+    check_model,
     engine_kind,
     need_engines,
     open_engine,
@@ -195,3 +197,51 @@ def test_engines_that_go_with_their_keys_are_taken() -> None:
 def test_example_for_vllm_is_the_example_with_its_engine(task: str) -> None:
     own, other = example_config(task), example_config(task, "vllm")
     assert other.replace('engine = "vllm"\n', "") == own != other
+
+
+@pytest.mark.parametrize("engine", BUILT_IN)
+def test_a_model_with_fewer_positions_than_a_context_is_one_line_alike_for_all(
+    engine: str, tmp_path: Path
+) -> None:
+    _model(tmp_path)
+    check_model(_config(engine=engine, context_tokens=512), [engine], tmp_path)
+    with pytest.raises(PolicyError) as raised:
+        check_model(_config(engine=engine, context_tokens=513), [engine], tmp_path)
+    said = "config.json: its 512 positions are fewer than a context of 513 tokens"
+    assert raised.value.message.endswith(said)
+    assert raised.value.hint == "workers.context_tokens = 512 or less"
+    _model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+    check_model(_config(engine=engine, context_tokens=1024), [engine], tmp_path)
+
+
+def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path) -> None:
+    _model(tmp_path)
+    small = {"kv_gb": 0.0002}  # a token has 2 layers x 2 x 2 heads x 32 numbers of 4 bytes
+    config = _config(engine="vllm", context_tokens=512, vllm=small)
+    for engine in ("vllm", "vllm-server"):
+        with pytest.raises(ConfigError, match=r"workers\.vllm\.kv_gb: 0\.0002 GiB hold ") as raised:
+            check_model(config, [engine], tmp_path)
+        assert raised.value.message.endswith("fewer than a context of 512")
+        assert raised.value.hint is not None and "workers.vllm.kv_gb = 0.001" in raised.value.hint
+    check_model(config, ["torch"], tmp_path)
+    addresses = {"kv_gb": 0.0002, "addresses": ["http://a:1"]}
+    asked = _config(engine="vllm-server", context_tokens=512, vllm=addresses)
+    check_model(asked, ["vllm-server"], tmp_path)
+    enough = _config(engine="vllm", context_tokens=512, vllm={"kv_gb": 0.001})
+    check_model(enough, ["vllm"], tmp_path)
+    _model(tmp_path, model_type="of another kind")  # what it takes of a context, vLLM alone knows
+    check_model(config, ["vllm"], tmp_path)
+
+
+def _model(folder: Path, **changes: Any) -> None:
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 96,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))

@@ -1,14 +1,14 @@
 """The attention of one step: decides which products read which keys, never what they compute.
 
 Every token row attends by the same two products for each key-value head, [group, head_dim] x
-[head_dim, keys] and [group, keys] x [keys, head_dim]; `keys` is a function of its position. Only
-where the keys come from differs: the rows of a pool as they lie (decode), a gathered copy for the
-prompts' tokens at low positions, and for the others the one row in place, for all its tokens.
+[head_dim, keys] and [group, keys] x [keys, head_dim]; `keys` is a function of its position. With
+latents the keys are the values, too (see `latent`). Only where the keys come from differs: the rows
+of a pool as they lie (decode), a gathered copy for the prompts' tokens at low positions, and for
+the others the one row in place, for all its tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -101,7 +101,7 @@ class StepAttention:
     def __init__(self, kv: KvCache, positions: Integers, runs: Sequence[Run]) -> None:
         self._model = kv.model
         self._storage = kv.storage
-        self._scale = 1.0 / math.sqrt(kv.model.head_dim)
+        self._scale = kv.model.score_scale
         self._lines = torch.from_numpy(_lines(kv, positions, runs))
         self._batches: list[_Batch] = []
         self._in_place: list[_InPlace] = []
@@ -112,7 +112,7 @@ class StepAttention:
         """Write keys and values of the step, then attend; see `model.Attention`."""
         model = self._model
         heads, group, width = model.kv_heads, model.group, model.head_dim
-        rows = len(self._lines) // (2 * heads)
+        rows = len(self._lines) // (model.kept * heads)
         queries = qkv[:, : model.heads * width].view(-1, heads, group, width)
         fresh = qkv[:rows, model.heads * width :].reshape(-1, width)
         self._storage[layer].index_copy_(0, self._lines, fresh)
@@ -122,14 +122,11 @@ class StepAttention:
             out[part.start : part.end] = self._attend(q, k, v, part.mask).view(
                 part.end - part.start, -1
             )
-        outputs = out.view(-1, heads, group, width)
+        outputs = out.view(-1, heads, group, model.value_dim)
         for run in self._in_place:
             for head in range(heads):
-                k, v = (
-                    run.pool.data[layer, :, run.row, head, : run.keys]
-                    .expand(run.end - run.start, 2, run.keys, width)
-                    .unbind(1)
-                )
+                one = run.pool.data[layer, :, run.row, head, : run.keys]
+                k, v = self._parted(one.unsqueeze(1).expand(-1, run.end - run.start, -1, -1))
                 q = queries[run.start : run.end, head]
                 outputs[run.start : run.end, head] = self._attend(q, k, v, run.mask)
 
@@ -148,8 +145,12 @@ class StepAttention:
             both = data[:, : part.end - part.start]
         else:
             both = data[:, :, :, : part.keys].index_select(1, part.rows)
-        k, v = both.flatten(1, 2).unbind(0)
-        return k, v
+        return self._parted(both.flatten(1, 2))
+
+    def _parted(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of what is kept, [kept, batch, keys, head_dim]; of a latent the first
+        numbers are the values."""
+        return kept[0], kept[-1][..., : self._model.value_dim]
 
     def _plan_dense(self, kv: KvCache, positions: Integers) -> None:
         start = 0

@@ -1,31 +1,55 @@
 """Decides which Hugging Face causal language models the torch engine takes, from config.json alone.
 
-Taken are decoders with full attention, rotary positions, RMS norms before each block and gated
-SiLU blocks, or mixtures of such: the families in `FAMILIES`. Whatever a config says beyond that is
-refused in one line, because a model that runs but computes something else would be worse than none.
+Taken are decoders with full attention, of heads or over latents, rotary positions, RMS norms before
+each block and gated SiLU blocks, or mixtures of such: the families in `FAMILIES`. Whatever a config
+says beyond that is refused in one line, because a model that runs but computes something else would
+be worse than none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.base import need_positions
+from dora_pipe.producers.engines.torch.rope import (
+    ROPE_KINDS,
+    Rope,
+    positive,
+    read_rope,
+    rope_fields,
+    sharpened,
+)
 from dora_pipe.schemas.routes import need_room, number_type
 from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.model_dir import read_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+LATENT: Final = ("deepseek_v2", "deepseek_v3")
+"""Families whose keys and values of all heads are made of one latent vector."""
+MIXTURES: Final = ("qwen3_moe", "glm4_moe", *LATENT)
+SIGMOIDS: Final = ("glm4_moe", "deepseek_v3")
+"""Mixtures whose routers score each expert by itself."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys that say how many experts a layer has, by family and time."""
-GLM_TURNED: Final = 0.5
-"""What a glm4_moe config without `partial_rotary_factor` means."""
-_DEFAULTS: Final = {"glm4_moe": {"num_nextn_predict_layers": 1}}
+_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "glm4_moe": {"num_nextn_predict_layers": 1, "n_shared_experts": 1, "norm_topk_prob": True},
+    "deepseek_v2": {"n_shared_experts": 2, "topk_method": "greedy"},
+    "deepseek_v3": {
+        "num_nextn_predict_layers": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+}
 """What configs without a key mean, by family."""
-ROPE_KINDS = ("default", "linear", "llama3")
-"""Rotary frequencies that do not depend on the length of the sequence."""
 MISTRAL_WINDOW_TOKENS = 4096
 """What a mistral config without the key means."""
 QWEN3_HEAD_DIM = 128
@@ -35,22 +59,36 @@ CHOICE_BIAS: Final = "mlp.gate.e_score_correction_bias"
 """What is added to an expert's score when experts are chosen, and not when they are weighed."""
 
 _HINT = "the torch engine takes full-attention models of the families " + ", ".join(FAMILIES)
-N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary positions; the fields after `theta` belong to linear and llama3 scaling, but for the
-    last."""
+class Latent:
+    """Attention over latents (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    kind: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_tokens: int = 0
-    share: float = 1.0
-    """Of each head's numbers, the first ones, that are turned."""
+    queries: int
+    """Width of the latent that queries are made of; 0: they are made as elsewhere."""
+    rank: int
+    """Width of the latent that keys and values of all heads are made of."""
+    plain: int
+    """Of each head's query and key, the numbers that no position turns: the first ones."""
+    turned: int
+    """The others; those of keys are the same for all heads."""
+    value: int
+    """Numbers of each head's value."""
+    paired: bool
+    """Whether numbers that are turned together lie beside each other in files."""
+    sharpened: float = 1.0
+    """What products of queries and keys are multiplied with for yarn's sake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedRows:
+    """Which rows of a tensor rotary positions turn: of every `width`, `count` from `start` on; in
+    files, number i of them together with number `count` / 2 + i."""
+
+    width: int
+    start: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +112,7 @@ class Experts:
     groups: int = 1
     """Of experts that lie beside each other, all of one size."""
     groups_chosen: int = 1
-    """By the sum of their two highest scores; a token's experts are from these alone."""
+    """By their highest scores; a token's experts are from these alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +126,10 @@ class CausalLM:
     layers: int
     heads: int
     kv_heads: int
+    """With latents 1, which is kept for all heads."""
     head_dim: int
+    """Of a query, and of the key that is kept; with latents of those that meet in the latent: its
+    rank, and what is turned."""
     norm_eps: float
     rope: Rope
     tied: bool
@@ -98,13 +139,55 @@ class CausalLM:
     mlp_bias: bool
     qk_norm: bool
     experts: Experts | None = None
+    latent: Latent | None = None
     further: range = range(0)
     """Layers behind the last, which files have and nothing here computes."""
 
     @property
     def turned(self) -> int:
-        """Numbers of each head that rotary positions turn, the first ones."""
-        return int(self.head_dim * self.rope.share)
+        """Numbers of each head that rotary positions turn: with latents the last, else the first
+        ones."""
+        return self.latent.turned if self.latent else int(self.head_dim * self.rope.share)
+
+    @property
+    def turned_rows(self) -> dict[str, TurnedRows]:
+        """By the name within a layer, linear layers and norms whose rows are turned and do not lie
+        in pairs."""
+        latent = self.latent
+        if latent is None:
+            rows = TurnedRows(width=self.head_dim, start=0, count=self.turned)
+            both = ("proj", "norm")
+            return {f"self_attn.{which}_{kind}": rows for which in "qk" for kind in both}
+        if latent.paired:
+            return {}
+        queries = TurnedRows(
+            width=latent.plain + latent.turned, start=latent.plain, count=latent.turned
+        )
+        key = TurnedRows(width=self.head_dim, start=latent.rank, count=latent.turned)
+        made = "q_b_proj" if latent.queries else "q_proj"
+        return {f"self_attn.{made}": queries, "self_attn.kv_a_proj_with_mqa": key}
+
+    @property
+    def value_dim(self) -> int:
+        """Of a kept value: a latent is both, key and value."""
+        return self.latent.rank if self.latent else self.head_dim
+
+    @property
+    def kept(self) -> int:
+        """Vectors of `head_dim` that are kept of a token for each key-value head."""
+        return 1 if self.latent else 2
+
+    @property
+    def attended(self) -> int:
+        """Numbers that go into the projection behind attention."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        if self.latent is None:
+            return 1.0 / math.sqrt(self.head_dim)
+        return self.latent.sharpened / math.sqrt(self.latent.plain + self.latent.turned)
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -146,14 +229,10 @@ class CausalLM:
         return shapes
 
     def _layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden, queries = self.hidden, self.heads * self.head_dim
-        keys = self.kv_heads * self.head_dim
+        hidden = self.hidden
         block, width = self.block(layer)
-        linears = {
-            "self_attn.q_proj": (queries, hidden, self.qkv_bias),
-            "self_attn.k_proj": (keys, hidden, self.qkv_bias),
-            "self_attn.v_proj": (keys, hidden, self.qkv_bias),
-            "self_attn.o_proj": (hidden, queries, self.out_bias),
+        linears = self._attention_linears() | {
+            "self_attn.o_proj": (hidden, self.attended, self.out_bias),
             f"{block}.gate_proj": (width, hidden, self.mlp_bias),
             f"{block}.up_proj": (width, hidden, self.mlp_bias),
             f"{block}.down_proj": (hidden, width, self.mlp_bias),
@@ -170,7 +249,28 @@ class CausalLM:
                 shapes[f"{name}.bias"] = (rows,)
         if self.qk_norm:
             shapes |= {f"self_attn.{which}_norm.weight": (self.head_dim,) for which in "qk"}
+        if self.latent is not None:
+            ranks = {"kv": self.latent.rank, "q": self.latent.queries}
+            shapes |= {f"self_attn.{one}_a_layernorm.weight": (n,) for one, n in ranks.items() if n}
         return shapes | (self._expert_tensors() if self.sparse(layer) else {})
+
+    def _attention_linears(self) -> dict[str, tuple[int, int, bool]]:
+        """Rows, columns and bias of what makes queries, keys and values."""
+        hidden, bias, latent = self.hidden, self.qkv_bias, self.latent
+        if latent is None:
+            rows = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+            return {
+                f"self_attn.{which}_proj": (heads * self.head_dim, hidden, bias)
+                for which, heads in rows.items()
+            }
+        queries = self.heads * (latent.plain + latent.turned)
+        return {
+            "self_attn.q_proj": (0 if latent.queries else queries, hidden, False),
+            "self_attn.q_a_proj": (latent.queries, hidden, bias),
+            "self_attn.q_b_proj": (queries, latent.queries, False),
+            "self_attn.kv_a_proj_with_mqa": (latent.rank + latent.turned, hidden, bias),
+            "self_attn.kv_b_proj": (self.heads * (latent.plain + latent.value), latent.rank, False),
+        }
 
     def _expert_tensors(self) -> dict[str, tuple[int, ...]]:
         """Of the router and of each expert of a layer."""
@@ -206,11 +306,14 @@ def read_causal_lm(model_dir: Path, *, context_tokens: int) -> CausalLM:
     config = read_config(model_dir)
     try:
         family = _family(config)
+        config = dict(_DEFAULTS.get(family, {})) | dict(config)
         _refuse_obstacles(config, family, context_tokens)
-        return _causal_lm(config, family)
+        model = _causal_lm(config, family)
     except PolicyError as error:
         where = model_dir / "config.json"
         raise PolicyError(f"{where}: {error.message}", hint=_HINT) from None
+    need_positions(model_dir, context_tokens)
+    return model
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -232,28 +335,44 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
         return "encoder-decoder models are not supported"
     if config.get("quantization_config"):
         return "quantized weights are not supported"
-    mixture = family in ("qwen3_moe", "glm4_moe")
-    if not mixture and any("expert" in key and value for key, value in config.items()):
+    if family not in MIXTURES and any("expert" in key and value for key, value in config.items()):
         return f"mixtures of experts of type {family!r} are not supported"
-    if family != "glm4_moe" and (config.get("n_group") or 1) > 1:
-        return f"experts of type {family!r} that are chosen group by group are not supported"
+    if family in MIXTURES and (refused := _router_obstacle(config, family)):
+        return refused
     if config.get("hidden_act", "silu") != "silu":
         return f"the activation {config['hidden_act']!r} is not supported"
-    window = _window(config, family)
+    window = window_of(config, family)
     if window is not None and window < context_tokens:
         return f"sliding-window attention over {window} tokens is not supported"
-    kind = _rope_fields(config).get("rope_type", "default")
+    kind = rope_fields(config).get("rope_type", "default")
     if kind not in ROPE_KINDS:
         return f"rotary positions of type {kind!r} are not supported"
-    if family != "glm4_moe" and _rope_fields(config).get("partial_rotary_factor", 1.0) != 1.0:
+    if family != "glm4_moe" and rope_fields(config).get("partial_rotary_factor", 1.0) != 1.0:
         return "rotary positions over a part of the head are not supported"
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < context_tokens:
-        return f"its {longest} positions are fewer than a context of {context_tokens} tokens"
     return None
 
 
-def _window(config: Mapping[str, Any], family: str) -> int | None:
+def _router_obstacle(config: Mapping[str, Any], family: str) -> str | None:
+    """What of a router transformers does not compute, or the engine does not."""
+    groups = (config.get("n_group") or 1) > 1
+    if groups and family == "qwen3_moe":
+        return f"experts of type {family!r} that are chosen group by group are not supported"
+    if family not in LATENT:
+        return None
+    scores = "sigmoid" if family in SIGMOIDS else "softmax"
+    if config.get("scoring_func", scores) != scores:
+        return f"a router that scores by {config['scoring_func']!r} is not supported"
+    if (config.get("moe_layer_freq") or 1) != 1:
+        return f"experts in every layer number {config['moe_layer_freq']} are not supported"
+    if family == "deepseek_v2" and config.get("norm_topk_prob"):
+        return "scores that are divided by their sum (norm_topk_prob) are not supported"
+    ways = ("greedy", "group_limited_greedy") if family == "deepseek_v2" else ("noaux_tc",)
+    if config.get("topk_method", ways[0]) not in ways:
+        return f"experts that are chosen by {config['topk_method']!r} are not supported"
+    return None
+
+
+def window_of(config: Mapping[str, Any], family: str) -> int | None:
     """Tokens of the smallest attention window, or None where attention is full."""
     kinds = set(config.get("layer_types") or ())
     if kinds - {"full_attention", "sliding_attention"}:
@@ -267,57 +386,64 @@ def _window(config: Mapping[str, Any], family: str) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, from the present form of a config or the one before it."""
-    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    fields.setdefault("rope_type", fields.get("type", "default"))
-    fields.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    turned = GLM_TURNED if config.get("model_type") == "glm4_moe" else 1.0
-    fields.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or turned)
-    return fields
-
-
-def _number(config: Mapping[str, Any], key: str, kind: type[N], default: N | None = None) -> N:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
-        raise PolicyError(f"{key} is missing or is no positive number")
-    return kind(value)
-
-
 def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
-    heads = _number(config, "num_attention_heads", int)
-    hidden = _number(config, "hidden_size", int)
+    heads = positive(config, "num_attention_heads", int)
+    hidden = positive(config, "hidden_size", int)
     says = bool(config.get("attention_bias", False))
-    bias = says and family in ("llama", "qwen3", "qwen3_moe")
+    bias = says and family in ("llama", "qwen3", "qwen3_moe", *LATENT)
+    latent = _latent(config, family)
     model = CausalLM(
         family=family,
-        vocabulary=_number(config, "vocab_size", int),
+        vocabulary=positive(config, "vocab_size", int),
         hidden=hidden,
-        intermediate=_number(config, "intermediate_size", int),
-        layers=_number(config, "num_hidden_layers", int),
+        intermediate=positive(config, "intermediate_size", int),
+        layers=positive(config, "num_hidden_layers", int),
         heads=heads,
-        kv_heads=_number(config, "num_key_value_heads", int, heads if family == "llama" else None),
-        head_dim=_number(
+        kv_heads=1 if latent else _kv_heads(config, family, heads),
+        head_dim=latent.rank + latent.turned
+        if latent
+        else positive(
             config, "head_dim", int, QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads
         ),
-        norm_eps=_number(config, "rms_norm_eps", float, 1e-6),
-        rope=_rope(config),
+        norm_eps=positive(config, "rms_norm_eps", float, 1e-6),
+        rope=read_rope(config),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bias or family == "qwen2" or (says and family == "glm4_moe"),
         out_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+        mlp_bias=bool(config.get("mlp_bias", False)) and family in ("llama", "deepseek_v2"),
         qk_norm=family in ("qwen3", "qwen3_moe")
         or (family == "glm4_moe" and bool(config.get("use_qk_norm"))),
         experts=_experts(config, family),
-        further=further_layers(_DEFAULTS.get(family, {}) | dict(config)),
+        latent=latent,
+        further=further_layers(config),
     )
-    if model.heads % model.kv_heads or model.head_dim % 2 or model.turned % 2:
+    if model.heads % model.kv_heads or (latent is None and model.head_dim % 2) or model.turned % 2:
         raise PolicyError(
             f"{heads} heads of {model.head_dim} do not share {model.kv_heads} key-value heads"
         )
     return model
+
+
+def _kv_heads(config: Mapping[str, Any], family: str, heads: int) -> int:
+    alone = heads if family in ("llama", *LATENT) else None
+    return positive(config, "num_key_value_heads", int, alone)
+
+
+def _latent(config: Mapping[str, Any], family: str) -> Latent | None:
+    if family not in LATENT:
+        return None
+    heads = positive(config, "num_attention_heads", int)
+    if _kv_heads(config, family, heads) != heads:
+        raise PolicyError(f"keys and values of a latent are of all {heads} heads")
+    return Latent(
+        queries=positive(config, "q_lora_rank", int) if config.get("q_lora_rank") else 0,
+        rank=positive(config, "kv_lora_rank", int),
+        plain=positive(config, "qk_nope_head_dim", int),
+        turned=positive(config, "qk_rope_head_dim", int),
+        value=positive(config, "v_head_dim", int),
+        paired=family == "deepseek_v2" or bool(config.get("rope_interleave", True)),
+        sharpened=sharpened(rope_fields(config)),
+    )
 
 
 def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
@@ -329,24 +455,25 @@ def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
-    if family not in ("qwen3_moe", "glm4_moe"):
+    if family not in MIXTURES:
         return None
-    glm, width = family == "glm4_moe", _number(config, "moe_intermediate_size", int)
-    count = _number(config, next((key for key in EXPERTS if config.get(key)), EXPERTS[0]), int)
-    chosen = _number(config, "num_experts_per_tok", int)
+    qwen, width = family == "qwen3_moe", positive(config, "moe_intermediate_size", int)
+    count = positive(config, next((key for key in EXPERTS if config.get(key)), EXPERTS[0]), int)
+    chosen = positive(config, "num_experts_per_tok", int)
     if chosen > count:
         raise PolicyError(f"a token passes {chosen} of {count} experts")
-    groups, groups_chosen = _groups(config, count, chosen) if glm else (1, 1)
-    layers = range(_number(config, "num_hidden_layers", int))
+    grouped = not qwen and config.get("topk_method") != "greedy"
+    groups, groups_chosen = _groups(config, count, chosen) if grouped else (1, 1)
+    layers = range(positive(config, "num_hidden_layers", int))
     return Experts(
         count=count,
         per_token=chosen,
         width=width,
-        scores="sigmoid" if glm else "softmax",
-        normed=bool(config.get("norm_topk_prob", glm)),
+        scores="sigmoid" if family in SIGMOIDS else "softmax",
+        normed=bool(config.get("norm_topk_prob")),
         layers=tuple(layer for layer in layers if is_sparse(config, layer)),
-        shared_width=width * int(config.get("n_shared_experts", 1) or 0) if glm else 0,
-        scale=_number(config, "routed_scaling_factor", float, 1.0) if glm else 1.0,
+        shared_width=0 if qwen else width * int(config.get("n_shared_experts") or 0),
+        scale=1.0 if qwen else positive(config, "routed_scaling_factor", float, 1.0),
         groups=groups,
         groups_chosen=groups_chosen,
     )
@@ -354,7 +481,7 @@ def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
 
 def _groups(config: Mapping[str, Any], count: int, per_token: int) -> tuple[int, int]:
     """Groups of so many experts, and how many of them a token's experts are from."""
-    groups, chosen = _number(config, "n_group", int, 1), _number(config, "topk_group", int, 1)
+    groups, chosen = positive(config, "n_group", int, 1), positive(config, "topk_group", int, 1)
     size = count // groups
     if groups > 1 and (count % groups or size < 2 or chosen > groups or chosen * size < per_token):
         raise PolicyError(
@@ -362,25 +489,3 @@ def _groups(config: Mapping[str, Any], count: int, per_token: int) -> tuple[int,
             f" {chosen} (topk_group): that cannot be"
         )
     return (groups, chosen) if groups > 1 else (1, 1)
-
-
-def _rope(config: Mapping[str, Any]) -> Rope:
-    fields = _rope_fields(config)
-    kind, theta = str(fields["rope_type"]), _number(fields, "rope_theta", float)
-    share = _number(fields, "partial_rotary_factor", float)
-    if kind == "default":
-        return Rope(kind=kind, theta=theta, share=share)
-    factor = _number(fields, "factor", float)
-    if kind == "linear":
-        return Rope(kind=kind, theta=theta, share=share, factor=factor)
-    return Rope(
-        kind=kind,
-        theta=theta,
-        share=share,
-        factor=factor,
-        low_freq_factor=_number(fields, "low_freq_factor", float),
-        high_freq_factor=_number(fields, "high_freq_factor", float),
-        original_tokens=_number(
-            fields, "original_max_position_embeddings", int, config.get("max_position_embeddings")
-        ),
-    )

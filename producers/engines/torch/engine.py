@@ -56,8 +56,8 @@ from dora_pipe.producers.engines.torch.model import (
     fill,
     forward,
     fuse,
-    rotations,
 )
+from dora_pipe.producers.engines.torch.rotations import rotations
 from dora_pipe.producers.engines.torch.sampling import Sampler
 from dora_pipe.producers.engines.torch.weights import (
     OpenWeights,
@@ -76,7 +76,8 @@ SHARED_MIN = 32
 save so many tokens; fewer are computed as soon."""
 
 KV_ARRAY = "kv"
-"""The one array of an exported cache: [layers, 2, kv_heads, tokens, head_dim], keys first."""
+"""The one array of an exported cache: [layers, kept, kv_heads, tokens, head_dim], keys first;
+of latents there is one for both."""
 
 
 class TorchEngine(EngineBase[int]):
@@ -297,7 +298,8 @@ class TorchEngine(EngineBase[int]):
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         model = self._model
-        return KV_ARRAY, "<f4", (model.layers, 2, model.kv_heads, tokens, model.head_dim)
+        shape = (model.layers, model.kept, model.kv_heads, tokens, model.head_dim)
+        return KV_ARRAY, "<f4", shape
 
     def _kv_of(self, slot: int) -> Kv | None:
         """Complete as soon as its prompt is."""

@@ -65,15 +65,10 @@ def routed(
     """The experts that each row of `x` [rows, hidden] passes, int64 [rows, per_token], and what
     each of them counts, float32 of the same shape; at least ROWS_MIN rows."""
     logits = F.linear(x, weights.router)
-    if experts.scores == "softmax":
-        scores = torch.softmax(logits, -1)
-        chosen, choice = torch.topk(scores, experts.per_token, -1)
-    else:
-        assert weights.choice_bias is not None
-        scores = _sigmoid(logits)
-        ranked = _within_groups(experts, scores + weights.choice_bias)
-        choice = torch.topk(ranked, experts.per_token, -1).indices
-        chosen = scores.gather(1, choice)
+    scores = torch.softmax(logits, -1) if experts.scores == "softmax" else _sigmoid(logits)
+    ranked = scores if weights.choice_bias is None else scores + weights.choice_bias
+    choice = torch.topk(_within_groups(experts, ranked), experts.per_token, -1).indices
+    chosen = scores.gather(1, choice)
     if experts.normed:
         total = chosen.sum(-1, keepdim=True)
         chosen = chosen / (total if experts.scores == "softmax" else total + NOTHING)
@@ -81,13 +76,15 @@ def routed(
 
 
 def _within_groups(experts: Experts, ranked: torch.Tensor) -> torch.Tensor:
-    """Scores [rows, experts] by which experts are chosen, of groups that are not chosen none
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Scores [rows, experts] by which experts are chosen, of groups that are not chosen none: a
+    group counts as its best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), with sigmoids as
+    its best two (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     if experts.groups == 1:
         return ranked
     grouped = ranked.view(len(ranked), experts.groups, -1)
     best = torch.topk(grouped, 2, -1).values
-    chosen = torch.topk(best[..., 0] + best[..., 1], experts.groups_chosen, -1).indices
+    worth = best[..., 0] if experts.scores == "softmax" else best[..., 0] + best[..., 1]
+    chosen = torch.topk(worth, experts.groups_chosen, -1).indices
     left = torch.full_like(ranked[:, : experts.groups], -torch.inf).scatter_(1, chosen, 0)
     return (grouped + left.unsqueeze(-1)).view_as(ranked)
 

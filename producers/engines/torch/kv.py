@@ -43,7 +43,7 @@ class Pool:
     capacity: int
     base: int
     """First line of the pool in the cache's storage."""
-    data: torch.Tensor  # [layers, 2, capacity, kv_heads, keys, head_dim]
+    data: torch.Tensor  # [layers, kept, capacity, kv_heads, keys, head_dim]
     slots: list[int] = field(default_factory=list)
     """The slot in each dense row, or HOLE."""
 
@@ -58,7 +58,7 @@ class KvCache:
         self.model = model
         sizes = pool_keys(context_tokens)
         capacity = slots + 1
-        lines = [2 * capacity * model.kv_heads * keys for keys in sizes]
+        lines = [model.kept * capacity * model.kv_heads * keys for keys in sizes]
         # numpy's zeros are untouched pages of memory, torch's would be written.
         storage = np.zeros((model.layers, sum(lines), model.head_dim), dtype=np.float32)
         self.storage = torch.from_numpy(storage)
@@ -66,7 +66,7 @@ class KvCache:
         for number, keys in enumerate(sizes):
             base = sum(lines[:number])
             data = self.storage[:, base : base + lines[number]].view(
-                model.layers, 2, capacity, model.kv_heads, keys, model.head_dim
+                model.layers, model.kept, capacity, model.kv_heads, keys, model.head_dim
             )
             self.pools.append(Pool(keys=keys, capacity=capacity, base=base, data=data))
         self._pool_of = np.repeat(np.arange(len(sizes)), np.diff([0, *sizes]))
@@ -79,7 +79,7 @@ class KvCache:
         """Slots of the dense rows, pool by pool: the order of their token rows."""
         self.room: Integers = np.zeros(0, np.int64)
         """Keys of the pool of each row of `order`."""
-        self.first_lines: Integers = np.zeros((0, 2 * model.kv_heads), np.int64)
+        self.first_lines: Integers = np.zeros((0, model.kept * model.kv_heads), np.int64)
         """`lines` of each row of `order`."""
 
     def pool_of(self, position: int) -> int:
@@ -117,7 +117,7 @@ class KvCache:
 
     def copied(self, slot: int, end: int, start: int = 0) -> torch.Tensor:
         """A copy of the keys and values of positions [start, end):
-        [layers, 2, kv_heads, end - start, head_dim]."""
+        [layers, kept, kv_heads, end - start, head_dim]."""
         whole = self._adopted.get(slot)
         if whole is None:
             pool, row = self.place(slot)
@@ -161,7 +161,7 @@ class KvCache:
             pool.data[:, :, row, :, :used].copy_(source[:, :, :, :used])
 
     def _leave(self, slot: int) -> torch.Tensor | None:
-        """The keys and values of a slot [layers, 2, kv_heads, keys, head_dim]; its row is free."""
+        """What a slot has [layers, kept, kv_heads, keys, head_dim]; its row is free."""
         if self.is_staged(slot):
             assert self._staged is not None
             pool = self.pools[self._staged[1]]
@@ -190,9 +190,9 @@ class KvCache:
         return self._dense[slot]
 
     def lines(self, pools: Integers, rows: Integers) -> Integers:
-        """Storage lines of position 0 of rows of pools: [rows, 2 * kv_heads], keys first."""
+        """Storage lines of position 0 of rows of pools: [rows, kept * kv_heads], keys first."""
         heads = self.model.kv_heads
-        which = np.arange(2 * heads)
+        which = np.arange(self.model.kept * heads)
         planes = (which // heads) * self.pools[0].capacity + rows[:, None]
         keys, bases = self._keys[pools][:, None], self._bases[pools][:, None]
         lines: Integers = bases + (planes * heads + which % heads) * keys

@@ -28,14 +28,11 @@ from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.engines.slots import Integers
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN
-from dora_pipe.producers.engines.torch.model import interleaved
+from dora_pipe.producers.engines.torch.model import interleaved, parts_of_qkv
 from dora_pipe.store.adapters import Adapter, read_adapter_on
 
 Parts = Mapping[str, tuple[str, ...]]
 """The fused layers of a decoder layer, each with its parts in the order of its outputs."""
-
-TURNED: Final = ("self_attn.q_proj", "self_attn.k_proj")
-"""Their outputs are interleaved (see `model`)."""
 
 PROBE_ROWS: Final = (ROWS_MIN, ROWS_MIN + 1, 2 * ROWS_MIN + 3, 40)
 PROBE_RUNS: Final = 80
@@ -144,7 +141,7 @@ def fused_parts(model: CausalLM, number: int) -> Parts:
     """Of a decoder layer; experts of a mixture have no adapter, what every token passes has."""
     block, width = model.block(number)
     found: dict[str, tuple[str, ...]] = {
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "qkv": tuple(parts_of_qkv(model)),
         "out": ("self_attn.o_proj",),
     }
     if width:
@@ -169,8 +166,8 @@ def _pair(
             a, b = torch.zeros(rank, in_), torch.zeros(out, rank)
         if tuple(a.shape) != (rank, in_) or tuple(b.shape) != (out, rank):
             raise PolicyError(f"{where}: the adapter of {layer} is of another model")
-        if part in TURNED:
-            b = interleaved(b, model)
+        if part in model.turned_rows:
+            b = interleaved(b, model.turned_rows[part])
         downs.append(a)
         ups.append(b * adapter.scale)
     block_diag: Any = torch.block_diag

@@ -18,12 +18,12 @@ Weights are replaced in place, tensor by tensor: an engine never has two of them
 Theory of operation: query, key and value matrices are fused into one, gate and up into another.
 The halves that rotary positions turn into each other are interleaved in the weights, so that the
 rotation is one product of complex numbers; a permutation common to queries and keys does not
-change attention. Where positions turn a part of each head only, the rest is multiplied by 1.
+change attention. Where positions turn a part of each head only, the rest is multiplied by 1. Of
+latents the first products of queries and keys are fused (see `latent`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -31,12 +31,18 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM, TurnedRows
 from dora_pipe.producers.engines.torch.experts import (
     ROWS_MIN,
     ExpertWeights,
     empty_experts,
     mixed,
+)
+from dora_pipe.producers.engines.torch.latent import (
+    LatentWeights,
+    empty_latent,
+    into_latent,
+    out_of_latent,
 )
 
 
@@ -46,6 +52,7 @@ class Layer:
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
+    """With latents: of queries or their latent, of keys' and values' latent, of the turned key."""
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
     out: torch.Tensor
@@ -57,6 +64,7 @@ class Layer:
     down: torch.Tensor
     down_bias: torch.Tensor | None
     experts: ExpertWeights | None
+    latent: LatentWeights | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,8 @@ class Attention(Protocol):
     """The attention of one step: writes keys and values, then reads them."""
 
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend with `qkv` [rows, (heads + 2 kv_heads) * head_dim], rotated; fill `out`."""
+        """Attend with `qkv` [rows, (heads + kept * kv_heads) * head_dim], rotated; fill `out`
+        [rows, heads * value_dim]."""
 
 
 def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:
@@ -120,25 +129,18 @@ def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         "lm_head.weight": weights.head,
     }
     places = [_places(model, layer, number) for number, layer in enumerate(weights.layers)]
+    rows = model.turned_rows
     with torch.no_grad():
         for name, tensor in tensors:
             if name in whole:
                 whole[name].copy_(tensor)
                 continue
             number, _, rest = name.removeprefix(prefix).partition(".")
-            place, turned = places[int(number)][rest]
-            if turned:
-                _interleave(tensor, place, model)
-            else:
+            place, turned = places[int(number)][rest], rows.get(rest.rpartition(".")[0])
+            if turned is None:
                 place.copy_(tensor)
-
-
-def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
-    """The rotation of each position and frequency: complex64 [context_tokens, head_dim / 2]."""
-    positions = torch.arange(context_tokens, dtype=torch.float32)
-    angles = torch.outer(positions, _frequencies(model.rope, model.turned))
-    angles = F.pad(angles, (0, (model.head_dim - model.turned) // 2))
-    return torch.complex(angles.cos(), angles.sin())
+            else:
+                _interleave(tensor, place, turned)
 
 
 def forward(
@@ -151,29 +153,29 @@ def forward(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits [max(wanted, ROWS_MIN), vocabulary] of the first token rows.
 
-    `tokens` int64 [rows], `turns` complex64 [rows, 1, head_dim / 2] (rows of `rotations`); there
-    are at least ROWS_MIN rows. `added` changes what it says of some of them. Beside the logits:
-    through which experts each row went, int64 [rows, per_token] for each layer that has some.
+    `tokens` int64 [rows], `turns` complex64 [rows, 1, pairs] (rows of `rotations`); there are
+    at least ROWS_MIN rows. `added` changes what it says of some of them. Beside the logits: through
+    which experts each row went, int64 [rows, per_token] for each layer that has some.
     """
     model = weights.model
-    rows, turned = len(tokens), (model.heads + model.kv_heads) * model.head_dim
-    assert rows >= ROWS_MIN
-    attended = torch.zeros(rows, model.heads * model.head_dim)
+    assert len(tokens) >= ROWS_MIN
+    attended = torch.zeros(len(tokens), model.heads * model.value_dim)
     x, chosen = F.embedding(tokens, weights.embedding), list[torch.Tensor]()
     for number, layer in enumerate(weights.layers):
         normed = _norm(x, layer.attention_norm, model)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
         for one in added:
             one.add(number, "qkv", normed, qkv)
-        qk = qkv[:, :turned].view(rows, model.heads + model.kv_heads, model.head_dim)
-        if layer.qk_norm is not None:
-            qk.mul_(torch.rsqrt(qk.square().mean(-1, keepdim=True) + model.norm_eps))
-            qk.mul_(layer.qk_norm)
-        torch.view_as_complex(qk.view(rows, -1, model.head_dim // 2, 2)).mul_(turns)
-        attention(number, qkv, attended)
-        projected = F.linear(attended, layer.out, layer.out_bias)
+        if layer.latent is None:
+            _turn(model, layer, qkv, turns)
+            attention(number, qkv, attended)
+            found = attended
+        else:
+            attention(number, into_latent(model, layer.latent, qkv, turns), attended)
+            found = out_of_latent(model, layer.latent, attended)
+        projected = F.linear(found, layer.out, layer.out_bias)
         for one in added:
-            one.add(number, "out", attended, projected)
+            one.add(number, "out", found, projected)
         x = projected.add_(x)
         normed = _norm(x, layer.mlp_norm, model)
         if layer.experts is None:
@@ -186,6 +188,16 @@ def forward(
         x = made.add_(x)
     last = _norm(x[: max(wanted, ROWS_MIN)], weights.norm, model)
     return F.linear(last, weights.head), chosen
+
+
+def _turn(model: CausalLM, layer: Layer, qkv: torch.Tensor, turns: torch.Tensor) -> None:
+    """Scale, where the model does so, and turn queries and keys, in place."""
+    rows, turned = len(qkv), (model.heads + model.kv_heads) * model.head_dim
+    qk = qkv[:, :turned].view(rows, model.heads + model.kv_heads, model.head_dim)
+    if layer.qk_norm is not None:
+        qk.mul_(torch.rsqrt(qk.square().mean(-1, keepdim=True) + model.norm_eps))
+        qk.mul_(layer.qk_norm)
+    torch.view_as_complex(qk.view(rows, -1, model.head_dim // 2, 2)).mul_(turns)
 
 
 def _gated(number: int, layer: Layer, normed: torch.Tensor, added: Sequence[Added]) -> torch.Tensor:
@@ -207,17 +219,17 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, model: CausalLM) -> torch.Tenso
 
 def _empty_layer(model: CausalLM, layer: int) -> Layer:
     def bias(there: bool, size: int) -> torch.Tensor | None:
-        return torch.empty(size) if there else None
+        return torch.zeros(size) if there else None  # where parts of a fused one have none
 
     hidden, turned = model.hidden, model.heads + model.kv_heads
-    outputs = (turned + model.kv_heads) * model.head_dim
+    outputs = sum(parts_of_qkv(model).values())
     width = model.block(layer)[1]
     return Layer(
         attention_norm=torch.empty(hidden),
         qkv=torch.empty(outputs, hidden),
         qkv_bias=bias(model.qkv_bias, outputs),
         qk_norm=torch.empty(turned, model.head_dim) if model.qk_norm else None,
-        out=torch.empty(hidden, model.heads * model.head_dim),
+        out=torch.empty(hidden, model.attended),
         out_bias=bias(model.out_bias, hidden),
         mlp_norm=torch.empty(hidden),
         gate_up=torch.empty(2 * width, hidden),
@@ -225,22 +237,33 @@ def _empty_layer(model: CausalLM, layer: int) -> Layer:
         down=torch.empty(hidden, width),
         down_bias=bias(model.mlp_bias, hidden),
         experts=empty_experts(model, layer),
+        latent=empty_latent(model),
     )
 
 
-Place = tuple[torch.Tensor, bool]
-"""Where a tensor of a file goes, and whether the rows of each head are interleaved there."""
+def parts_of_qkv(model: CausalLM) -> dict[str, int]:
+    """The linear layers that are fused before attention, by the name within their layer, each with
+    its rows."""
+    if model.latent is None:
+        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    elif model.latent.queries:
+        sizes = {"q_a_proj": model.latent.queries, "kv_a_proj_with_mqa": model.head_dim}
+    else:
+        queries = model.heads * (model.latent.plain + model.latent.turned)
+        sizes = {"q_proj": queries, "kv_a_proj_with_mqa": model.head_dim}
+    return {f"self_attn.{name}": size for name, size in sizes.items()}
 
 
-def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, Place]:
-    """By the name within its layer."""
-    found: dict[str, Place] = {
-        "input_layernorm.weight": (layer.attention_norm, False),
-        "post_attention_layernorm.weight": (layer.mlp_norm, False),
+def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tensor]:
+    """Where the tensors of a file go, by the name within their layer."""
+    found = {
+        "input_layernorm.weight": layer.attention_norm,
+        "post_attention_layernorm.weight": layer.mlp_norm,
     }
-    if layer.experts is not None:
-        found |= {name: (one, False) for name, one in layer.experts.places().items()}
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    for part in (layer.experts, layer.latent):
+        found |= part.places() if part is not None else {}
+    sizes = parts_of_qkv(model)
     block = model.block(number)[0]
     fused = (
         ("weight", layer.qkv, layer.out, layer.gate_up, layer.down),
@@ -248,51 +271,34 @@ def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, Place]:
     )
     for kind, qkv, out, gate_up, down in fused:
         if qkv is not None:
-            q, k, v = torch.split(qkv, [queries, keys, keys])
-            for which, part, turned in (("q", q, True), ("k", k, True), ("v", v, False)):
-                found[f"self_attn.{which}_proj.{kind}"] = part, turned
+            parts = torch.split(qkv, list(sizes.values()))
+            found |= {f"{name}.{kind}": part for name, part in zip(sizes, parts, strict=True)}
         if gate_up is not None and len(gate_up):
             gate, up = gate_up.chunk(2)
-            found[f"{block}.gate_proj.{kind}"] = gate, False
-            found[f"{block}.up_proj.{kind}"] = up, False
+            found[f"{block}.gate_proj.{kind}"] = gate
+            found[f"{block}.up_proj.{kind}"] = up
         for name, whole in (("self_attn.o_proj", out), (f"{block}.down_proj", down)):
             if whole is not None:
-                found[f"{name}.{kind}"] = whole, False
+                found[f"{name}.{kind}"] = whole
     if layer.qk_norm is not None:
         # One norm of a head's size in the file, which every head has here.
-        q, k = torch.split(layer.qk_norm.view(-1), [queries, keys])
-        found |= {"self_attn.q_norm.weight": (q, True), "self_attn.k_norm.weight": (k, True)}
+        q, k = torch.split(layer.qk_norm, [model.heads, model.kv_heads])
+        found |= {"self_attn.q_norm.weight": q.view(-1), "self_attn.k_norm.weight": k.view(-1)}
     return found
 
 
-def interleaved(part: torch.Tensor, model: CausalLM) -> torch.Tensor:
-    """Rows of each head reordered 0, half, 1, half + 1, ...: pairs that are turned together."""
+def interleaved(part: torch.Tensor, turned: TurnedRows) -> torch.Tensor:
+    """Rows that are turned reordered 0, half, 1, half + 1, ...: pairs that belong together."""
     found = torch.empty_like(part)
-    _interleave(part, found, model)
+    _interleave(part, found, turned)
     return found
 
 
-def _interleave(part: torch.Tensor, place: torch.Tensor, model: CausalLM) -> None:
+def _interleave(part: torch.Tensor, place: torch.Tensor, turned: TurnedRows) -> None:
     """Copy rows to where they are turned, those of one head to all; the others lie as they did."""
-    turned, half = model.turned, model.turned // 2
-    rows, to = (one.view(-1, model.head_dim, *one.shape[1:]) for one in (part, place))
-    pairs = to[:, :turned].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
-    pairs.copy_(rows[:, :turned].view(len(rows), 2, half, *rows.shape[2:]))
-    to[:, turned:].copy_(rows[:, turned:])
-
-
-def _frequencies(rope: Rope, turned: int) -> torch.Tensor:
-    """Radians per position of each pair; float32 arithmetic in the order of transformers."""
-    exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "default":
-        return frequencies
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (rope.original_tokens / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    # Long waves are stretched, short ones kept, those between blended.
-    smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    start, half, end = turned.start, turned.count // 2, turned.start + turned.count
+    rows, to = (one.view(-1, turned.width, *one.shape[1:]) for one in (part, place))
+    pairs = to[:, start:end].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
+    pairs.copy_(rows[:, start:end].view(len(rows), 2, half, *rows.shape[2:]))
+    for still in (slice(start), slice(end, None)):
+        to[:, still].copy_(rows[:, still])

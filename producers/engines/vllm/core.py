@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.producers.engines.base import need_positions
 from dora_pipe.producers.engines.simulated import mix64
+from dora_pipe.producers.engines.torch.causal_lm import FAMILIES, window_of
 from dora_pipe.producers.engines.vllm.wire import LOGPROB_TEMPERATURE
 from dora_pipe.store.model_dir import read_config
 
@@ -181,6 +183,8 @@ def arguments(
 ) -> dict[str, Any]:
     """What vLLM is told, but for the transfer of weights."""
     device = device_name()
+    need_positions(model_dir, context_tokens)
+    need_kv_room(model_dir, settings, context_tokens, BLOCK_TOKENS[device])
     if settings.dtype == "bfloat16" and device == "cpu":
         wake_bfloat16()
     free = {"gpu_memory_utilization": GPU_FREE_MIN} if device == "cuda" else {}
@@ -201,6 +205,29 @@ def arguments(
         "seed": 0,
         "enable_sleep_mode": settings.sleep and device == "cuda",
     }
+
+
+def need_kv_room(
+    model_dir: Path, settings: VllmSettings, context_tokens: int, block: int | None = None
+) -> None:
+    """Raise ConfigError for a KV cache that does not hold one whole context, beside the block that
+    vLLM keeps for itself; of `block` tokens, or those of the build that is installed here."""
+    config = read_config(model_dir)
+    family = config.get("model_type")
+    if not settings.kv_gb or family not in FAMILIES or window_of(config, family) is not None:
+        return  # There is room for all slots; or a context takes what only vLLM knows.
+    block = block or BLOCK_TOKENS["cpu" if version_of(CPU_BUILD) else "cuda"]
+    parts = settings.tensor_parallel
+    token = token_kv_values(config, parts) * itemsize_of(settings)
+    held = int(settings.kv_gb * 2**30) // parts // (token * block)
+    wanted = math.ceil(context_tokens / block) + 1
+    if held < wanted:
+        least = math.ceil(wanted * block * token * parts / 2**30 * 1000) / 1000
+        raise ConfigError(
+            f"workers.vllm.kv_gb: {settings.kv_gb:g} GiB hold {max(0, held - 1) * block} tokens of"
+            f" this model, fewer than a context of {context_tokens}",
+            hint=f"workers.vllm.kv_gb = {least:g} or more, or a shorter workers.context_tokens",
+        )
 
 
 def device_name() -> str:
@@ -362,23 +389,29 @@ def _kv_bytes(
         return int(settings.kv_gb * 2**30) // settings.tensor_parallel
     block = BLOCK_TOKENS[device]
     blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
-    itemsize = 4 if settings.dtype == "float32" else 2
     values = token_kv_values(read_config(model_dir), settings.tensor_parallel)
-    return blocks * block * values * itemsize
+    return blocks * block * values * itemsize_of(settings)
+
+
+def itemsize_of(settings: VllmSettings) -> int:
+    """Bytes of a number in the KV cache."""
+    return 4 if settings.dtype == "float32" else 2
 
 
 def token_kv_values(config: Mapping[str, Any], parts: int = 1) -> int:
     """Numbers that the KV cache holds of one token, in each of so many processes; where there are
     fewer heads than these, several have the same. Raises PolicyError for a config without."""
     try:
-        heads = int(config["num_attention_heads"])
+        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        if config.get("kv_lora_rank"):  # One latent for all heads, which every process has.
+            return layers * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        return 2 * int(config["num_hidden_layers"]) * math.ceil(kv_heads / parts) * head_dim
+        return 2 * layers * math.ceil(kv_heads / parts) * head_dim
     except (KeyError, TypeError, ValueError):
         raise PolicyError(
             "the model's config does not tell the sizes of its attention",
-            hint="set workers.kv_gb",
+            hint="set workers.vllm.kv_gb",
         ) from None
 
 

@@ -71,7 +71,7 @@ class Policy:
         return found
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe", "grouped"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "grouped", "deepseek_v2", "deepseek_v3"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -20,7 +20,7 @@ from dora_pipe.producers.engines.torch.experts import (
     mixed,
     routed,
 )
-from tests.support.models import make_glm4_moe, make_grouped, make_qwen3_moe
+from tests.support.models import make_deepseek_v2, make_glm4_moe, make_grouped, make_qwen3_moe
 
 ROWS = 120
 COUNTS = range(ROWS_MIN, ROWS)
@@ -39,7 +39,10 @@ def drawn(
     return model, weights, torch.randn(ROWS, model.hidden, generator=generator)
 
 
-@pytest.fixture(params=[make_qwen3_moe, make_glm4_moe, make_grouped])
+MIXTURES = (make_qwen3_moe, make_glm4_moe, make_grouped, make_deepseek_v2)
+
+
+@pytest.fixture(params=MIXTURES)
 def layer(request: Any, tmp_path: Path) -> tuple[CausalLM, ExpertWeights, torch.Tensor]:
     return drawn(request.param, tmp_path)
 
@@ -60,7 +63,7 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(
 
 
 def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
-    for make in (make_qwen3_moe, make_glm4_moe, make_grouped):
+    for make in MIXTURES:
         model, weights, x = drawn(make, tmp_path / make.__name__)
         assert model.experts is not None
         network = build(tmp_path / make.__name__)

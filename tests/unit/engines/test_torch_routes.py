@@ -19,7 +19,7 @@ from tests.support.torch_engines import make
 PROMPT = [1, *range(20, 60)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe", "grouped"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "grouped", "deepseek_v2", "deepseek_v3"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(request.param, tmp_path_factory.mktemp(request.param))
 

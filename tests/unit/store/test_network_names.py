@@ -17,7 +17,7 @@ from dora_pipe.producers.engines.torch.weights import weight_files
 from dora_pipe.producers.engines.vllm.weights import expected_tensors
 from dora_pipe.store.network_names import parameters_in, pieces, stored, untied
 from dora_pipe.store.safetensors_file import read_entries
-from tests.support.models import make_glm4_moe, make_llama_gqa, make_qwen3_moe
+from tests.support.models import make_deepseek_v3, make_glm4_moe, make_llama_gqa, make_qwen3_moe
 
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
 PARTS = [
@@ -27,7 +27,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("make", [make_qwen3_moe, make_glm4_moe, make_llama_gqa])
+@pytest.mark.parametrize("make", [make_qwen3_moe, make_glm4_moe, make_deepseek_v3, make_llama_gqa])
 def test_what_vllm_is_given_is_what_files_have(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,85 @@
+"""What `doctor` says of contexts before a run: positions of the model, and prompts of its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.cli.doctor import CheckResult, context_findings
+from dora_pipe.config.load import from_plain
+from dora_pipe.config.model import Config
+from dora_pipe.launch.prompt_lengths import LOOKED_AT, spread
+from tests.support.models import make_qwen2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen2(tmp_path_factory.mktemp("model"), context_tokens=256)
+
+
+def config(model: Path, data: Path, lengths: list[int], **sections: Any) -> Config:
+    """A run on prompts of so many tokens: one for each character."""
+    rows = [json.dumps({"prompt": "7" * length, "answer": "7"}) for length in lengths]
+    data.write_text("\n".join(rows) + "\n")
+    plain: dict[str, Any] = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": str(model)},
+        "task": {"kind": "dataset", "data": str(data), "reward": "exact"},
+        "sampling": {"max_tokens": 20},
+        "evaluation": {"sampling": {"max_tokens": 20}},
+        "workers": {"context_tokens": 64},
+    }
+    return from_plain(plain | sections)
+
+
+def found(config: Config) -> dict[str, CheckResult]:
+    return {one.what: one for one in context_findings(config)}
+
+
+def test_prompts_that_fit_are_ok(model: Path, tmp_path: Path) -> None:
+    rows = found(config(model, tmp_path / "d.jsonl", [3, 44, 9]))
+    assert (rows["context"].state, rows["context"].detail) == ("ok", "64 tokens, by torch")
+    said = "3 of 3 looked at, up to 44 tokens, and max_tokens has room behind them"
+    assert rows["prompts, train"] == CheckResult("ok", "prompts, train", said)
+
+
+def test_prompts_that_leave_less_than_max_tokens_are_told_of_and_so_are_those_that_do_not_fit(
+    model: Path, tmp_path: Path
+) -> None:
+    row = found(config(model, tmp_path / "d.jsonl", [3, 45, 63]))["prompts, train"]
+    assert row.state == "note"
+    assert "2 leave less than max_tokens, 20, in a context of 64: answers end there" in row.detail
+    assert row.detail.endswith("workers.context_tokens = 83 has room for all")
+    row = found(config(model, tmp_path / "d.jsonl", [3, 45, 64]))["prompts, train"]
+    assert row.state == "note"
+    assert "1 do not fit a context of 64: invalid, as PromptUnfit" in row.detail
+    row = found(config(model, tmp_path / "d.jsonl", [64, 80]))["prompts, train"]
+    assert row.state == "fail"
+
+
+def test_a_context_beyond_the_models_positions_fails(model: Path, tmp_path: Path) -> None:
+    larger = {"workers": {"context_tokens": 257, "engine": "vllm"}}
+    row = found(config(model, tmp_path / "d.jsonl", [3], **larger))["context"]
+    assert row.state == "fail"
+    assert "its 256 positions are fewer than a context of 257 tokens" in row.detail
+    assert row.detail.endswith("workers.context_tokens = 256 or less")
+
+
+def test_what_is_not_here_is_not_looked_at(tmp_path: Path, model: Path) -> None:
+    rows = found(config(tmp_path / "none", tmp_path / "d.jsonl", [3]))
+    assert [(one.state, one.what) for one in rows.values()] == [("note", "context")]
+    wanted = config(model, tmp_path / "d.jsonl", [3])
+    (tmp_path / "d.jsonl").unlink()
+    rows = found(wanted)
+    assert rows["context"].state == "ok"
+    assert rows["prompts"].state == "note" and "not looked at" in rows["prompts"].detail
+
+
+def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last() -> None:
+    assert spread(3) == [0, 1, 2]
+    some = spread(10**6)
+    assert (len(some), some[0], some[-1]) == (LOOKED_AT, 0, 10**6 - 1)
+    assert some == sorted(set(some))

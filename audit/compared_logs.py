@@ -4,7 +4,7 @@ for the terminal and the pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -52,6 +52,35 @@ class ComparedLogs:
     """The first trajectory that comes out otherwise under equal weights."""
     compared: int
     """Trajectories that both sampled under equal weights."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """In a line each what is the same, and up to where."""
+        found = self.found
+
+        def count(pairs: Mapping[str, Any]) -> str:
+            return f"{len(pairs)} differ" if pairs else "the same"
+
+        return {
+            "configuration": count(found.config),
+            "made of": count(found.made_of),
+            "versions": found.versions.words("version"),
+            "dispatched": found.dispatched.words("group"),
+            "batches": found.batches.words("step"),
+            "trajectories": self._first_words(),
+        }
+
+    def _first_words(self) -> str:
+        first, compared = self.first, self.compared
+        if not compared:
+            return "none was sampled by both under the same weights"
+        if first is None:
+            return f"the same {compared} of those sampled under the same weights"
+        where = "" if first.place is None else f" at token {first.place}"
+        return (
+            f"{first.trajectory} is the first of {compared} that differs{where}: {first.cause},"
+            f" {first.words}"
+        )
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""

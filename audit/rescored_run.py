@@ -93,16 +93,21 @@ def rescored_files(directory: Path) -> list[RescoredFile]:
 def rescored_rows(directory: Path, tables: Catalogue) -> Iterator[RescoredRow]:
     """The table `rescored`. Raises UsageError for a file that is none, ResourceError."""
     for file in rescored_files(directory):
-        about = file.about()
-        for one in counting_rewards(file, about, tables).values():
-            yield RescoredRow(
-                trajectory_id=one.trajectory,
-                reward_digest=about.reward_digest,
-                asked=about.reward,
-                reward=one.reward,
-                parts=canonical(one.parts).decode() if one.parts else None,
-                error=one.error or None,
-            )
+        yield from rows_of(file, tables)
+
+
+def rows_of(file: RescoredFile, tables: Catalogue) -> Iterator[RescoredRow]:
+    """What one folder gives to the table. Raises as `rescored_rows`."""
+    about = file.about()
+    for one in counting_rewards(file, about, tables).values():
+        yield RescoredRow(
+            trajectory_id=one.trajectory,
+            reward_digest=about.reward_digest,
+            asked=about.reward,
+            reward=one.reward,
+            parts=canonical(one.parts).decode() if one.parts else None,
+            error=one.error or None,
+        )
 
 
 def counting_rewards(file: RescoredFile, about: About, tables: Catalogue) -> dict[str, NewReward]:

@@ -75,6 +75,15 @@ class Parting:
     values: tuple[Any, Any] = (None, None)
     """What stands there; None behind the end of one."""
 
+    def words(self, what: str) -> str:
+        """In words; `what` is a thing of them: ``"the same before step 3 of 20 and 20"``."""
+        lengths = f"{self.of[0]} and {self.of[1]}"
+        if self.at is None:
+            return f"the same {self.of[0]}"
+        if None in self.values:
+            return f"the same as far as both go ({lengths})"
+        return f"the same before {what} {self.at} of {lengths}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDiff:

@@ -20,6 +20,9 @@ TEXT_MAX: Final = 200
 
 FIELDS_MAX: Final = 32
 
+HIDDEN: Final = "(hidden)"
+"""In place of a text that is not to be shown."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:

@@ -10,14 +10,15 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
-from dora_pipe.audit.rescored_run import FOLDER, rescored_rows
+from dora_pipe.audit.rescored_file import NewReward
+from dora_pipe.audit.rescored_run import rescored_rows
 from dora_pipe.catalogue.calls import LaidTable, ask
 from dora_pipe.catalogue.reading import FILE, read_catalogue
 from dora_pipe.catalogue.tables import RESCORED
 from tests.support.catalogue_page import QUESTIONS, page
 from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.rescored import score
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,23 +87,14 @@ def test_every_question_of_the_page_is_answered(question: str, recorded: Recorde
     assert rows or question in NOT_IN_THIS_RUN
 
 
-def score(run: RecordedRun, digest: str, *rewards: NewReward) -> RescoredFile:
-    """What `rescore` leaves of a reward."""
-    file = RescoredFile(run.directory / FOLDER / digest[:12])
-    about = About(run="r", started_ns=1, reward="new:score", reward_digest=digest, package="0")
-    file.begin(about)
-    with file.append(file.rewards) as lines:
-        lines.writelines(map(line_of, rewards))
-    return file
-
-
 def test_rewards_that_were_asked_again_are_a_table(call: Call, copy: RecordedRun) -> None:
     sql = "select * from rescored order by trajectory_id"
     code, out, err = call("sql", copy.directory, sql, "--json")
     assert (code, out) == (0, ""), err
     name = "g0000000000-000"
-    file = score(copy, "ab" * 32, NewReward(trajectory=name, reward=0.5, parts={"half": 1.0}))
-    score(copy, "cd" * 32, NewReward(trajectory=name, reward=None, error="ValueError: no"))
+    file = score(copy.directory, NewReward(trajectory=name, reward=0.5, parts={"half": 1.0}))
+    none = NewReward(trajectory=name, reward=None, error="ValueError: no")
+    score(copy.directory, none, digest="cd" * 32)
     with file.rewards.open("ab") as lines:
         lines.write(b'{"trajectory": "g00000')  # somebody is writing it
     code, out, err = call("sql", copy.directory, sql, "--json")

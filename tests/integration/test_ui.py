@@ -16,7 +16,6 @@ from dora_pipe.catalogue.reading import FILE
 from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web.overview import overview
 from dora_pipe.observe.web.pages import (
-    HIDDEN,
     RunSource,
     group_page,
     step_page,
@@ -26,7 +25,7 @@ from dora_pipe.observe.web.pages import (
 )
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.samples import mismatch, sampled_times
-from dora_pipe.observe.web.view import RunView, parse_query
+from dora_pipe.observe.web.view import HIDDEN, RunView, parse_query
 from tests.support.cluster import Cluster, make_config
 from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in

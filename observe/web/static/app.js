@@ -1,5 +1,6 @@
 // Goes from address to page, follows a run that goes on, and keeps the place of who reads.
 
+import { diffPage, rescoredPage } from "./counterfactual.js";
 import { embedded, get } from "./data.js";
 import { addressOf, h } from "./dom.js";
 import { listPage } from "./lists.js";
@@ -25,6 +26,8 @@ async function drawn({ run, page, id, fields }) {
     case "step": return stepPage(run, id);
     case "group": return groupPage(run, id);
     case "version": return versionPage(run, id);
+    case "rescored": return rescoredPage(run, id);
+    case "diff": return diffPage(run, id);
     case "trajectory": return trajectoryPage(run, id, fields);
     default:
       if (PAGES.includes(page)) return listPage(run, page, fields);

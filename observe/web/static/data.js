@@ -15,7 +15,7 @@ export async function get(path) {
 export function has(address) {
   if (!embedded) return true;
   const [, run, page, id] = address.split("?")[0].split("/");
-  return id === undefined || `${run}/${page}/${id}` in embedded.pages;
+  return id === undefined || `${run}/${page}/${decodeURIComponent(id)}` in embedded.pages;
 }
 
 const LISTS = new Set(["steps", "groups", "trajectories", "decisions"]);
@@ -23,7 +23,7 @@ const LISTS = new Set(["steps", "groups", "trajectories", "decisions"]);
 function fromFile(path) {
   const [place, query] = path.split("?");
   const name = place.split("/")[1];
-  const found = embedded.pages[place];
+  const found = embedded.pages[decodeURIComponent(place)];
   if (found === undefined) {
     throw new Error("this page is not in the file: it holds a sample; the log has everything");
   }

@@ -1,6 +1,7 @@
 // The first page, and two runs side by side.
 
 import { bars, empty, lines, timeline } from "./charts.js";
+import { whatElse } from "./counterfactual.js";
 import { get, has } from "./data.js";
 import { addressOf, bucket, facts, h, show, span, table } from "./dom.js";
 
@@ -11,7 +12,7 @@ const PHASES = {
 const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
 
 export async function overviewPage(run) {
-  const found = await get(`${run}/overview`);
+  const [found, else_] = await Promise.all([get(`${run}/overview`), whatElse(run)]);
   const own = found.run;
   return {
     title: `${own.name}: overview`,
@@ -27,6 +28,7 @@ export async function overviewPage(run) {
         fates(found.fates), lengths(found.lengths),
         utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
         later(run, "mismatch", mismatch), histogram(found.staleness)),
+      else_,
       h("h2", null, "Newest decisions"),
       decisions(run, found.decisions.newest),
       h("p", null, h("a", { href: `#/${run}/decisions` }, "All decisions with their reasons")),

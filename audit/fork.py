@@ -34,6 +34,10 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.identity import derive_seed
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Segment, Trajectory
 
+FOLDER: Final = "forks"
+"""In a run's directory: a folder for the log of every trajectory and version, and a file with what
+is known of it."""
+
 CONFIDENT: Final = 1.96
 """Standard errors of a normal distribution that 95 % lie within."""
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.audit.fork import (
+    FOLDER,
     Continued,
     Cut,
     Fork,
@@ -46,10 +47,6 @@ from dora_pipe.producers.worker.role import run_worker
 from dora_pipe.schemas.control import RequestFailed, RunStarted
 from dora_pipe.schemas.identity import SIBLINGS_MAX
 from dora_pipe.schemas.trajectory import Trajectory
-
-FOLDER: Final = "forks"
-"""In a run's directory: a folder for the log of every trajectory and version, and a file with what
-is known of it."""
 
 BAR: Final = 20
 """Characters of a value of 1 in the table."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from dora_pipe.audit.fork import FOLDER, Fork
 from dora_pipe.audit.rescored_file import RescoredFile
 from dora_pipe.audit.rescored_run import (
     RescoredRun,
@@ -30,9 +31,6 @@ from dora_pipe.observe.web.view import Query, RunView, short
 if TYPE_CHECKING:
     from dora_pipe.observe.web.pages import RunSource
 
-FORKS: Final = "forks"
-"""In a run's directory; a file for every trajectory and version."""
-
 FORKS_MAX: Final = 200
 """That a page lists."""
 
@@ -46,36 +44,6 @@ _LISTED: Final = """
     from rescored r join trajectories t using (trajectory_id) group by reward_digest"""
 
 _OF_TRAJECTORY: Final = "rescored r join trajectories using (trajectory_id)"
-
-
-class _Turn(msgspec.Struct, frozen=True, kw_only=True):
-    token: int
-    turn: int
-    samples: int
-    invalid: int = 0
-    mean: float | None
-    low: float | None
-    high: float | None
-
-
-class _Decided(msgspec.Struct, frozen=True, kw_only=True):
-    turn: int
-    token: int
-    end: int
-    before: float
-    after: float
-
-
-class _Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page shows of a file of `fork`."""
-
-    trajectory: str
-    version: int
-    sampled_by: int
-    reward: float | None
-    length: int
-    turns: tuple[_Turn, ...]
-    decided: _Decided | None = None
 
 
 class RunFiles:
@@ -107,11 +75,11 @@ class RunFiles:
             except DoraError as error:
                 self.problems.append(error.message)
 
-    def forks(self, trajectory: str = "*") -> list[_Fork]:
+    def forks(self, trajectory: str = "*") -> list[Fork]:
         """What is known of this trajectory's turns, or of those of all."""
-        decode = msgspec.json.Decoder(_Fork).decode
-        found: list[_Fork] = []
-        for path in sorted((self.directory / FORKS).glob(f"{trajectory}-v*.json"))[:FORKS_MAX]:
+        decode = msgspec.json.Decoder(Fork).decode
+        found: list[Fork] = []
+        for path in sorted((self.directory / FOLDER).glob(f"{trajectory}-v*.json"))[:FORKS_MAX]:
             try:
                 found.append(decode(path.read_bytes()))
             except (OSError, msgspec.DecodeError) as error:
@@ -154,7 +122,7 @@ def listed(view: RunView, source: RunSource) -> dict[str, Any]:
     }
 
 
-def _decided(one: _Fork) -> list[Any]:
+def _decided(one: Fork) -> list[Any]:
     if one.decided is None:
         return [None, None, None]
     return [one.decided.turn, short(one.decided.before), short(one.decided.after)]
@@ -288,7 +256,7 @@ def turn_values(source: RunSource, name: str) -> list[dict[str, Any]]:
     return [] if source.files is None else [_values(one) for one in source.files.forks(name)]
 
 
-def _values(one: _Fork) -> dict[str, Any]:
+def _values(one: Fork) -> dict[str, Any]:
     columns = ["turn", "from token", "samples", "without a reward", "value", "low", "high"]
     rows = [
         [each.turn, each.token, each.samples, each.invalid]

@@ -83,9 +83,7 @@ def test_the_first_page_leads_to_all_of_them_and_back(page: Page, place: str) ->
     assert "Turn 1 decided it: 0.94 to 0.12" in page.text()
 
 
-def test_these_pages_have_names_contrast_tables_and_fit_their_width(
-    page: Page, place: str
-) -> None:
+def test_these_pages_have_names_contrast_tables_and_fit_their_width(page: Page, place: str) -> None:
     for width in (1280, 400):
         page.size(width, 900)
         page.open(place)

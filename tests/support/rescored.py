@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from dora_pipe.audit.fork import FOLDER as FORKS
+from dora_pipe.audit.fork import Decided, Fork, ForkedTurn
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
 from dora_pipe.audit.rescored_run import FOLDER
 from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.observe.web.counterfactual import FORKS
 
 DIGEST: Final = "ab" * 32
 ID: Final = DIGEST[:12]
@@ -43,32 +45,31 @@ def inverted(tables: Catalogue) -> list[NewReward]:
 def forked(directory: Path, trajectory: str, *, version: int = 7) -> Path:
     """A trajectory that was continued from each of its turns; the second one decided it."""
     turns = [
-        {
-            "token": token,
-            "turn": turn,
-            "samples": 16,
-            "invalid": 0,
-            "mean": mean,
-            "low": low,
-            "high": high,
-            "sampled": 100,
-            "rewards": [],
-        }
+        ForkedTurn(
+            token=token,
+            turn=turn,
+            samples=16,
+            invalid=0,
+            mean=mean,
+            low=low,
+            high=high,
+            sampled=100,
+            rewards=(),
+        )
         for turn, (token, mean, low, high) in enumerate(TURNS)
     ]
-    decided = {"turn": 1, "token": 20, "end": 30, "before": 0.94, "after": 0.12}
-    found = {
-        "run": "r",
-        "trajectory": trajectory,
-        "version": version,
-        "digest": "cd" * 32,
-        "sampled_by": 5,
-        "reward": 0.0,
-        "length": 61,
-        "turns": turns,
-        "decided": decided,
-    }
+    found = Fork(
+        run="r",
+        trajectory=trajectory,
+        version=version,
+        digest="cd" * 32,
+        sampled_by=5,
+        reward=0.0,
+        length=61,
+        turns=tuple(turns),
+        decided=Decided(turn=1, token=20, end=30, before=0.94, after=0.12),
+    )
     path = directory / FORKS / f"{trajectory}-v{version}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found))
+    path.write_bytes(msgspec.json.encode(found))
     return path

@@ -131,6 +131,11 @@ class AuditSession:
         self._report: CommandProgress | None = None
         """Of an audit up to now; who follows is told lines."""
 
+    @property
+    def chain(self) -> str:
+        """Of the last round that was read (hex)."""
+        return self._auditor.books.cursor.chain
+
     def once(self) -> AuditReport:
         """Up to where the log ends now."""
         try:

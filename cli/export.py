@@ -63,15 +63,21 @@ def export_policy_dir(run: OpenRun, policy: str, directory: Path | None, *, forc
     if directory is None:
         raise UsageError("--policy needs a directory: export RUN --policy N DIR")
     may_write_folder(directory, force=force)
+    version = version_of(run, policy)
+    digest = write_policy(run, version, directory)
+    say(f"{directory}: version {version}, weights {digest}")
+
+
+def write_policy(run: OpenRun, version: int, directory: Path) -> str:
+    """Write a version with what lies beside it; its weights digest."""
     with closing(run.tables()) as tables:
-        version = _version(run, tables, policy)
         rebuilder(run).weights(version)
         digest = export_policy(tables, run.policies, version, directory)
         run.policies.mend(digest)
         write_beside(
             directory, tables, run.config, version, _stop_ids(directory, tables, run.config.task)
         )
-    say(f"{directory}: version {version}, weights {digest}")
+    return digest
 
 
 def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
@@ -92,12 +98,14 @@ def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
         return ()
 
 
-def _version(run: OpenRun, tables: Catalogue, policy: str) -> int:
+def version_of(run: OpenRun, policy: str) -> int:
+    """A version's number, or that of `best`. Raises UsageError."""
     if policy.isdecimal():
         return int(policy)
     if policy != "best":
         raise UsageError(f"--policy {policy}: a version's number, or best")
-    best = best_version(tables, run.config)
+    with closing(run.tables()) as tables:
+        best = best_version(tables, run.config)
     if best is None:
         raise UsageError(
             f"run {run.topics.run} has no best version",

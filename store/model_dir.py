@@ -67,9 +67,9 @@ class _Located:
     entry: Entry
 
 
-def weights_digest(model_dir: Path) -> str:
+def weights_digest(model_dir: Path, dtype: PolicyDtype = "float32") -> str:
     """The digest that the weights of a directory would have in a store. Raises PolicyError."""
-    with _sources(model_dir, "float32") as sources:
+    with _sources(model_dir, dtype) as sources:
         return manifest_in_memory(sources).digest
 
 

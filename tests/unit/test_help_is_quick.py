@@ -30,6 +30,7 @@ OWN = frozenset(
         ".cli.app",
         ".cli.commands",
         ".cli.commands.audit",
+        ".cli.commands.certificate",
         ".cli.commands.counterfactual",
         ".cli.commands.machine",
         ".cli.commands.observe",

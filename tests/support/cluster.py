@@ -436,9 +436,7 @@ class Cluster:
             engine.load(self.store.weights(first), version=0, digest=first)
             engine.drop(0)
         ports = [
-            EnginePort(
-                engine, self.store.weights_path, clock=self.clock, in_thread=False, steps_max=1
-            ),
+            EnginePort(engine, self.store.weights, clock=self.clock, in_thread=False, steps_max=1),
             TaskPort(tasks, self.parts.texts(self.assets)),
             CodecPort(site.meter, clock=self.clock),
             ProgressPort(self.open_bus(), self.topics.progress, site.meter, clock=self.clock),

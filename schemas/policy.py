@@ -31,7 +31,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> PolicyDtype:
-        """What the weights are published in; of an adapter, whose matrices are, float32."""
+        """What the weights are published in; of an adapter, what its matrices are."""
         return "bfloat16" if any(one.dtype == "BF16" for one in self.tensors) else "float32"
 
 

@@ -3,9 +3,10 @@
 A version of a LoRA run (Hu et al. 2021, arXiv 2106.09685) is the weights of version 0 and an
 adapter: for every adapted linear layer W a pair A [rank, in] and B [out, rank], so that the layer
 computes x W^T + scale (x A^T) B^T. In the store it is one safetensors file with the tensors as peft
-names them, and two of ours: the weights digest of the base, and the scale. Both are tensors, so
-that the digest of the file, which is the policy's, covers them: a policy is its adapter on exactly
-that base, and everything that is done with weights by digest is done with adapters too.
+names them, in the type of the base, and two of ours: the weights digest of the base, and the scale.
+Both are tensors, so that the digest of the file, which is the policy's, covers them: a policy is
+its adapter on exactly that base, and everything that is done with weights by digest is done with
+adapters too.
 
 Exported beside merged weights it is a directory as peft and vLLM read it.
 """
@@ -17,19 +18,22 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.safetensors_file import (
     Entry,
     TensorSource,
     mapped,
+    narrowed,
     read_entries,
     read_manifest,
+    widened,
     write_tensors,
 )
 
@@ -52,6 +56,9 @@ _BASE_BYTES: Final = 32
 _ALPHA_DIGITS: Final = 9
 """Decimals that are tried; float32 has no more."""
 
+_FLOATS: Final = {"F32": "<f4", "BF16": "<u2"}
+_EITHER: Final = "float32 or bfloat16"
+
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -64,6 +71,8 @@ class Adapter:
     """Weights digest (hex) of the weights that it stands on."""
     scale: float
     pairs: Mapping[str, tuple[Array, Array]]
+    dtype: PolicyDtype = "float32"
+    """What matrices are in a file; of bfloat16 the numbers here are those of that type."""
 
     @property
     def rank(self) -> int:
@@ -147,7 +156,11 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
     ranks = {size for a, b in pairs.values() for size in (a.shape[0], b.shape[1])}
     if len(ranks) != 1:
         raise PolicyError(f"{path} is no adapter: its ranks are {sorted(ranks)}")
-    return Adapter(base=base, scale=scale, pairs=pairs)
+    kinds = {one.dtype for name, one in entries.items() if name not in (BASE, SCALE)}
+    if len(kinds) != 1:
+        raise PolicyError(f"{path} is no adapter: its matrices are {' and '.join(sorted(kinds))}")
+    dtype: PolicyDtype = "bfloat16" if kinds == {"BF16"} else "float32"
+    return Adapter(base=base, scale=scale, pairs=pairs, dtype=dtype)
 
 
 def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter:
@@ -162,10 +175,11 @@ def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter
 
 
 def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
-    """Whole weights: those of the base with the adapter added. Raises PolicyError, OSError.
+    """Whole weights in the base's type: those of the base with the adapter added. Raises
+    PolicyError, OSError.
 
-    Computed in float64 and rounded once; log-probs differ from the unmerged ones by float32's
-    rounding (about 1e-6).
+    Computed in float64 and rounded once; log-probs differ from the unmerged ones by that rounding,
+    float32's about 1e-6, bfloat16's some hundredths.
     """
     with ExitStack() as stack:
         data = stack.enter_context(mapped(base))
@@ -209,9 +223,11 @@ def write_peft(directory: Path, adapter: Adapter) -> None:
 
 
 def _peft_sources(adapter: Adapter) -> Iterator[TensorSource]:
+    kind = "BF16" if adapter.dtype == "bfloat16" else "F32"
     for layer, pair in adapter.pairs.items():
         for name, matrix in zip((a_name(layer), b_name(layer)), pair, strict=True):
-            yield TensorSource(name=name, dtype="F32", shape=matrix.shape, data=matrix.tobytes)
+            data = partial(_bytes_of, kind, matrix)
+            yield TensorSource(name=name, dtype=kind, shape=matrix.shape, data=data)
 
 
 def _base(path: Path, entry: Entry, data: memoryview) -> str:
@@ -231,10 +247,20 @@ def _marked(path: Path, entries: Mapping[str, Entry], data: memoryview) -> tuple
 
 
 def _matrix(path: Path, entry: Entry, data: memoryview) -> Array:
-    if entry.dtype != "F32" or len(entry.shape) != 2:
-        raise PolicyError(f"{path} is no adapter: {entry.name!r} is no float32 matrix")
-    plain = np.frombuffer(bytes(data[entry.start : entry.end]), "<f4")
-    return plain.reshape(entry.shape).astype(np.float32)
+    if entry.dtype not in _FLOATS or len(entry.shape) != 2:
+        raise PolicyError(f"{path} is no adapter: {entry.name!r} is no matrix of {_EITHER}")
+    return _numbers(entry, bytes(data[entry.start : entry.end]))
+
+
+def _numbers(entry: Entry, data: bytes) -> Array:
+    """Of a tensor of one of `_FLOATS`."""
+    plain = np.frombuffer(data, _FLOATS[entry.dtype]).reshape(entry.shape)
+    return widened(plain) if entry.dtype == "BF16" else plain.astype(np.float32)
+
+
+def _bytes_of(kind: str, numbers: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> bytes:
+    """As one of `_FLOATS`, rounded once."""
+    return (narrowed(numbers) if kind == "BF16" else numbers.astype("<f4")).tobytes()
 
 
 def _merged(
@@ -246,12 +272,12 @@ def _merged(
     if pair is None:
         return plain
     a, b = pair
-    if entry.dtype != "F32" or entry.shape != (b.shape[0], a.shape[1]):
+    if entry.dtype not in _FLOATS or entry.shape != (b.shape[0], a.shape[1]):
         raise PolicyError(f"the adapter does not fit {path}: {entry.name!r} is {entry.shape}")
 
     def added() -> bytes:
-        whole = np.frombuffer(plain(), "<f4").reshape(entry.shape).astype(np.float64)
+        whole = _numbers(entry, plain()).astype(np.float64)
         whole += scale * (b.astype(np.float64) @ a.astype(np.float64))
-        return whole.astype("<f4").tobytes()
+        return _bytes_of(entry.dtype, whole)
 
     return added

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
@@ -30,7 +29,9 @@ from dora_pipe.store.safetensors_file import (
     TensorSource,
     manifest_in_memory,
     mapped,
+    narrowed,
     read_entries,
+    widened,
     write_tensors,
 )
 from dora_pipe.store.store import PolicyStore
@@ -54,7 +55,6 @@ _HEAD: Final = "lm_head.weight"
 _CONVERTED: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Types that become what is published; wider ones and integers stay what they are."""
 _STORED: Final[Mapping[PolicyDtype, str]] = {"float32": "F32", "bfloat16": "BF16"}
-_NAN: Final = 0x7FC0
 _DERIVED: Final = (".rotary_emb.inv_freq",)
 """Ends of tensors that older models stored although their config says them already."""
 
@@ -122,7 +122,7 @@ def export_model(store: PolicyStore, digest: str, assets_digest: str, directory:
         return
     store.verify(base)
     whole, adapter = store.weights(base), read_adapter(weights, digest=digest)
-    write_model_dir(directory, assets, lambda path: write_merged(whole, adapter, path))
+    write_model_dir(directory, assets, lambda path: write_merged(whole, adapter, path), dtype)
     try:
         write_peft(directory / FOLDER, adapter)
     except OSError as error:
@@ -300,18 +300,9 @@ def _converted(dtype: str, wanted: str, data: memoryview) -> bytes:
     """The bytes of numbers in another type, by way of float32."""
     if dtype == wanted:
         return bytes(data)
-    if dtype == "BF16":
-        bits = np.frombuffer(data, dtype="<u2").astype(np.uint32) << np.uint32(16)
-    else:
-        bits = np.frombuffer(data, dtype=_CONVERTED[dtype]).astype(np.float32).view(np.uint32)
-    return (bits if wanted == "F32" else _rounded(bits)).tobytes()
-
-
-def _rounded(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
-    """Bit patterns of float32 as those of bfloat16: to nearest, ties to even, as torch rounds."""
-    found = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
-    found[np.isnan(bits.view("<f4"))] = _NAN  # which the sum may have carried to anything
-    return found
+    given = np.frombuffer(data, dtype=_CONVERTED[dtype])
+    numbers = widened(given) if dtype == "BF16" else given.astype(np.float32)
+    return (numbers if wanted == "F32" else narrowed(numbers)).tobytes()
 
 
 def _of_type(config: Mapping[str, Any], dtype: PolicyDtype) -> dict[str, Any]:

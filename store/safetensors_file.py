@@ -24,10 +24,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest, Tensor, weights_digest
@@ -39,6 +40,9 @@ DIMENSIONS_MAX = 32
 """A product of as many sizes as a header has room for would take for ever."""
 
 LENGTH_BYTES = 8
+
+_NAN: Final = 0x7FC0
+"""In BF16."""
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -381,6 +385,33 @@ def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:
             Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
         )
     return manifest_of(described, size_bytes)
+
+
+def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers of bit patterns of BF16; exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def narrowed(numbers: NDArray[np.floating[Any]]) -> NDArray[np.uint16]:
+    """Numbers of any width as bit patterns of BF16, each rounded once: to nearest, ties to even, as
+    torch and every engine round."""
+    single = numbers.astype(np.float32)
+    bits = single.view(np.uint32)
+    if numbers.dtype.itemsize > single.dtype.itemsize:
+        bits = _to_odd(numbers, single)
+    found = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
+    found[np.isnan(single)] = _NAN  # which the sum may have carried to anything
+    return found
+
+
+def _to_odd(numbers: NDArray[np.floating[Any]], single: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """float32's bit patterns toward zero, the last bit set where something is beyond them: what is
+    then rounded to nearest is so as if the numbers themselves had been (Boldo and Melquiond 2008,
+    "Emulation of FMA and correctly rounded sums", theorem 3)."""
+    wide = single.astype(np.float64)
+    bits = single.view(np.uint32) - (np.abs(wide) > np.abs(numbers)).astype(np.uint32)
+    odd: NDArray[np.uint32] = bits | (wide != numbers).astype(np.uint32)
+    return odd
 
 
 def _header(sources: Iterable[TensorSource]) -> bytes:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.adapters import Adapter, adapter_sources
 from dora_pipe.store.model_dir import import_model
-from dora_pipe.store.safetensors_file import read_entries, write_tensors
+from dora_pipe.store.safetensors_file import narrowed, read_entries, widened, write_tensors
 from dora_pipe.store.store import PolicyStore
 
 RANK = 4
@@ -36,12 +36,14 @@ def random_adapter(
     rank: int = RANK,
     layers: Sequence[str] = LAYERS,
     size: float = 0.2,
+    dtype: PolicyDtype = "float32",
 ) -> Adapter:
     """An adapter of all named layers of a safetensors file of whole weights."""
     chance = np.random.default_rng(seed)
 
     def drawn(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return (chance.standard_normal(shape) * size).astype(np.float32)
+        found = (chance.standard_normal(shape) * size).astype(np.float32)
+        return widened(narrowed(found)) if dtype == "bfloat16" else found
 
     pairs = {}
     for entry in read_entries(base):
@@ -49,7 +51,7 @@ def random_adapter(
         if layer.rpartition(".")[2] in layers and len(entry.shape) == 2:
             out, in_ = entry.shape
             pairs[layer] = (drawn(rank, in_), drawn(out, rank))
-    return Adapter(base=digest, scale=2.0, pairs=pairs)
+    return Adapter(base=digest, scale=2.0, pairs=pairs, dtype=dtype)
 
 
 def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
@@ -57,13 +59,15 @@ def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
     return store.publish_weights(lambda path: write_tensors(path, adapter_sources(adapter)))
 
 
-def make_lora(directory: Path, root: Path, *, adapters: int = 2) -> Lora:
-    """A model directory in a store, with so many random adapters on it."""
+def make_lora(
+    directory: Path, root: Path, *, adapters: int = 2, dtype: PolicyDtype = "float32"
+) -> Lora:
+    """A model directory in a store, with so many random adapters on it, all published in a type."""
     store = PolicyStore(root)
-    manifest, assets = import_model(store, directory)
+    manifest, assets = import_model(store, directory, dtype)
     base = store.weights_path(manifest.digest)
     policies = [(base, manifest.digest)]
     for seed in range(adapters):
-        made = publish(store, random_adapter(base, manifest.digest, seed=seed))
+        made = publish(store, random_adapter(base, manifest.digest, seed=seed, dtype=dtype))
         policies.append((store.weights_path(made.digest), made.digest))
     return Lora(store=store, assets=assets, policies=policies)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import (
     BASE,
     CONFIG,
@@ -27,8 +30,10 @@ from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.safetensors_file import (
     TensorSource,
     mapped,
+    narrowed,
     read_entries,
     read_manifest,
+    widened,
     write_tensors,
 )
 from dora_pipe.store.store import PolicyStore
@@ -47,12 +52,14 @@ def store(tmp_path: Path) -> PolicyStore:
     return PolicyStore(tmp_path / "policies")
 
 
-def base_weights(store: PolicyStore, seed: int = 0) -> str:
+def base_weights(store: PolicyStore, seed: int = 0, dtype: PolicyDtype = "float32") -> str:
     chance = np.random.default_rng(seed)
 
     def source(name: str, shape: tuple[int, ...]) -> TensorSource:
-        data = chance.standard_normal(shape).astype("<f4").tobytes()
-        return TensorSource(name=name, dtype="F32", shape=shape, data=lambda: data)
+        numbers = chance.standard_normal(shape).astype("<f4")
+        kind = "F32" if dtype == "float32" else "BF16"
+        data = (numbers if dtype == "float32" else narrowed(numbers)).tobytes()
+        return TensorSource(name=name, dtype=kind, shape=shape, data=lambda: data)
 
     sources = [source(name, shape) for name, shape in SHAPES.items()]
     return store.publish_weights(lambda path: write_tensors(path, sources)).digest
@@ -78,6 +85,71 @@ def test_adapter_comes_back_as_it_was_and_names_its_base(store: PolicyStore) -> 
     assert stands_on(manifest, base)
     assert not stands_on(manifest, "ab" * 32)
     assert not stands_on(read_manifest(store.weights_path(base)), base)
+
+
+def test_adapter_in_bfloat16_comes_back_as_it_was_in_half_the_bytes(store: PolicyStore) -> None:
+    base = base_weights(store, dtype="bfloat16")
+    drawn = [
+        random_adapter(store.weights_path(base), base, seed=0, dtype=one)
+        for one in ("float32", "bfloat16")
+    ]
+    wide, narrow = (publish(store, one) for one in drawn)
+    assert (wide.dtype, narrow.dtype) == ("float32", "bfloat16")
+    numbers = sum(a.size + b.size for a, b in drawn[1].pairs.values())
+    assert wide.bytes - narrow.bytes >= 2 * numbers
+    found = read_adapter(store.weights_path(narrow.digest), digest=narrow.digest)
+    assert found.dtype == "bfloat16"
+    for layer, pair in found.pairs.items():
+        for mine, theirs in zip(pair, drawn[1].pairs[layer], strict=True):
+            assert np.array_equal(mine, theirs)
+
+
+def test_merged_with_a_base_in_bfloat16_a_number_is_rounded_once(
+    store: PolicyStore, tmp_path: Path
+) -> None:
+    base = base_weights(store, dtype="bfloat16")
+    path = tmp_path / "merged"
+    adapter = random_adapter(store.weights_path(base), base, seed=0, dtype="bfloat16")
+    assert write_merged(store.weights_path(base), adapter, path).dtype == "bfloat16"
+    before, after = (patterns(one) for one in (store.weights_path(base), path))
+    for name, bits in before.items():
+        pair = adapter.pairs.get(name.removesuffix(".weight"))
+        if pair is None:
+            assert np.array_equal(after[name], bits)
+            continue
+        a, b = (one.astype(np.float64) for one in pair)
+        exact = widened(bits).astype(np.float64).reshape(len(b), -1) + 2.0 * (b @ a)
+        _assert_nearest(after[name].reshape(exact.shape), exact)
+
+
+@given(st.lists(st.floats(-1e38, 1e38, allow_nan=False), min_size=1, max_size=20))
+@example([1.0 + 2**-8 + 2**-40, 1.0 + 2**-8 - 2**-40, 1.0 + 2**-8, -1e-45, 0.0])
+def test_numbers_of_any_width_are_rounded_to_the_nearest_once(numbers: list[float]) -> None:
+    wide = np.array(numbers)
+    _assert_nearest(narrowed(wide), wide)
+    single = wide.astype(np.float32)
+    _assert_nearest(narrowed(single), single.astype(np.float64))
+    assert np.array_equal(narrowed(widened(narrowed(wide))), narrowed(wide))
+
+
+def _assert_nearest(bits: np.ndarray, exact: np.ndarray) -> None:
+    """No neighbour is nearer, and of two that are as near the even one was taken."""
+    found = np.abs(widened(bits).astype(np.float64) - exact)
+    for step in (-1, 1):
+        beside = (bits.astype(np.int64) + step).clip(0, 0xFFFF).astype(np.uint16)
+        numbers = widened(beside).astype(np.float64)
+        other = np.where(np.isfinite(numbers), np.abs(numbers - exact), np.inf)
+        assert bool((found <= other).all())
+        assert not bool(((found == other) & (bits % 2 == 1) & (beside != bits)).any())
+
+
+def patterns(path: Path) -> dict[str, np.ndarray]:
+    """Bit patterns of bfloat16 by name."""
+    with mapped(path) as data:
+        return {
+            one.name: np.frombuffer(bytes(data[one.start : one.end]), "<u2")
+            for one in read_entries(path)
+        }
 
 
 def test_digest_covers_base_and_scale(store: PolicyStore) -> None:
@@ -190,6 +262,16 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
             "",
             TensorSource(name=SCALE, dtype="I32", shape=(1,), data=lambda: b"abcd"),
             "is no number",
+        ),
+        (
+            "",
+            TensorSource(
+                name="base_model.model.model.layers.0.mlp.down_proj.lora_A.weight",
+                dtype="BF16",
+                shape=(4, 12),
+                data=lambda: bytes(96),
+            ),
+            "its matrices are BF16 and F32",
         ),
         ("", TensorSource(name="more", dtype="U8", shape=(1,), data=lambda: b"a"), "tensor 'more'"),
     ],

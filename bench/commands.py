@@ -424,10 +424,19 @@ def memory(
         int, typer.Option(min=0, help="Of a step's sequence; 0: the head alone.")
     ] = 4_096,
     least: Annotated[bool, typer.Option(help="The step only with all that saves memory.")] = False,
+    adapter: Annotated[
+        int, typer.Option(min=0, help="Width of a model under an adapter, in place of all that.")
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Peak memory of a head in chunks of tokens, and of a step of a model of 27 million parameters,
-    each in a process of its own; on a GPU, where there is one."""
+    each in a process of its own; on a GPU, where there is one. Of an adapter: what its trainer
+    holds and a step takes, by the type of its base."""
+    if adapter:
+        from dora_pipe.bench.adapter_memory import bench_adapter_memory
+
+        _emit_figures(list(bench_adapter_memory(adapter, step_tokens)), as_json=as_json)
+        return
     from dora_pipe.bench.step_memory import bench_step_memory, memory_cases
 
     cases = memory_cases(tokens, vocabulary, step_tokens, least=least)

@@ -481,8 +481,6 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield f"lora.targets: {found} of {', '.join(LINEAR_LAYERS)}"
     if not lora.rank:
         return
-    if config.policies.dtype == "bfloat16":
-        yield "policies.dtype: an adapter and its base are published in float32"
     if config.staleness.interruptible:
         yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
 

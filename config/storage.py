@@ -12,8 +12,9 @@ class Policies(Section, frozen=True, kw_only=True):
     """What the versions of the policy are (docs/training.md), and how they are stored."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights that are published, sampled with and digested; `auto`: bfloat16 where the
-    model's config says so and the trainer can. What the optimizer updates is float32."""
+    """Of the weights, or the adapter, that are published, sampled with and digested; `auto`:
+    bfloat16 where the model's config says so and the trainer can. What the optimizer updates is
+    float32."""
     whole_every: WholeEvery = 1
     """Every so many versions one is stored whole, and so is one with a checkpoint; of the others
     only what has changed is, as a patch (docs/storage.md). 1: all are whole, without patches."""

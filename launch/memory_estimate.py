@@ -238,12 +238,32 @@ def _torch_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     count = trained(shape, config)
     muon = shape.hidden_matrices if config.trainer.optimizer == "muon" else 0
     return [
-        MemoryPart("base, float32", 4 * shape.parameters if config.lora.rank else 0),
+        MemoryPart(
+            f"base, {'bfloat16' if _remainders(shape, config) else 'float32'}",
+            _frozen_width(shape, config) * _frozen(shape, config),
+        ),
+        MemoryPart("a tensor of it, widened", _widened(shape, config)),
         MemoryPart("weights, float32", 4 * count),
         MemoryPart("remainders of masters", 2 * count if _remainders(shape, config) else 0),
         MemoryPart("gradients", 4 * count),
         MemoryPart("moments of the optimizer", 8 * count - 4 * muon),
     ]
+
+
+def _frozen(shape: ModelShape, config: Config) -> int:
+    """Parameters of what an adapter stands on."""
+    return shape.parameters if config.lora.rank else 0
+
+
+def _frozen_width(shape: ModelShape, config: Config) -> int:
+    """Bytes of each, which are those of what is published, or of what DeepSpeed computes in."""
+    return 2 if _remainders(shape, config) else _width(config)
+
+
+def _widened(shape: ModelShape, config: Config) -> int:
+    """Bytes of the float32 copy that a pass makes of one tensor of the base at a time."""
+    narrow = _frozen(shape, config) and _remainders(shape, config)
+    return 4 * shape.largest if narrow and config.trainer.dtype == "float32" else 0
 
 
 def _shards(config: Config, stage: int) -> int:
@@ -258,16 +278,17 @@ def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     trainer, count = config.trainer, trained(shape, config)
     width, stage = WIDTHS[trainer.dtype], trainer.zero_stage
     here = trainer.offload == "none"
-    frozen = shape.parameters if config.lora.rank else 0
-    weights = 0 if trainer.offload == "all" else width * (count + frozen)
-    live = min(LIVE_ELEMENTS, count + frozen)
+    frozen, narrow = _frozen(shape, config), _frozen_width(shape, config)
+    weights = 0 if trainer.offload == "all" else width * count + narrow * frozen
+    live = min(LIVE_ELEMENTS, count + frozen) * (narrow if frozen else width)
     whole = stage < 2 and here
     halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0  # bfloat16 beside float32
     gradients = (4 + halves) * count if whole else _ceil(4 * count, trainer.ranks) if here else 0
     remainders = 2 * count if here and _remainders(shape, config) else 0
     return [
         MemoryPart("weights", _ceil(weights, _shards(config, 3))),
-        MemoryPart("weights that are gathered", live * width if stage == 3 else 0),
+        MemoryPart("weights that are gathered", live if stage == 3 else 0),
+        MemoryPart("a tensor of the base, widened", _widened(shape, config)),
         MemoryPart(
             "masters, float32", _ceil(4 * count, _shards(config, 1)) if stage and here else 0
         ),
@@ -281,10 +302,12 @@ def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
 def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
     """What all ranks together hold in the host's memory; the network once each when they start."""
     trainer, count = config.trainer, trained(shape, config)
-    start = 4 * shape.parameters * _ranks(config)
+    made = 2 if _widened(shape, config) else 4  # What a base is held in while it is made.
+    start = made * shape.parameters * _ranks(config)
     held = 18 if _remainders(shape, config) else 16
     offloaded = 0 if trainer.offload == "none" else held * count
-    weights = WIDTHS[trainer.dtype] * shape.parameters if trainer.offload == "all" else 0
+    width = _frozen_width(shape, config) if config.lora.rank else WIDTHS[trainer.dtype]
+    weights = width * shape.parameters if trainer.offload == "all" else 0
     if trainer.offload_between_steps:
         offloaded = max(offloaded, _ranks(config) * _sum(state_parts(shape, config)))
     inputs = _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _width(config)

@@ -156,8 +156,7 @@ def published_dtype(config: Config, says: str) -> PolicyDtype:
     if config.policies.dtype != "auto":
         return config.policies.dtype
     kind = learner_kind(config.trainer.kind, config.task.directory)
-    able = kind.bfloat16 and not config.lora.rank
-    return "bfloat16" if able and says == "bfloat16" else "float32"
+    return "bfloat16" if kind.bfloat16 and says == "bfloat16" else "float32"
 
 
 def _need(who: str, packages: Sequence[str], hint: str) -> None:

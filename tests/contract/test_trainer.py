@@ -71,13 +71,15 @@ def _simulated_subject(root: Path) -> Subject:
 
 
 def _deepspeed_subject(root: Path, kind: str) -> Subject:
-    """`deepspeed-STAGE[-lora][-DTYPE[-OFFLOAD]]`, of as many ranks as DORA_PIPE_RANKS says."""
+    """`deepspeed-STAGE[-lora][-published][-DTYPE[-OFFLOAD]]`, of as many ranks as DORA_PIPE_RANKS
+    says; what is published is float32, or bfloat16."""
     deepspeed.need_deepspeed()
     _, stage, *words = kind.split("-")
-    more = [word for word in words if word != "lora"]
+    more = [word for word in words if word not in ("lora", "published")]
     dtype, offload = (more + ["float32", "none"][len(more) :])[:2]
     store = PolicyStore(root / "policies")
-    policy, assets = import_model(store, make_llama_gqa(root / "model"))
+    published: PolicyDtype = "bfloat16" if "published" in words else "float32"
+    policy, assets = import_model(store, make_llama_gqa(root / "model"), published)
     log = deepspeed.BatchLog(root / "log.sqlite")
     return Subject(
         store=store,
@@ -100,6 +102,8 @@ DEEPSPEED = [f"deepspeed-{stage}{lora}" for lora in ("", "-lora") for stage in r
     "deepspeed-2-bfloat16-optimizer",
     "deepspeed-3-bfloat16-all",
     "deepspeed-3-lora-bfloat16",
+    "deepspeed-1-lora-published",
+    "deepspeed-3-lora-published-float32-all",
 ]
 TORCH = {
     "qwen2": make_qwen2,
@@ -112,6 +116,7 @@ TORCH = {
 BFLOAT16 = {
     "llama-gqa-published-in-bfloat16": make_llama_gqa,
     "qwen3-moe-published-in-bfloat16": make_qwen3_moe,
+    "llama-gqa-lora-published-in-bfloat16": make_llama_gqa,
 }
 
 
@@ -127,7 +132,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "llama-gqa-lora":
         return _torch_subject(root, make_llama_gqa, LORA_OPTIONS)
     if request.param in BFLOAT16:
-        return _torch_subject(root, BFLOAT16[request.param], dtype="bfloat16")
+        lora = LORA_OPTIONS if "lora" in request.param else None
+        return _torch_subject(root, BFLOAT16[request.param], lora, dtype="bfloat16")
     return _torch_subject(root, TORCH[request.param])
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.adapters import stands_on
 from dora_pipe.store.safetensors_file import read_entries
 from tests.deepspeed.conftest import Bench
 from tests.deepspeed.test_arithmetic import HARD, assert_same_steps, three_batches
 from tests.support import deepspeed
+from tests.support.adapters import publish, random_adapter
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.deepspeed import ENGINES
 
@@ -62,6 +65,8 @@ def masters(folder: Path, name: str) -> dict[str, Any]:
     found = {}
     with mapped(weights) as numbers, mapped(state) as beyond:
         for entry in read_entries(weights):
+            if entry.dtype != "BF16":  # An adapter says on which base it stands.
+                continue
             bits = read_tensor(numbers, entry).float().view(torch.int32)
             remainder = read_tensor(beyond, kept[f"remainder/{entry.name}"])
             found[entry.name] = (bits + remainder).view(torch.float32)
@@ -104,8 +109,77 @@ def test_remainders_that_are_not_of_the_weights_count_as_none(
         trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
 
 
-def test_adapter_on_a_base_in_bfloat16_is_refused(narrow: Bench) -> None:
+def _adapter() -> Any:
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
-    with pytest.raises(PolicyError, match="an adapter and its base are float32"):
-        narrow.deepspeed(lora=LoraOptions(rank=2, alpha=4.0, targets=("q_proj",)))
+    return LoraOptions(rank=4, alpha=8.0, targets=LINEAR_LAYERS)
+
+
+ADAPTED = [
+    *({"zero_stage": stage} for stage in range(4)),
+    {"zero_stage": 2, "offload": "optimizer"},
+    {"zero_stage": 3, "offload": "all"},
+]
+
+
+@pytest.mark.parametrize("options", ADAPTED, ids=str)
+def test_steps_of_an_adapter_are_those_of_the_torch_trainer(
+    narrow: Bench, options: dict[str, Any], tmp_path: Path
+) -> None:
+    ours, theirs = narrow.deepspeed(lora=_adapter(), **options), narrow.torch(lora=_adapter())
+    assert ours.manifest() == narrow.policy
+    found = [ours.train(batch, SMALL) for batch in three_batches()]
+    assert_same_steps(found, [theirs.train(batch, SMALL) for batch in three_batches()])
+    manifest, _ = saved(ours, tmp_path, "ours")
+    saved(theirs, tmp_path, "theirs")
+    assert manifest.dtype == "bfloat16" and stands_on(manifest, narrow.policy.digest)
+    expected = masters(tmp_path, "theirs")
+    for name, master in masters(tmp_path, "ours").items():
+        assert float((master - expected[name]).abs().max()) < 3e-6, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*ADAPTED, {"zero_stage": 2, "dtype": "bfloat16"}, {"zero_stage": 3, "dtype": "bfloat16"}],
+    ids=str,
+)
+def test_checkpoint_of_an_adapter_is_gone_on_with_bit_for_bit(
+    narrow: Bench, options: dict[str, Any], tmp_path: Path
+) -> None:
+    settings, (first, second, other) = {**HARD, "trainer.learning_rate": 1e-5}, three_batches()
+    ours = narrow.deepspeed(lora=_adapter(), **options)
+    ours.train(first, settings)
+    manifest, state = saved(ours, tmp_path, "first")
+    for part in replace(other, parts=[1, 1]).in_parts()[:2]:
+        ours.train_part(part, settings)
+    assert saved(ours, tmp_path, "again") == (manifest, state)
+    ours.train(second, settings)
+    again = narrow.deepspeed(lora=_adapter(), **options)
+    again.load(
+        tmp_path / "first.weights", digest=manifest.digest, optimizer=tmp_path / "first.state"
+    )
+    assert saved(again, tmp_path, "again") == (manifest, state)
+    again.train(second, settings)
+    assert saved(again, tmp_path, "again") == saved(ours, tmp_path, "ours")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_matrices_of_a_frozen_base_lie_in_bfloat16_alone_and_crossed_to_the_ranks_so(
+    narrow: Bench, stage: int
+) -> None:
+    trainer = narrow.deepspeed(lora=_adapter(), zero_stage=stage)
+    trainer.train(three_batches()[0], HARD)
+    engine = trainer.trainer._rank.engine
+    for name in engine.base_names:
+        held, vector = engine._base[name], len(engine.shape(name)) < 2
+        shard = getattr(held, "ds_tensor", held)
+        assert str(shard.dtype) == ("torch.float32" if vector else "torch.bfloat16"), name
+        assert engine.dtype(name) == shard.dtype
+
+
+def test_adapter_of_a_run_in_the_other_type_is_refused(narrow: Bench) -> None:
+    made = publish(narrow.store, random_adapter(narrow.weights, narrow.policy.digest, seed=1))
+    path = narrow.store.weights_path(made.digest)
+    trainer = narrow.deepspeed(lora=_adapter())
+    with pytest.raises(PolicyError, match="it is float32, not bfloat16"):
+        trainer.load(path, digest=made.digest, optimizer=None)

@@ -24,6 +24,7 @@ SUBJECTS: list[dict[str, Any]] = [
     *ENGINES,
     *({"zero_stage": stage, "lora": LORA} for stage in range(4)),
     {"zero_stage": 3, "offload": "all", "lora": LORA},
+    *({"zero_stage": stage, "lora": LORA, "published": "bfloat16"} for stage in (1, 3)),
 ]
 LOSSES = ("token-mean", "sequence-mean", "constant")
 APART = 1e-4
@@ -39,7 +40,8 @@ class Pair:
         self._policy = bench.policy
         self._weights = bench.weights
         if lora is not None:  # A fresh one has no gradient in half of its matrices.
-            adapter = random_adapter(bench.weights, bench.policy.digest, seed=1)
+            dtype, base = bench.policy.dtype, bench.policy.digest
+            adapter = random_adapter(bench.weights, base, seed=1, dtype=dtype)
             self._policy = publish(bench.store, adapter)
             self._weights = bench.store.weights_path(self._policy.digest)
         self.ours: LoggedTrainer = bench.deepspeed(**options)
@@ -67,7 +69,10 @@ def _named(options: dict[str, Any]) -> str:
 def pair(
     request: pytest.FixtureRequest, bench: Bench, tmp_path_factory: pytest.TempPathFactory
 ) -> Pair:
-    return Pair(bench, tmp_path_factory.mktemp("pair"), request.param)
+    options, folder = dict(request.param), tmp_path_factory.mktemp("pair")
+    published = options.pop("published", "float32")
+    own = bench if published == "float32" else Bench(folder / "narrow", dtype=published)
+    return Pair(own, folder, options)
 
 
 @st.composite

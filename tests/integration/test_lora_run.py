@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from dora_pipe.audit.auditor import audit, build_ledger
-from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.replay_trajectory import Regenerated, pick, regenerate
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
@@ -92,6 +94,13 @@ def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
 
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
+    found = regenerated(cluster)
+    assert [one for one in found if not one.equal] == []
+    assert len({one.version for one in found}) > 1
+
+
+def regenerated(cluster: Cluster) -> list[Regenerated]:
+    """Some trajectories of a run once more."""
     stop_ids = cluster.parts.stop_ids(cluster.assets)
     params: dict[str, SamplingParams] = {
         "train": sampling_params(cluster.config.sampling, stop_ids),
@@ -100,6 +109,40 @@ def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:
-        found = list(regenerate(bus, topics, store, tables, engine, pick(tables, 25, 5), params))
-    assert [one for one in found if not one.equal] == []
-    assert len({one.version for one in found}) > 1
+        return list(regenerate(bus, topics, store, tables, engine, pick(tables, 25, 5), params))
+
+
+def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_patches(
+    tmp_path: Path,
+) -> None:
+    parts = TorchParts(make_qwen2(tmp_path / "model", scale=WIDE_LOGITS), dtype="bfloat16")
+    config = make_config(
+        run__steps=4,
+        run__name="narrow",
+        sampling__max_tokens=12,
+        lora__rank=4,
+        lora__alpha=8.0,
+        trainer__learning_rate=1e-3,
+        trainer__parts=2,
+        trainer__checkpoint_every=3,
+        policies__dtype="bfloat16",
+        policies__whole_every=4,
+    )
+    with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
+        running.until(lambda: running.version >= 3)
+        running.restart("trainer")
+        running.run()
+        report = audit(running.bus, running.topics, running.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        commits = [one.fact for _, one in sorted(ledger_of(running).steps.items())]
+        assert {one.numerics["policies"] for one in commits} == {"bfloat16"}
+        assert {one.policy.dtype for one in commits} == {"bfloat16"}
+        assert all(stands_on(one.policy, running.run_started.policy.digest) for one in commits)
+        assert all(one.patch is not None for one in commits)
+        assert all(line.replayed.equal for line in running.replayed(0, 4))
+        assert all(one.equal for one in regenerated(running))
+
+
+def ledger_of(cluster: Cluster) -> Ledger:
+    """All that its log says."""
+    return build_ledger(cluster.bus, cluster.topics)

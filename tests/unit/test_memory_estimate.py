@@ -258,7 +258,7 @@ def test_zero_3_spreads_masters_weights_gradients_and_moments() -> None:
 
 
 def test_an_adapter_is_all_that_has_gradients_and_moments() -> None:
-    config = run(lora__rank=16)
+    config = run(lora__rank=16, policies__dtype="float32")
     parts = {one.what: one.bytes for one in state_parts(BILLIONS, config)}
     assert parts["base, float32"] == 4 * BILLIONS.parameters
     assert (
@@ -266,6 +266,26 @@ def test_an_adapter_is_all_that_has_gradients_and_moments() -> None:
         == 4 * 16 * sum(BILLIONS.linears.values())
         < 0.01 * parts["base, float32"]
     )
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_base_that_is_published_in_bfloat16_is_held_so_whatever_passes_compute_in(
+    zero_stage: int,
+) -> None:
+    def parts(**keys: Any) -> dict[str, int]:
+        found = state_parts(BILLIONS, run(lora__rank=16, policies__dtype="bfloat16", **keys))
+        return {one.what: one.bytes for one in found}
+
+    alone, adapter = parts(), 16 * sum(BILLIONS.linears.values())
+    assert alone["base, bfloat16"] == 2 * BILLIONS.parameters
+    assert alone["a tensor of it, widened"] == 4 * BILLIONS.largest
+    assert "a tensor of it, widened" not in parts(trainer__dtype="bfloat16")
+    keys = dict(trainer__kind="deepspeed", trainer__ranks=2, trainer__zero_stage=zero_stage)
+    spread = parts(**keys)
+    shards = 2 if zero_stage == 3 else 1
+    assert spread["weights"] == (4 * adapter + 2 * BILLIONS.parameters) // shards
+    assert spread["a tensor of the base, widened"] == 4 * BILLIONS.largest
+    assert spread.get("weights that are gathered", 0) in (0, 2 * 10**9)
 
 
 def test_patches_take_a_part_of_the_store_where_versions_are_bfloat16() -> None:

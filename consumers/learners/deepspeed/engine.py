@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -32,6 +33,7 @@ from dora_pipe.consumers.learners.torch.model import (
     score,
 )
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
+from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.carried_tensors import further_layers
@@ -91,27 +93,35 @@ class _Scored(torch.nn.Module):
     """
 
     def __init__(
-        self, network: Any, pairs: Pairs | None, options: EngineOptions, *, lean: bool
+        self,
+        network: Any,
+        pairs: Pairs | None,
+        options: EngineOptions,
+        *,
+        lean: bool,
+        narrow: NarrowWeights | None,
     ) -> None:
         super().__init__()
         self.options = options
         self.network = network
         self.pairs = pairs
         self.lean = lean
+        self.narrow = narrow
 
     def forward(
         self, ids: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None
     ) -> Tensor:
-        return score(
-            self.network,
-            ids,
-            places,
-            targets,
-            lean=self.lean,
-            temperature=self.options.temperature,
-            chunks=self._chunks(len(targets)),
-            positions=positions,
-        )
+        with nullcontext() if self.narrow is None else self.narrow.kept_narrow():
+            return score(
+                self.network,
+                ids,
+                places,
+                targets,
+                lean=self.lean,
+                temperature=self.options.temperature,
+                chunks=self._chunks(len(targets)),
+                positions=positions,
+            )
 
     def _chunks(self, tokens: int) -> int:
         """Under ZeRO 3 as many on every rank: the head is gathered for each of them."""
@@ -129,7 +139,8 @@ class Engine:
 
     def __init__(self, assets: Path, options: EngineOptions) -> None:
         self.options = options
-        network = build(assets, options.memory)
+        narrow = NarrowWeights() if _holds_narrow(options) else None
+        network = build(assets, options.memory, narrow)
         buffers = {id(module): dict(module._buffers) for module in network.modules()}
         lean = head_is_all(network, "cpu")
         if options.memory.packing:
@@ -145,7 +156,7 @@ class Engine:
         """What is stored, by its name in a file, sorted."""
         self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
         """What the adapter stands on, likewise."""
-        module = _Scored(network, self.pairs, options, lean=lean)
+        module = _Scored(network, self.pairs, options, lean=lean, narrow=narrow)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
         """The network's own, of what is stored, sorted: parameters and persistent buffers, or the
@@ -417,6 +428,15 @@ class Engine:
             start=whole.start,
             elements=part.numel,
         )
+
+
+def _holds_narrow(options: EngineOptions) -> bool:
+    """Whether a frozen base is held in bfloat16 by us: where passes compute in that type all
+    weights are, by ZeRO."""
+    return options.lora is not None and (options.published, options.dtype) == (
+        "bfloat16",
+        "float32",
+    )
 
 
 def _stored(network: Any, pairs: Pairs | None) -> dict[str, Tensor]:

@@ -530,11 +530,8 @@ def _need_fit(weights: Path, entries: Mapping[str, Entry], files: Mapping[str, P
 
 
 def _publishing(options: DeepspeedOptions, first: Path) -> DeepspeedOptions:
-    """These, with the type that version 0 has. Raises PolicyError where an adapter has another."""
-    published = published_dtype(first)
-    if published == "bfloat16" and options.engine.lora is not None:
-        raise PolicyError(f"{first} is bfloat16; an adapter and its base are float32")
-    return replace(options, engine=replace(options.engine, published=published))
+    """These, with the type that version 0 has. Raises PolicyError."""
+    return replace(options, engine=replace(options.engine, published=published_dtype(first)))
 
 
 def _retired() -> tuple[int, ...]:

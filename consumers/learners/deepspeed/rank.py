@@ -466,17 +466,21 @@ class Rank:
     def _refer_to(self, path: str) -> None:
         """Have the weights that the KL is to: whole, or an adapter on the base."""
         weights, pairs = _reference(path, self._store), self.engine.pairs
+        options = self.engine.options
         if pairs is not None:
-            lora = self.engine.options.lora
-            assert lora is not None
-            found = {} if base_of(weights) is None else read_matrices(weights, pairs.layers, lora)
+            assert options.lora is not None
+            found = (
+                {}
+                if base_of(weights) is None
+                else read_matrices(weights, pairs.layers, options.lora, options.published)
+            )
             self._adapter = {name: one.to(self._device) for name, one in found.items()}
         else:
             self._reference = self._reference or TorchModel(
                 self._assets,
                 device=self._device,
-                temperature=self.engine.options.temperature,
-                memory=self.engine.options.memory,
+                temperature=options.temperature,
+                memory=options.memory,
             )
             self._reference.load(weights)
         self._reference_path = path

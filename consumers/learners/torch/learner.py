@@ -115,8 +115,6 @@ class TorchLearner:
         self._options = options or TorchOptions()
         self._bfloat16 = bfloat16_names(reference)
         """What is published in that type: what version 0 has in it."""
-        if self._bfloat16 and self._options.lora is not None:
-            raise PolicyError(f"{reference} is bfloat16; an adapter and its base are float32")
         self._model = _model(assets, reference, self._options, self._bfloat16)
         if self._options.router_aux_loss:
             _ = self._model.balance  # A model without one is refused here.

@@ -7,6 +7,9 @@ names; the adapter is added to what they give out.
 A begins uniform in +-1/sqrt(in), as peft's does, drawn for each layer from the base's digest and
 the layer's name alone; B begins as zero. So before its first update a policy is its base, and has
 the base's digest; and without its adapter it is its base at any time.
+
+Where version 0 is published in bfloat16 so are adapters, with masters like all that is trained
+(`masters`); the base is held in that type and in no other (`narrow_weights`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +28,17 @@ from torch import Tensor
 
 from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
-from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, tensor_source
+from dora_pipe.consumers.learners.torch.model import (
+    DTYPES_OF,
+    Passage,
+    TorchModel,
+    bfloat16_names,
+    published_dtype,
+    tensor_source,
+)
+from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import a_name, b_name, base_of, base_tensors, read_adapter
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest
 
@@ -129,6 +141,8 @@ class AdapterBase:
         self._first = first
         self._options = options
         self._digest = ""
+        self.dtype = published_dtype(first)
+        """What adapters are published in: what the base is."""
         self.base = first
         """The file of the base."""
         self.updated = False
@@ -147,14 +161,16 @@ class AdapterBase:
         not fit.
         """
         base = base_of(weights)
+        if base is None and published_dtype(weights) != self.dtype:
+            raise PolicyError(f"{weights} has weights of another type than version 0")
         path = weights if base is None else self._first
         digest = self._digest if base == self._digest else read_manifest(path).digest
         if base not in (None, digest):
             raise PolicyError(f"the adapter stands on weights {base[:12]}, not on {digest[:12]}")
         if base is None:
-            matrices = _begun(digest, layers, self._options.rank)
+            matrices = _begun(digest, layers, self._options.rank, DTYPES_OF[self.dtype])
         else:
-            matrices = read_matrices(weights, layers, self._options)
+            matrices = read_matrices(weights, layers, self._options, self.dtype)
         if digest != self._digest:
             self._digest = ""
             have(path)
@@ -175,7 +191,7 @@ class AdapterBase:
         stands_on = read_manifest(weights).digest if base is None else base
         if stands_on != self._digest:
             raise PolicyError(f"{weights} stands on {stands_on[:12]}, not on {self._digest[:12]}")
-        return {} if base is None else read_matrices(weights, layers, self._options)
+        return {} if base is None else read_matrices(weights, layers, self._options, self.dtype)
 
     def base_tensors(self) -> list[TensorSource]:
         """What the file of an adapter says of its base."""
@@ -199,9 +215,18 @@ class LoraModel(TorchModel):
         memory: MemoryOptions = AT_ONCE,
         dtype: ComputeDtype = "float32",
     ) -> None:
-        super().__init__(assets, device=device, temperature=temperature, memory=memory, dtype=dtype)
-        self.pairs = Pairs(self.network, options)
         self._adapter_base = AdapterBase(base, options)
+        self._narrow = NarrowWeights() if self._adapter_base.dtype == "bfloat16" else None
+        super().__init__(
+            assets,
+            device=device,
+            temperature=temperature,
+            memory=memory,
+            bfloat16=bfloat16_names(base),
+            dtype=dtype,
+            narrow=self._narrow,
+        )
+        self.pairs = Pairs(self.network, options)
         self._reference: Mapping[str, Tensor] = {}
 
     def load(self, weights: Path) -> None:
@@ -214,9 +239,19 @@ class LoraModel(TorchModel):
             for name, matrix in self.parameters():
                 matrix.copy_(matrices[name])
 
+    def logprobs(self, passage: Passage) -> Tensor:
+        """As of `TorchModel`; what is kept of the base for the way back is what is held anyway."""
+        with nullcontext() if self._narrow is None else self._narrow.kept_narrow():
+            return super().logprobs(passage)
+
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and matrix of the adapter."""
         yield from self.pairs.named()
+
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of its matrices, where they are published in that type: all of them, or none."""
+        return frozenset(name for name, _ in self.parameters() if self._narrow is not None)
 
     def refer_to(self, weights: Path | None) -> None:
         """Have the adapter of another version at hand; None is version 0. Raises PolicyError."""
@@ -232,7 +267,8 @@ class LoraModel(TorchModel):
         """The adapter and what it stands on; before the first update the base itself."""
         if not self._adapter_base.updated:
             return super().sources()
-        found = [tensor_source(name, matrix) for name, matrix in self.parameters()]
+        kind = DTYPES_OF[self._adapter_base.dtype]
+        found = [tensor_source(name, matrix, kind) for name, matrix in self.parameters()]
         return found + self._adapter_base.base_tensors()
 
     @property
@@ -256,25 +292,33 @@ def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def _begun(base: str, layers: Mapping[str, tuple[int, int]], rank: int) -> dict[str, Tensor]:
-    """The matrices with which an adapter on this base begins."""
+def _begun(
+    base: str, layers: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The matrices with which an adapter on this base begins: numbers of this type, float32."""
     found: dict[str, Tensor] = {}
     for layer, (out, in_) in layers.items():
         seed = hashlib.sha256(f"{base} {layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
         drawn = torch.rand((rank, in_), generator=generator) * 2 - 1
-        found[a_name(layer)] = drawn / math.sqrt(in_)
+        found[a_name(layer)] = (drawn / math.sqrt(in_)).to(dtype).to(torch.float32)
         found[b_name(layer)] = torch.zeros(out, rank)
     return found
 
 
 def read_matrices(
-    weights: Path, layers: Mapping[str, tuple[int, int]], options: LoraOptions
+    weights: Path,
+    layers: Mapping[str, tuple[int, int]],
+    options: LoraOptions,
+    dtype: PolicyDtype = "float32",
 ) -> dict[str, Tensor]:
-    """The matrices of an adapter's file, which must be one of these layers."""
+    """The matrices of an adapter's file, float32, which must be one of these layers that is
+    published in this type. Raises PolicyError."""
     adapter = read_adapter(weights, digest=read_manifest(weights).digest)
     if odd := sorted(adapter.pairs.keys() ^ layers.keys()):
         raise PolicyError(f"{weights} does not fit the run: {odd[0]!r} is on one side only")
+    if adapter.dtype != dtype:
+        raise PolicyError(f"{weights} does not fit the run: it is {adapter.dtype}, not {dtype}")
     if adapter.scale != np.float32(options.scale):
         raise PolicyError(f"{weights} does not fit the run: its scale is {adapter.scale:g}")
     found: dict[str, Tensor] = {}

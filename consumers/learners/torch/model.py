@@ -7,7 +7,7 @@ take the general way. Dropout is off: a step must be a function of its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from dora_pipe.consumers.learners.torch.memory import (
     head_logprobs,
     token_logprobs,
 )
+from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
@@ -53,6 +54,10 @@ DTYPES: Final = {
     "BOOL": torch.bool,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES_OF: Final[Mapping[PolicyDtype, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 _PROBE_TOKENS: Final = 4
 
@@ -105,14 +110,15 @@ class TorchModel:
         memory: MemoryOptions = AT_ONCE,
         bfloat16: Collection[str] = (),
         dtype: ComputeDtype = "float32",
+        narrow: NarrowWeights | None = None,
     ) -> None:
         """`bfloat16` names what is stored in that type, and `dtype` is what passes are computed in,
-        whatever that is stored in."""
+        whatever that is stored in. With `narrow` matrices are held in bfloat16: none is trained."""
         self.device = device
         self._dtype = dtype
         self._bfloat16 = frozenset(bfloat16)
         self._temperature = temperature
-        self.network: Any = build(assets, memory).to(device)
+        self.network: Any = build(assets, memory, narrow).to(device)
         self.vocabulary: int = self.network.config.vocab_size
         self.mlp_width = mlp_width(self.network)
         self._memory = memory
@@ -207,17 +213,22 @@ def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
 
 
-def build(assets: Path, memory: MemoryOptions = AT_ONCE) -> Any:
+def build(
+    assets: Path, memory: MemoryOptions = AT_ONCE, narrow: NarrowWeights | None = None
+) -> Any:
     """The network that a config.json describes, with arbitrary weights. Raises PolicyError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM.from_config
     try:
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
-        network = make(config, dtype=torch.float32, attn_implementation="sdpa")
+        with nullcontext() if narrow is None else narrow.registered():
+            network = make(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
     network.eval()
+    if narrow is not None:
+        narrow.widen(network)
     chunk_layers(network, memory)
     if memory.gradient_checkpointing:
         checkpoint_layers(network, offload=memory.activation_offload)

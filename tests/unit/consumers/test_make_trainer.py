@@ -49,8 +49,8 @@ def test_bfloat16_is_published_where_the_trainer_can_and_refused_by_name_where_i
         config = _config(kind=kind)
         assert make.published_dtype(config, "bfloat16") == "bfloat16"
         assert make.published_dtype(config, "float16") == "float32"
-    adapted = msgspec.structs.replace(_config(), lora=Lora(rank=2))
-    assert make.published_dtype(adapted, "bfloat16") == "float32"
+        adapted = msgspec.structs.replace(config, lora=Lora(rank=2))
+        assert make.published_dtype(adapted, "bfloat16") == "bfloat16"
     wide = msgspec.structs.replace(_config(), policies=Policies(dtype="float32"))
     assert make.published_dtype(wide, "bfloat16") == "float32"
     with pytest.raises(ConfigError, match="`own:TRAINER` publishes float32"):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
-from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of, read_tensor
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
@@ -20,7 +19,6 @@ from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.model_dir import import_model, write_as
 from dora_pipe.store.safetensors_file import mapped, read_entries, read_manifest
 from dora_pipe.store.store import PolicyStore
-from tests.support.adapters import LAYERS
 from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
 from tests.support.models import make_llama_gqa
 
@@ -94,8 +92,8 @@ class Policy:
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.manifest.digest)
 
-    def trainer(self, lora: LoraOptions | None = None) -> TorchLearner:
-        options = TorchOptions(micro_batch_tokens=128, lora=lora)
+    def trainer(self) -> TorchLearner:
+        options = TorchOptions(micro_batch_tokens=128)
         made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.manifest.digest, optimizer=None)
         return made
@@ -169,8 +167,3 @@ def test_weights_and_checkpoints_of_a_run_in_the_other_type_are_refused(
             policy.weights, digest=policy.manifest.digest, optimizer=tmp_path / "state"
         )
     assert read_manifest(wide).dtype == "float32"
-
-
-def test_adapter_on_bfloat16_is_refused(policy: Policy) -> None:
-    with pytest.raises(PolicyError, match="an adapter and its base are float32"):
-        policy.trainer(LoraOptions(rank=2, alpha=4.0, targets=LAYERS))

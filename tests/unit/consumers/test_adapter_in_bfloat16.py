@@ -1,0 +1,273 @@
+"""An adapter on a base in bfloat16: held once, the bits of a float32 one, masters, exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.config.section import ComputeDtype
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions
+from dora_pipe.consumers.learners.torch.model import read_tensor
+from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.store.adapters import FOLDER, WEIGHTS, a_name, b_name, base_of, stands_on
+from dora_pipe.store.model_dir import export_model, import_model, write_as
+from dora_pipe.store.safetensors_file import mapped, read_entries
+from dora_pipe.store.store import PolicyStore
+from tests.support.adapters import LAYERS, publish, random_adapter
+from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
+from tests.support.models import make_further, make_llama_gqa, make_qwen2, make_qwen3_moe
+
+LORA = LoraOptions(rank=4, alpha=8.0, targets=LAYERS)
+PLAIN = TorchOptions(micro_batch_tokens=128, lora=LORA)
+SMALL = {**SETTINGS, "trainer.learning_rate": 1e-5}
+HALF = 2.0**-8
+"""The most that rounding to bfloat16 changes a number, beside 1."""
+CHUNKED = MemoryOptions(head_chunk_tokens=7, mlp_chunk_tokens=16)
+MODELS = {
+    "llama-gqa": make_llama_gqa,
+    "qwen2": make_qwen2,
+    "qwen3-moe": make_qwen3_moe,
+    "glm4-moe": make_further,
+}
+
+
+class Policy:
+    """Version 0 in a type, with trainers of an adapter on it."""
+
+    def __init__(self, root: Path, make: Callable[[Path], Path], dtype: PolicyDtype) -> None:
+        self.store = PolicyStore(root / "policies")
+        self.manifest, assets = import_model(self.store, make(root / "model"), dtype)
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, options: TorchOptions = PLAIN, weights: Path | None = None) -> TorchLearner:
+        made = TorchLearner(self.assets, reference=weights or self.weights, options=options)
+        digest = self.manifest.digest
+        if weights is not None:
+            digest = write_as(weights, "float32", weights.with_suffix(".again")).digest
+        made.load(weights or self.weights, digest=digest, optimizer=None)
+        return made
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Policy]:
+    made: dict[str, Policy] = {}
+
+    def policy(name: str) -> Policy:
+        if name not in made:
+            made[name] = Policy(tmp_path_factory.mktemp(name), MODELS[name], "bfloat16")
+        return made[name]
+
+    return policy
+
+
+@pytest.fixture
+def policy(policies: Callable[[str], Policy]) -> Policy:
+    return policies("llama-gqa")
+
+
+def steps(trainer: TorchLearner, count: int = 1, settings: Mapping[str, Any] = SETTINGS) -> None:
+    for seed in range(count):
+        trainer.train(make_batch(seed=seed, step=seed, groups=2, siblings=3), settings)
+
+
+def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
+    """Of one update, as it was added up."""
+    steps(trainer, settings={**SETTINGS, "trainer.minibatches": 1})
+    named = trainer._model.parameters()
+    return {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+AGAIN = replace(CHUNKED, gradient_checkpointing=True, packing=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "dtype"),
+    [
+        *((name, MemoryOptions(), "float32") for name in MODELS),
+        ("llama-gqa", AGAIN, "float32"),
+        ("qwen3-moe", MemoryOptions(), "bfloat16"),
+        ("qwen2", replace(CHUNKED, gradient_checkpointing=True), "bfloat16"),
+    ],
+)
+def test_a_base_that_is_held_narrow_gives_the_bits_of_one_in_float32(
+    policies: Callable[[str], Policy],
+    name: str,
+    memory: MemoryOptions,
+    dtype: ComputeDtype,
+    tmp_path: Path,
+) -> None:
+    policy, options = policies(name), replace(PLAIN, memory=memory, dtype=dtype)
+    write_as(policy.weights, "float32", tmp_path / "wide")
+    narrow, wide = policy.trainer(options), policy.trainer(options, tmp_path / "wide")
+    begun = dict(narrow._model.parameters())
+    with torch.no_grad():
+        for matrix, other in wide._model.parameters():
+            other.copy_(begun[matrix])
+    found, wanted = gradients(narrow), gradients(wide)
+    assert found.keys() == wanted.keys() and len(found) > 0
+    assert all(torch.equal(one, wanted[matrix]) for matrix, one in found.items())
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
+def test_matrices_of_the_base_are_held_in_bfloat16_and_a_pass_keeps_no_copy_of_any(
+    policies: Callable[[str], Policy], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = policies(name).trainer()
+    network: Any = trainer._model.network
+    matrices = [one for one in network.parameters() if one.dim() > 1]
+    assert {one.dtype for one in matrices} == {torch.bfloat16}
+    assert not any(one.requires_grad for one in network.parameters())
+    kept: list[Any] = []
+    pack = NarrowWeights._pack
+
+    def noted(self: NarrowWeights, tensor: torch.Tensor) -> Any:
+        found = pack(self, tensor)
+        kept.append((found, tensor))
+        return found
+
+    monkeypatch.setattr(NarrowWeights, "_pack", noted)
+    steps(trainer)
+    parts = [(one, given) for one, given in kept if not isinstance(one, torch.Tensor)]
+    assert all(torch.equal(one.widened(), given) for one, given in parts)
+    assert all(one.widened().stride() == given.stride() for one, given in parts)
+    # What else is kept is of tokens, or the adapter's: the values of no matrix of the base.
+    wide = {_values(one.float()) for one in matrices}
+    assert not wide & {_values(one) for one, _ in kept if isinstance(one, torch.Tensor)}
+    assert len({id(one.held) for one, _ in parts}) > len(matrices) / 2
+
+
+def _values(tensor: torch.Tensor) -> bytes:
+    """Of a tensor as it lies in memory."""
+    return tensor.detach().contiguous().view(-1).sort().values.numpy().tobytes()
+
+
+def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its_type(
+    policy: Policy, tmp_path: Path
+) -> None:
+    trainer = policy.trainer()
+    assert trainer.manifest() == policy.manifest
+    assert trainer.save_weights(tmp_path / "base") == policy.manifest
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    figures = [trainer.train(make_batch(seed=seed), settings).figures["kl"] for seed in (1, 2)]
+    assert figures[0] == 0.0 < figures[1]
+    published = trainer.save_weights(tmp_path / "weights")
+    assert published.dtype == "bfloat16" and stands_on(published, policy.manifest.digest)
+    assert base_of(tmp_path / "weights") == policy.manifest.digest
+    kinds = {one.dtype for one in read_entries(tmp_path / "weights") if "lora_" in one.name}
+    assert kinds == {"BF16"}
+    assert trainer.numerics()["policies"] == "bfloat16"
+
+
+def test_log_probs_are_of_the_adapter_that_was_published(policy: Policy, tmp_path: Path) -> None:
+    rows = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
+    trainer, other = policy.trainer(), policy.trainer()
+    steps(trainer, 2)
+    published = trainer.save_weights(tmp_path / "weights")
+    other.load(tmp_path / "weights", digest=published.digest, optimizer=None)
+    assert other.score(rows) == trainer.score(rows)
+    assert other.manifest() == published
+
+
+def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_a_patch(
+    policy: Policy, tmp_path: Path
+) -> None:
+    trainer, store = policy.trainer(), policy.store
+    steps(trainer, settings=SETTINGS)
+    first = store.publish_weights(trainer.save_weights)
+    steps(trainer, settings=SMALL)
+    made = store.publish_version(trainer.save_weights, before=first.digest, whole=False)
+    assert made.change is not None and made.patch is not None and not made.whole
+    assert 0 < made.change.changed < made.change.elements
+    assert store.verify(made.manifest.digest) == made.manifest
+    trainer.save_optimizer(tmp_path / "state")
+    beyond = [one for one in read_entries(tmp_path / "state") if one.name.startswith("remainder/")]
+    assert {one.dtype for one in beyond} == {"I16"}
+    with mapped(tmp_path / "state") as data:
+        assert any(bool(read_tensor(data, one).any()) for one in beyond)
+
+
+def test_checkpoint_is_gone_on_with_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
+    trainer, again = policy.trainer(), policy.trainer()
+    steps(trainer, settings=SMALL)
+    manifest = trainer.save_weights(tmp_path / "weights")
+    trainer.save_optimizer(tmp_path / "state")
+    again.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "state")
+    ends = []
+    for one in (trainer, again):
+        steps(one, settings=SMALL)
+        one.save_optimizer(tmp_path / "end")
+        ends.append((one.manifest(), (tmp_path / "end").read_bytes()))
+    assert ends[0] == ends[1]
+
+
+def test_updates_ahead_are_taken_back_with_their_masters(policy: Policy, tmp_path: Path) -> None:
+    plain, ahead = states_with_a_part_ahead(policy.trainer, tmp_path / "state")
+    assert plain == ahead
+
+
+def test_weights_and_adapters_of_a_run_in_the_other_type_are_refused(
+    policy: Policy, tmp_path: Path
+) -> None:
+    trainer = policy.trainer()
+    wide = publish(policy.store, random_adapter(policy.weights, policy.manifest.digest, seed=1))
+    with pytest.raises(PolicyError, match="it is float32, not bfloat16"):
+        weights = policy.store.weights_path(wide.digest)
+        trainer.load(weights, digest=wide.digest, optimizer=None)
+    whole = write_as(policy.weights, "float32", tmp_path / "wide")
+    with pytest.raises(PolicyError, match="another type than version 0"):
+        trainer.load(tmp_path / "wide", digest=whole.digest, optimizer=None)
+    steps(trainer)
+    assert stands_on(trainer.manifest(), policy.manifest.digest)
+
+
+def test_exported_adapter_says_what_the_run_said_and_merged_weights_round_it(
+    policy: Policy, tmp_path: Path
+) -> None:
+    trainer = policy.trainer()
+    steps(trainer, 2, {**SETTINGS, "trainer.learning_rate": 1e-2})
+    made = policy.store.publish_weights(trainer.save_weights)
+    export_model(policy.store, made.digest, policy.assets.name, tmp_path / "out")
+    rows = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
+    said = trainer.score(rows)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    base: Any = AutoModelForCausalLM.from_pretrained(_exported(policy, tmp_path), dtype="float32")
+    with safe_open(tmp_path / "out" / FOLDER / WEIGHTS, "pt") as file:
+        matrices = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {one.dtype for one in matrices.values()} == {torch.bfloat16}
+    for layer in trainer._model.pairs.layers:  # type: ignore[attr-defined]
+        a, b = (matrices[name(layer)].double() for name in (a_name, b_name))
+        linear = base.get_submodule(layer)
+        linear.weight.data = linear.weight.double() + LORA.scale * b @ a
+    base.double()
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    assert merged.config.dtype == torch.float32
+    for (ids, mask), mine in zip(rows, said, strict=True):
+        assert mine == pytest.approx(_logprobs(base, ids, mask), abs=1e-5)
+        assert mine == pytest.approx(_logprobs(merged, ids, mask), abs=0.05)
+    wanted = dict(base.named_parameters())
+    for name, one in merged.named_parameters():
+        exact = wanted[name].detach()
+        assert bool(((one.double() - exact).abs() <= HALF * exact.abs()).all()), name
+
+
+def _exported(policy: Policy, folder: Path) -> Path:
+    export_model(policy.store, policy.manifest.digest, policy.assets.name, folder / "base")
+    return folder / "base"
+
+
+def _logprobs(model: Any, ids: list[int], mask: list[int]) -> list[float]:
+    logits = torch.log_softmax(model(torch.tensor([ids])).logits[0].detach().double(), -1)
+    return [float(logits[at - 1, ids[at]]) for at in range(1, len(ids)) if mask[at]]

@@ -28,7 +28,7 @@ from dora_pipe.audit.statement import Statement
 from dora_pipe.catalogue.reading import FILE as TABLES
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.cli.certificate import parents_of
-from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.schemas.control import Lineage, RunStarted, config_digest
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, chain_of, decode_round, fold_bytes
 from dora_pipe.schemas.wire import sha256_hex
@@ -483,6 +483,17 @@ def test_the_log_of_a_broken_chain_makes_nothing(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         damage.change_round(log)
     with closing(copy.open()) as bus, pytest.raises(InvariantBroken, match="chain is broken"):
+        made_of(bus, copy.topics, 14)
+
+
+def test_a_commit_that_no_round_has_folded_yet_makes_nothing(copy: RecordedRun) -> None:
+    with closing(copy.open()) as bus:
+        made, _ = made_of(bus, copy.topics, 14)
+    with Tamper(copy) as log:
+        for row in log.rows("decisions"):
+            if row.offset >= made.log.decisions:
+                log.remove(row)
+    with closing(copy.open()) as bus, pytest.raises(UsageError, match="no round has folded"):
         made_of(bus, copy.topics, 14)
 
 

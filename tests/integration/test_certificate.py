@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -434,6 +435,47 @@ def test_a_bundle_needs_the_package_that_can_read_it(
     assert "it is a sigstore bundle, and the package sigstore is not installed" in err
     code, checks, _ = verified(call, one, "--key", one.public)
     assert (code, checks[0]["holds"]) == (0, True), "a key has signed it"
+
+
+def test_a_bundle_of_sigstore_is_verified_with_nothing_but_a_trusted_root(
+    certified: Certified, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sigstore")
+    from tests.support.sigstore_bundle import Sigstore
+
+    monkeypatch.setattr(socket, "getaddrinfo", _unreachable)
+    sigstore, root, file = Sigstore(), tmp_path / "root.json", tmp_path / "bundle.json"
+    issuer = "https://issuer.example.com"
+    payload = json.dumps(certified.statement).encode()
+    root.write_text(sigstore.trusted_root)
+    file.write_text(sigstore.bundle(payload, "me@example.com", issuer))
+
+    def found(*words: object) -> tuple[int, str, str]:
+        return call("certificate", "verify", file, *words)
+
+    who = ("--identity", "me@example.com", "--issuer", issuer)
+    code, out, err = found(*who, "--trusted-root", root, "--model", certified.model)
+    assert code == 0, err
+    assert "signature  holds          sigstore, me@example.com" in out
+    other = ("--identity", "you@example.com", "--issuer", issuer, "--trusted-root", root)
+    code, out, _ = found(*other)
+    assert code == 5
+    assert "signature  DOES NOT HOLD  sigstore: Certificate's SANs do not match" in out
+    assert found("--identity", "me@example.com")[0] == 2, "who says so?"
+    assert found(*who, "--trusted-root", certified.public)[0] == 2
+    root.write_text(Sigstore().trusted_root)
+    assert found(*who, "--trusted-root", root)[0] == 5, "another authority"
+    root.write_text(sigstore.trusted_root)
+    plain = json.loads(file.read_text())
+    forged = base64.b64encode(payload.replace(b'"recorded"', b'"forged"')).decode()
+    file.write_text(
+        json.dumps({**plain, "dsseEnvelope": {**plain["dsseEnvelope"], "payload": forged}})
+    )
+    assert found(*who, "--trusted-root", root)[0] == 5
+
+
+def _unreachable(*_: object) -> None:
+    raise AssertionError("somebody asks the network")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ DIGITS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class CertificateRequest:
     """What is certified, and where it goes."""
 
     run: str
@@ -80,7 +80,7 @@ def signer_of(key: Path | None) -> Signer | None:
 
 def certify(
     run: OpenRun,
-    wanted: Wanted,
+    wanted: CertificateRequest,
     signer: Signer | None,
     forks: ForkedHelpers,
     root: Path,

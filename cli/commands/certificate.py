@@ -37,12 +37,12 @@ def make(
     """Write what a version's weights are made of, as an in-toto statement, and sign it. It is
     exported and the run is audited on the way; exit code 5 where that does not hold."""
     from dora_pipe.cli.audit import COLLECT_AFTER, help_audit
-    from dora_pipe.cli.certificate import Wanted, certify, parsed, signer_of
+    from dora_pipe.cli.certificate import CertificateRequest, certify, parsed, signer_of
     from dora_pipe.launch.fork_server import ForkedHelpers
     from dora_pipe.launch.run_dir import opened
 
     run, policy = parsed(what)
-    wanted = Wanted(run=run, policy=policy, key=key, out=out, model=model, force=force)
+    wanted = CertificateRequest(run=run, policy=policy, key=key, out=out, model=model, force=force)
     signer = signer_of(key)
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with ForkedHelpers(help_audit) as forks, opened(run, root, archive) as found:

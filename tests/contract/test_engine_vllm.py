@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora_pipe.core.errors import InvariantBroken, PolicyError
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import INTERRUPTIBLE, EngineRequest
-from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, itemsize_of
 from dora_pipe.store.model_dir import import_model, write_as
 from tests.support import device, models
 from tests.support.engine_contract import Result, Subject, request, requests, run
@@ -45,6 +45,26 @@ def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
     for one in wanted:
         distance = logprob_distance(_model(vllm), one, results[one.request])
         assert distance < LOGPROB_DISTANCE_MAX, one
+
+
+def test_a_cache_that_holds_one_context_runs_it_to_its_end_and_a_smaller_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    need_vllm()
+    model = BUILDERS["qwen2"](tmp_path)
+    bytes_of_a_block = BLOCK_TOKENS[device.DEVICE] * 2 * 2 * 4 * 32 * itemsize_of(SETTINGS)
+    blocks = 64 // BLOCK_TOKENS[device.DEVICE] + 1  # vLLM keeps one for itself
+    least = replace(SETTINGS, kv_gb=blocks * bytes_of_a_block / 2**30)
+    engine = open_vllm(model, least, slots=2, context_tokens=64)
+    wanted = [request(name, [5] * 10, max_tokens=99) for name in "ab"]  # one waits for the other
+    results = run(engine, wanted)
+    engine.close()
+    assert [(len(one.tokens), one.reason) for one in results.values()] == [(54, "length")] * 2
+    smaller = replace(SETTINGS, kv_gb=(blocks - 0.5) * bytes_of_a_block / 2**30)
+    with pytest.raises(ConfigError, match="fewer than a context of 64"):
+        open_vllm(model, smaller, slots=2, context_tokens=64)
+    with pytest.raises(PolicyError, match="512 positions are fewer than a context of 513"):
+        open_vllm(model, slots=2, context_tokens=513)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

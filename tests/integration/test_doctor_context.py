@@ -12,6 +12,7 @@ from dora_pipe.cli.doctor import CheckResult, context_findings
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.launch.prompt_lengths import LOOKED_AT, spread
+from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_qwen2
 
 
@@ -83,3 +84,20 @@ def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last() -> None:
     some = spread(10**6)
     assert (len(some), some[0], some[-1]) == (LOOKED_AT, 0, 10**6 - 1)
     assert some == sorted(set(some))
+
+
+def test_prompts_that_are_messages_are_as_long_as_the_chat_template_makes_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "chat").mkdir()
+    chat = write_chat_model(tmp_path / "chat", text=CHATML)
+    plain = found(config(chat, tmp_path / "d.jsonl", [9]))["prompts, train"].detail
+    row = {"prompt": [{"role": "user", "content": "7" * 9}], "answer": "7"}
+    wanted = config(chat, tmp_path / "d.jsonl", [9])
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    rendered = found(wanted)["prompts, train"].detail
+    assert tokens_in(rendered) > tokens_in(plain) + 5, "its control tokens and roles are counted"
+
+
+def tokens_in(detail: str) -> int:
+    return int(detail.partition("up to ")[2].partition(" ")[0])

@@ -27,7 +27,12 @@ from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.contexts import call_fault
-from dora_pipe.schemas.control import FinishReason, parts_in_control
+from dora_pipe.schemas.control import (
+    CassetteUse,
+    FinishReason,
+    cassette_in_control,
+    parts_in_control,
+)
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
@@ -62,6 +67,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mixture: tuple[int, int, int] | None = None
     """Experts, layers that have some, and experts for a token, where it says through which ones its
     tokens went."""
+    cassette: CassetteUse | None = None
+    """As control repeats it."""
 
     @property
     def versions(self) -> list[int]:
@@ -168,6 +175,7 @@ def _content(seen: Described, fault: str) -> Content:
         calls=len(meta.calls),
         fault=fault,
         mixture=_mixture(seen),
+        cassette=cassette_in_control(meta.cassette),
     )
 
 

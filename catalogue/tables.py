@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 6
+FORM: Final = 7
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -265,6 +265,13 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
         int | None, Sql("INTEGER"), "that its record has; more than 1 where it branches"
     ]
     calls: Annotated[int | None, Sql("INTEGER"), "of an agent to the model, that its record has"]
+    cassette_answers: Annotated[
+        int | None, Sql("INTEGER"), "of environment and tools, from a cassette; null: it had none"
+    ]
+    cassette_asked: Annotated[int | None, Sql("INTEGER"), "from the real ones, beside these"]
+    cassette_oldest_ns: Annotated[
+        int | None, "when the oldest of `cassette_answers` was recorded; null where there is none"
+    ]
 
 
 class AttemptRow(Row, frozen=True, kw_only=True, gc=False):

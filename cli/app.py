@@ -68,6 +68,7 @@ BENCHES: Final[Panels] = {
         "data": ("bench.commands:data", "What large data cost a task process."),
         "dataplane": ("bench.commands:dataplane", "Trajectories from worker to batch."),
         "tasks": ("bench.commands:tasks", "Busy slots while environments take their time."),
+        "cassettes": ("bench.commands:cassettes", "What recorded answers of tools cost."),
         "endpoint": ("bench.commands:endpoint", "What calls of agents cost."),
         "memory": ("bench.commands:memory", "Peak memory of a training step."),
         "load": ("bench.commands:load", "Memory of a worker that takes a version."),

@@ -49,6 +49,7 @@ PATH_KEYS: Final = (
     "task.directory",
     "task.python",
     "task.url_token_file",
+    "task.cassette",
     "evaluation.data",
     "store.path",
     "bus.password_file",

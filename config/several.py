@@ -112,6 +112,13 @@ def with_tasks_of(config: Config, local: Config) -> Config:
     return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
 
 
+def without_cassettes(config: Config) -> Config:
+    """The configuration of who asks the real environments alone, and records nothing."""
+    tasks = [msgspec.structs.replace(one, cassette="") for one in config.tasks]
+    more = tuple(tasks[1:]) or msgspec.UNSET
+    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
     """What one pool of task processes serves: a task with its data."""

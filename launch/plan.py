@@ -104,6 +104,7 @@ def plan_new(config: Config, root: Path, *, parent: str = "", here: bool = False
 
     `here`: all its workers will be on this machine, so that what they cannot take is refused now.
     """
+    config = _with_cassettes(config, root)
     directory = run_dir(config, root)
     if directory.exists():
         create(config, root)  # raises: what is there is never overwritten
@@ -117,6 +118,15 @@ def plan_new(config: Config, root: Path, *, parent: str = "", here: bool = False
         plan = _plan_new(config, root, parent)
         undo.pop_all()
     return plan
+
+
+def _with_cassettes(config: Config, root: Path) -> Config:
+    """What a run's cassette is made with is heavy."""
+    if not any(one.cassette for one in config.tasks):
+        return config
+    from dora_pipe.launch.cassettes import with_cassettes
+
+    return with_cassettes(config, root)
 
 
 def _remove_empty(root: Path) -> None:
@@ -172,6 +182,7 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
     `here`: all its roles will be on this machine, which has the data.
     """
     directory = find_run(wanted.run.name, root)
+    wanted = _with_cassettes(wanted, root)
     wanted = _with_teacher_of(directory.config(), wanted)
     if here:
         refuse_running(directory)
@@ -202,6 +213,7 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
     """A run that another machine started, as its log has it; None where the log has none."""
     if not wanted.bus.url:
         return None  # The log would be in the run's directory, and there is none.
+    wanted = _with_cassettes(wanted, root)
     with closing(run_dir(wanted, root).open_bus(wanted)) as bus:
         topics = Topics(wanted.run.name)
         _settle(bus, topics)

@@ -42,6 +42,7 @@ from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
+    CassetteUse,
     Command,
     RequestFailed,
     RequestReleased,
@@ -263,6 +264,21 @@ def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
     return Contributed(step=step, effective=effective, mismatch=tuple(mismatch))
 
 
+@dataclass(slots=True)
+class CassetteCounts:
+    """Answers of environments and tools, in a run whose tasks have a cassette."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    """`given` by it, `asked` of the real ones."""
+    oldest_ns: int = 0
+    """When the oldest that it has given was recorded; 0: it has given none."""
+
+    def add(self, use: CassetteUse) -> None:
+        """Those of a trajectory."""
+        self.answers.update(given=use.answers, asked=use.asked)
+        self.oldest_ns = min(filter(None, (self.oldest_ns, use.oldest_ns)), default=0)
+
+
 class RunStats:
     """A run in numbers. Example: ``stats.fact(offset, fact)``, ``stats.round(round_, offset)``,
     ``stats.status(status)``; then read its fields."""
@@ -305,10 +321,10 @@ class RunStats:
         """(finish, valid) of every trajectory that was logged, counting or not."""
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
+        self.cassette = CassetteCounts()
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         """Incarnations of workers that ended, by how."""
-        self.faults: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
+        self.faults, self.outcomes = Counter[str](), Counter[str]()
         """How attempts of requests on workers ended, of groups that have ended."""
         self.moves = Counter({"decided": 0, "released": 0})
         self.refused = 0
@@ -460,6 +476,8 @@ class RunStats:
         self.trajectories[fact.finish, valid] += 1
         if fact.reward is None:
             self.errors[error_class(fact.error)] += 1
+        if (use := fact.cassette) is not None:
+            self.cassette.add(use)
         self.lengths.add(fact.tokens)
         self.meter.count("trajectories", fact.bytes)
 

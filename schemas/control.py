@@ -70,6 +70,11 @@ def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in parts.items() if name in short}
 
 
+def cassette_in_control(use: CassetteUse | None) -> CassetteUse | None:
+    """As control repeats it: without its turns."""
+    return None if use is None else msgspec.structs.replace(use, turns=())
+
+
 class Control(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab, omit_defaults=True
 ):
@@ -223,6 +228,22 @@ class WorkerLeft(Control, frozen=True, kw_only=True):
     """Trajectory id to its newest progress record."""
 
 
+class CassetteUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a cassette has answered of an episode's calls of its environment and tools.
+
+    Example: ``CassetteUse(answers=3, oldest_ns=..., turns=(0, 1))``
+    """
+
+    answers: int = 0
+    """Given from the cassette."""
+    asked: int = 0
+    """Given by the real ones, and recorded."""
+    oldest_ns: int = 0
+    """When the oldest answer of the cassette was recorded: wall clock; 0 where there is none."""
+    turns: tuple[int, ...] = ()
+    """Turns of the model whose answer is the cassette's alone; control does not repeat them."""
+
+
 class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One trajectory of a `trajectories logged` record; its version is the record's."""
 
@@ -248,6 +269,8 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """How many its record has."""
     calls: int = 0
     """Of an agent to the model, that its record has."""
+    cassette: CassetteUse | None = None
+    """What a cassette has answered, as its record has it; None where the task has none."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +295,7 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
     contexts: int = 1
     calls: int = 0
+    cassette: CassetteUse | None = None
 
     @property
     def group(self) -> str:
@@ -322,6 +346,7 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
                 parts=one.parts,
                 contexts=one.contexts,
                 calls=one.calls,
+                cassette=one.cassette,
             )
             for one in self.trajectories
         ]

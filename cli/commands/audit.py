@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 EXPORTS = (
     "--parquet FILE",
+    "--cassette FILE",
     "--policy N DIR",
     "--traces FILE|URL",
     "--tensorboard DIR",
@@ -37,6 +38,22 @@ EXPORTS = (
 )
 """What can be exported: one of them at a time."""
 
+ParquetOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
+]
+CassetteOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="What environments and tools answered, for task.cassette."),
+]
+PolicyOption = Annotated[
+    str | None, typer.Option(metavar="N", help="Version N, or `best`, as a directory.")
+]
+TracesOption = Annotated[
+    str, typer.Option(metavar="FILE|URL", help="OpenTelemetry traces: OTLP, JSON lines or HTTP.")
+]
+TensorboardOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Figures per step as TensorBoard's files.")
+]
 FollowExportOption = Annotated[
     bool,
     typer.Option(
@@ -63,6 +80,13 @@ def audit(
     index: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to remember how far this was.")
     ] = None,
+    cassette: Annotated[
+        str,
+        typer.Option(
+            metavar="CASSETTE",
+            help="Instead: which tools answer otherwise than this file or run says; exit code 6.",
+        ),
+    ] = "",
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
     root: RunsOption = RUNS,
@@ -78,6 +102,12 @@ def audit(
     from dora_pipe.launch.fork_server import ForkedHelpers
     from dora_pipe.launch.run_dir import opened
 
+    if cassette:
+        from dora_pipe.cli.cassette import audit_cassette
+
+        with opened(run, root, archive) as open_run:
+            audit_cassette(open_run, cassette, root, as_json=as_json)
+        return
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with ForkedHelpers(help_audit) as forks, opened(run, root, archive) as open_run:
         session = AuditSession(open_run, forks, index, store=store, quick=quick, fresh=fresh)
@@ -149,19 +179,11 @@ def export(
     directory: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Where --policy goes.")
     ] = None,
-    parquet: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(metavar="N", help="Version N, or `best`, as a directory.")
-    ] = None,
-    traces: Annotated[
-        str,
-        typer.Option(metavar="FILE|URL", help="OpenTelemetry traces: OTLP, JSON lines or HTTP."),
-    ] = "",
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Figures per step as TensorBoard's files.")
-    ] = None,
+    parquet: ParquetOption = None,
+    cassette: CassetteOption = None,
+    policy: PolicyOption = None,
+    traces: TracesOption = "",
+    tensorboard: TensorboardOption = None,
     wandb: Annotated[
         str, typer.Option(metavar="PROJECT", help="Figures per step for W&B, offline by default.")
     ] = "",
@@ -177,11 +199,14 @@ def export(
     root: RunsOption = RUNS,
 ) -> None:
     """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`,
-    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`."""
-    wanted = (parquet is not None, policy is not None, traces, tensorboard is not None, wandb)
+    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`; `--cassette FILE` to another
+    run."""
+    files = (parquet, cassette, policy, tensorboard)
+    wanted = (*(one is not None for one in files), traces, wandb)
     if sum(map(bool, wanted)) != 1:
         raise UsageError(f"say what to export: {', '.join(EXPORTS[:-1])}, or {EXPORTS[-1]}")
     from dora_pipe.cli.export import (
+        export_cassette,
         export_parquet_file,
         export_policy_dir,
         export_tensorboard,
@@ -200,6 +225,8 @@ def export(
             export_tensorboard(open_run, tensorboard, follow=follow)
         elif wandb:
             export_wandb(open_run, wandb, follow=follow)
+        elif cassette is not None:
+            export_cassette(open_run, cassette, force=force, report=report)
         elif parquet is not None:
             export_parquet_file(open_run, parquet, everything=everything, force=force)
         elif policy is not None:

@@ -30,6 +30,7 @@ from dora_pipe.producers.adapters.mcp_wire import (
 )
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
 from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
+from dora_pipe.producers.tasks.tape import outside
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 from dora_pipe.schemas.wire import canonical
 
@@ -116,6 +117,7 @@ class Server:
         self._open, self._counting = 0, threading.Lock()
         self._shared = McpSession(self, lasting=True)
         self._listed: list[dict[str, Any]] | None = None
+        self._about: dict[str, Any] | None = None
 
     def connect(self) -> Wire:
         """A new connection, counted until `left`. Raises ServerAway."""
@@ -139,7 +141,7 @@ class Server:
     def listed(self) -> list[dict[str, Any]]:
         """Its tools as it describes them, or those of `tools`. Raises TaskError, ConfigError."""
         if self._listed is None:
-            found = {str(one.get("name")): one for one in self._pages()}
+            found = {str(one.get("name")): one for one in self._said()["tools"]}
             for name in self._use.tools:
                 if name not in found:
                     hint = nearest(name, found) or f"it has {', '.join(found)}"
@@ -157,14 +159,24 @@ class Server:
     def stamp(self) -> str:
         """Its version, and a digest of its tools as it describes them."""
         listed = self.listed()
-        said = self._shared.about.get("serverInfo", {})
+        said = self._said()["about"].get("serverInfo", {})
         digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
         return f"{said.get('version', '-')} {digest}"
 
     def called(self) -> str:
         """Its name in `worker joined`."""
-        self.listed()
-        return f"mcp:{self.name or self._shared.about.get('serverInfo', {}).get('name', '')}"
+        return f"mcp:{self.name or self._said()['about'].get('serverInfo', {}).get('name', '')}"
+
+    def _said(self) -> dict[str, Any]:
+        """What it says of its tools and of itself; a cassette may say it."""
+        if self._about is None:
+            of = f"mcp:{self.name or self._use.url or ' '.join(self._use.command)}"
+            self._about = outside(
+                of,
+                {"asked": "tools"},
+                lambda: {"tools": self._pages(), "about": self._shared.about},
+            )
+        return self._about
 
     def _pages(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

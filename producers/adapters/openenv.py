@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -27,6 +28,7 @@ from dora_pipe.core.own_code import load_function, nearest
 from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Row
+from dora_pipe.producers.tasks.tape import outside
 from dora_pipe.schemas.wire import canonical
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
@@ -86,8 +88,10 @@ class OpenEnvTask(SeededTask):
             "websockets.asyncio.client", package="websockets", extra="openenv", kind=kind
         )
         self.url, self.where = url.rstrip("/"), f"the environment at {url}"
-        self._schema = _got(self.where, f"{self.url}/schema")
-        self._about = _got(self.where, f"{self.url}/metadata")
+        self._schema, self._about = (
+            outside(kind, {"asked": asked}, partial(_got, self.where, f"{self.url}/{asked}"))
+            for asked in ("schema", "metadata")
+        )
         self._observe, self._act = (
             load_function(f"task.options.{key}", one, TaskError) if one else None
             for key, one in (("observe", observe), ("act", act))

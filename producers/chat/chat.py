@@ -232,20 +232,24 @@ class Conversation:
     def answered(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
         """The bridge: the ids behind the last turn, of the messages that answer it and, to `go_on`,
         of what stands before the next one. Raises TaskError where the template has none."""
-        found: list[int] = []
-        if new or go_on:
-            found = self._chat.bridge(
-                self._messages[:-1],
-                self._messages[-1],
-                new,
-                self._tools,
-                before=self._ids,
-                sampled=self._sampled,
-                generate=go_on,
-            )
+        found = self.bridge(new, go_on=go_on)
         self._ids += [*self._sampled, *found]
         self._messages += [dict(one) for one in new]
         return found
+
+    def bridge(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
+        """What `answered` would give, and nothing is answered. Raises TaskError."""
+        if not (new or go_on):
+            return []
+        return self._chat.bridge(
+            self._messages[:-1],
+            self._messages[-1],
+            new,
+            self._tools,
+            before=self._ids,
+            sampled=self._sampled,
+            generate=go_on,
+        )
 
     def messages(self) -> tuple[dict[str, Any], ...]:
         """The whole conversation, all turns and answers included."""

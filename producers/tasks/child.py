@@ -143,14 +143,19 @@ class Child:
 
     @classmethod
     def start(
-        cls, task: model.Task, link: Link, selector: selectors.BaseSelector, now_ns: int
+        cls,
+        task: model.Task,
+        link: Link,
+        selector: selectors.BaseSelector,
+        now_ns: int,
+        run: str = "",
     ) -> Child:
         """Say what to serve, to what was just started or connected to."""
         child = cls(link=link, selector=selector, heard_ns=now_ns)
         selector.register(link.outbox, selectors.EVENT_READ, child)
         if isinstance(link, SocketLink):
             child._down += link.first
-        child._down += pack(Setup(task, os.getpid()))
+        child._down += pack(Setup(task, os.getpid(), run=run))
         return child
 
     @property

@@ -34,6 +34,11 @@ class OtherReward(Task):
         self._task, self._rewards = task, rewards
         self.replayable = task.replayable
 
+    @property
+    def inner(self) -> Task:
+        """The task that is scored otherwise."""
+        return self._task
+
     def rows(self, split: Split) -> Sequence[Row]:
         """See Task."""
         return self._task.rows(split)

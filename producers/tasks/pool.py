@@ -105,8 +105,8 @@ class TaskPool:
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
     def __init__(self, task: model.Task, *, clock: Clock | None = None, run: str = "") -> None:
-        """`run`: what no other run is called, for servers that keep its episodes; empty: none."""
-        self._task, self._run = task, run if task.url else ""
+        """`run`: what no other run is called, for kept episodes and cassettes; empty: none."""
+        self._task, self._run = task, run
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
         self._token = token_of(task.url_token_file) if task.url else b""
@@ -190,7 +190,7 @@ class TaskPool:
             self._end_episode(call.request)
             self._fail(call.request, EPISODE_TIMEOUT, episode_too_long(self._task))
             return
-        if self._run and isinstance(call, PromptCall):
+        if self._run and self._task.url and isinstance(call, PromptCall):
             call = keyed(call, self._run)
             if call.again:
                 self._enqueue(claim_of(call), claims=call)
@@ -586,7 +586,7 @@ class TaskPool:
             if url is None:
                 break
             link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
-            self._children.append(Child.start(self._task, link, self._selector, now_ns))
+            self._children.append(Child.start(self._task, link, self._selector, now_ns, self._run))
 
     def _end_episode(self, request: str, *, keep: bool = False) -> None:
         self._ends_ns.pop(request, None)

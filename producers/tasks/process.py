@@ -39,6 +39,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer, traceback_of
+from dora_pipe.producers.tasks.tape import CASSETTE, open_cassette
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 
 SERVED: Final = "DORA_PIPE_SERVED_TASK"
@@ -78,7 +79,8 @@ def main() -> None:
     if not isinstance(setup, Setup):
         return
     if served := os.environ.pop(SERVED, ""):
-        setup = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
+        own = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
+        setup = msgspec.structs.replace(own, run=setup.run)
     die_with(setup.parent_pid)
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
@@ -143,6 +145,7 @@ class Line:
 
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
     try:
+        CASSETTE.set(open_cassette(setup.task, setup.run))
         with reporting(lambda text: _still_opening(text, write)):
             server = TaskServer(open_task(setup.task), setup, write)
         return server, Hello(server.facts())

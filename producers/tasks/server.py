@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -58,6 +58,7 @@ from dora_pipe.producers.tasks.calls import (
     Claim,
     Deferred,
     EndEpisode,
+    EnvObserved,
     EnvStep,
     EpisodeLost,
     Exhausted,
@@ -68,6 +69,8 @@ from dora_pipe.producers.tasks.calls import (
     PromptReady,
     RewardCall,
     Rewarded,
+    RowCall,
+    RowDescribed,
     Said,
     Setup,
     TaskFacts,
@@ -75,13 +78,14 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
+from dora_pipe.producers.tasks.cassette import CassetteDiffers, CassetteMiss, row_digest
 from dora_pipe.producers.tasks.kept import (
     ClaimedEpisode,
     Holder,
     KeptEpisodes,
     RaisedThere,
 )
-from dora_pipe.producers.tasks.messages import NoAnswer, normal
+from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import (
     Completion,
     Environment,
@@ -91,6 +95,12 @@ from dora_pipe.producers.tasks.port import (
     Task,
 )
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
+from dora_pipe.producers.tasks.tape import CASSETTE, TAPE, EpisodeTape
+from dora_pipe.producers.tasks.taped_environment import (
+    TapedEnvironment,
+    has_environment,
+    open_taped,
+)
 from dora_pipe.producers.tasks.told import EpisodeTaken
 from dora_pipe.producers.tasks.tools import ToolEnvironment
 from dora_pipe.schemas.identity import derive_seed
@@ -107,6 +117,8 @@ to a half of it by chance."""
 CLOSE_S: Final = 1.0
 """For environments whose `close` awaits something, when the process ends."""
 
+
+E = TypeVar("E", PromptReady, EnvObserved, Rewarded)
 
 AGENT_THREADS_MAX: Final = 1024
 """Agents that are plain functions, at a time; they mostly wait for the model."""
@@ -130,13 +142,17 @@ class TaskServer:
         if not len(self._rows["train"]):
             raise TaskError("the training data has no rows", hint="see task.data and task.filter")
         self._episodes: dict[int, Environment] = {}
+        self._cassette = CASSETTE.get()
+        self._tapes: dict[int, EpisodeTape] = {}
+        """Of episodes, by the number of the call that began them."""
         self._agent = open_agent(config, task)
         self._background = Background()
         self._threads = Threads(config.threads if config.threads > 1 else THREADS_ELSEWHERE)
         self._reward_threads = Threads(config.reward_threads)
         self._agent_threads = Threads(AGENT_THREADS_MAX)
         self._episodic = not task.single_turn()
-        self._replayable = task.replayable or config.replayable
+        strict = self._cassette is not None and self._cassette.mode == "strict"
+        self._replayable = task.replayable or config.replayable or strict
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
         self._kept: KeptEpisodes | None = None
@@ -163,6 +179,8 @@ class TaskServer:
             replayable=self._replayable,
             scores_groups=self._task.scores_groups(),
             packages=dict(self._task.packages()),
+            cassette="" if self._cassette is None else self._cassette.mode,
+            first_rows={} if self._cassette is None else self._cassette.first_rows(self._rows),
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:
@@ -180,6 +198,7 @@ class TaskServer:
     def end(self, episode: int) -> None:
         """Close an episode, if there is one, when its call has ended."""
         world = self._episodes.pop(episode, None)
+        self._tapes.pop(episode, None)
         if world is None:
             return
         under_way = [one.ended for one in list(self._running.values()) if one.episode == episode]
@@ -329,13 +348,16 @@ class TaskServer:
                 return await self._prompt(call.number, asked)
             case EnvStep(request=request, turn=turn):
                 respond = self._world(call.episode).respond
-                return observed(request, await call_user_code(respond, turn))
+                seen = observed(request, await call_user_code(respond, turn))
+                return self._with_use(seen, call.episode)
             case RewardCall() as asked:
-                return await self._score(call.episode, asked)
+                return self._with_use(await self._score(call.episode, asked), call.episode)
             case GroupCall() as asked:
                 return await self._score_group(asked)
             case AgentCall() as asked:
                 return await self._run_agent(asked)
+            case RowCall() as asked:
+                return await self._describe(asked)
 
     def _row(self, split: Split, index: int) -> Row:
         rows = self._rows[split]
@@ -345,10 +367,14 @@ class TaskServer:
 
     async def _prompt(self, number: int, call: PromptCall) -> PromptReady:
         row = self._row(call.split, call.index)
+        tape = self._tape(call, row)
         tools = tuple(await call_user_code(self._task.tools, row))
-        world = await call_user_code(self._task.environment, row)
+        if tape is None:
+            world = await call_user_code(self._task.environment, row)
+        else:
+            world = await open_taped(self._task, row, tape)
         if world is None and tools:
-            world = ToolEnvironment(self._task, tools)
+            world = ToolEnvironment(self._task, tools, tape)
         asked = self._task.prompt if world is None else world.reset
         ready = prompted(call.request, await call_user_code(asked, row), tools)
         if world is None:
@@ -360,7 +386,21 @@ class TaskServer:
                 await ContinueInLoop()
             world = await self._kept.add(call.key, call.attempt, ready, world)
         self._episodes[number] = world
-        return ready
+        if tape is not None:
+            self._tapes[number] = tape
+        return self._with_use(ready, number)
+
+    def _tape(self, call: PromptCall | AgentCall, row: Row) -> EpisodeTape | None:
+        """What the cassette has of an episode, where there is one."""
+        if self._cassette is None:
+            return None
+        by = call.request.partition("/")[0]
+        return EpisodeTape(self._cassette, row, by=by, where=f"row {call.index} of {call.split}")
+
+    def _with_use(self, event: E, episode: int | None) -> E:
+        """With what a cassette has answered so far."""
+        tape = self._tapes.get(-1 if episode is None else episode)
+        return event if tape is None else msgspec.structs.replace(event, cassette=tape.use)
 
     async def _claim(self, number: int, call: Claim) -> PromptReady | NotKept:
         if not in_loop():
@@ -396,7 +436,36 @@ class TaskServer:
             await ContinueInLoop()
         row = self._row(call.split, call.index)
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
-        return agent_ended(call.request, await self._agent.run(asked))
+        tape = self._tape(call, row)
+        TAPE.set(tape)
+        try:
+            ended = agent_ended(call.request, await self._agent.run(asked))
+        finally:
+            if tape is not None and tape.missed is not None:
+                raise tape.missed  # whatever its agent has made of it
+        return ended if tape is None else msgspec.structs.replace(ended, cassette=tape.use)
+
+    async def _describe(self, call: RowCall) -> RowDescribed:
+        row = self._row(call.split, call.index)
+        own = may_have = has_environment(self._task)
+        tools = tuple(await call_user_code(self._task.tools, row))
+        if own and tools:  # It has to be asked which of them it is.
+            world = await call_user_code(self._task.environment, row)
+            own = world is not None
+            if world is not None:
+                await call_user_code(world.close)
+        messages: tuple[dict[str, Any], ...] = ()
+        if not own:
+            prompt = await call_user_code(self._task.prompt, row)
+            messages = prompted(call.request, prompt, tools).messages
+        return RowDescribed(
+            request=call.request,
+            digest=row_digest(row),
+            environment=own,
+            may_have=may_have,
+            messages=messages,
+            tools=tuple(map(tool_schema, tools)),
+        )
 
     async def _completion(self, row: Row, one: Said) -> Completion:
         """Of a single turn also the conversation, where the prompt is messages."""
@@ -419,6 +488,9 @@ class TaskServer:
             self._show(error)  # nobody waits for an answer
 
     def _show(self, error: BaseException) -> None:
+        if isinstance(error, CassetteMiss | CassetteDiffers | RaisedThere):
+            sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
+            return  # of no code that is here
         self._shown += 1
         if self._shown <= TRACEBACKS_MAX:
             sys.stderr.write(traceback_of(error))
@@ -428,7 +500,7 @@ class TaskServer:
 
 def _awaits(world: Environment) -> bool:
     """Whether a step gives an awaitable at once, which needs no thread."""
-    if isinstance(world, ToolEnvironment | Holder | ClaimedEpisode):
+    if isinstance(world, ToolEnvironment | TapedEnvironment | Holder | ClaimedEpisode):
         return True
     plain = type(world).respond is Environment.respond
     return plain and inspect.iscoroutinefunction(world.step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from dora_pipe.producers.tasks.port import (
     ToolFailed,
     Turn,
 )
+from dora_pipe.producers.tasks.tape import EpisodeTape, TapedTurn
 
 CALLS_MAX: Final = 32
 """Calls of one turn that are made."""
@@ -53,9 +54,13 @@ class ToolEnvironment(Environment):
     """The episode of a row that has tools and no environment of its own: the model's calls are made
     until it makes none."""
 
-    def __init__(self, task: Task, functions: Sequence[Tool]) -> None:
+    def __init__(
+        self, task: Task, functions: Sequence[Tool], tape: EpisodeTape | None = None
+    ) -> None:
+        """`tape`: what answers the calls as far as it goes."""
         self._task = task
         self._functions = functions
+        self._tape = tape
         self._known: dict[int, Told] = {}
 
     def reset(self, row: Row) -> Prompt:
@@ -73,22 +78,29 @@ class ToolEnvironment(Environment):
                 function.close()
 
     async def _call(self, turn: Turn) -> Observation:
-        seen = await call_tools(self._functions, turn, self._known)
+        seen = await call_tools(self._functions, turn, self._known, self._tape)
         self._known.clear()
         return seen
 
 
 async def call_tools(
-    functions: Sequence[Tool], turn: Turn, known: dict[int, Told] | None = None
+    functions: Sequence[Tool],
+    turn: Turn,
+    known: dict[int, Told] | None = None,
+    tape: EpisodeTape | None = None,
 ) -> Observation:
     """Make the calls of a turn and answer them, in their order, with messages of tools.
 
     Functions run at the same time, each within `task.tool_timeout_s`: those that are not `async` in
     threads. What was made already, by its place in the turn, stands in `known` and is not made
-    again. Raises Retry, when all others have ended, where a function did.
+    again; what is on the `tape` is not made at all. Raises Retry, when all others have ended, where
+    a function did, CassetteMiss before any is made.
     """
     known = {} if known is None else known
     by_name = {tool_name(function): function for function in functions}
+    taped = None if tape is None else TapedTurn(tape, turn.tool_calls[:CALLS_MAX], by_name)
+    if taped is not None:
+        known |= {at: Told(**found) for at, found in taped.find(known).items()}
     left = {
         at: asyncio.create_task(_made(by_name, call))
         for at, call in enumerate(turn.tool_calls[:CALLS_MAX])
@@ -104,6 +116,8 @@ async def call_tools(
                 again = error
             else:
                 known[at] = _outcome(task, error)
+                if taped is not None:
+                    taped.record(at, asdict(known[at]))
     finally:
         for task in left.values():
             task.cancel()
@@ -111,6 +125,8 @@ async def call_tools(
         raise again
     too_many = Told(text=f"error: only {CALLS_MAX} calls of one turn are made", ok=False)
     told = [known.get(at, too_many) for at in range(len(turn.tool_calls))]
+    if taped is not None:
+        taped.end([asdict(one) for one in told])
     names = dict.fromkeys(call.name for call in turn.tool_calls if call.name in by_name)
     return Observation(
         done=False,

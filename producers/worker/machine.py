@@ -50,6 +50,7 @@ from dora_pipe.producers.worker.request import (
     Hosted,
     Phase,
     WorkerSetup,
+    note_cassette,
     pin_of,
 )
 from dora_pipe.producers.worker.requests import STARTED_AGAIN, Requests
@@ -233,6 +234,7 @@ class WorkerMachine:
             case CaughtUp() | HeldBack():
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
+                note_cassette(self.requests.by_key, one)
                 apart = (self.scorings, self.sessions, self.episodes)
                 if not any(some.handle(one, now) for some in apart):
                     self.requests.handle(one, now)

@@ -236,6 +236,7 @@ class TaskPort:
                 replayable=event.replayable,
                 kept=event.kept,
                 found=event.found,
+                cassette=event.cassette,
             )
         elif isinstance(event, calls.EnvObserved):
             yield EnvObserved(
@@ -244,9 +245,15 @@ class TaskPort:
                 done=event.done,
                 tool=event.tool,
                 ok=event.ok,
+                cassette=event.cassette,
             )
         elif isinstance(event, calls.AgentEnded):
-            yield AgentEnded(request=event.request, rewarded=event.rewarded, text=event.text)
+            yield AgentEnded(
+                request=event.request,
+                rewarded=event.rewarded,
+                text=event.text,
+                cassette=event.cassette,
+            )
         else:
             self._conversations.pop(event.request, None)
             yield event

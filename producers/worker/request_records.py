@@ -10,6 +10,7 @@ from dora_pipe.schemas.control import (
     ERROR_CHARACTERS_MAX,
     LoggedEntry,
     RequestReleased,
+    cassette_in_control,
     parts_in_control,
 )
 from dora_pipe.schemas.trajectory import (
@@ -71,6 +72,7 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
             reward_answer=request.reward_answer,
             rewarded_by=request.rewarded_by,
             agent_answer=request.agent_answer,
+            cassette=request.cassette,
             error=request.error,
             prefills=tuple(sequence.prefills),
             moves=sequence.moves,
@@ -199,6 +201,7 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
         parts=parts_in_control(request.reward_parts),
         contexts=1 if request.session is None else 1 + len(request.session.contexts),
         calls=0 if request.session is None else len(request.session.made),
+        cassette=cassette_in_control(request.cassette),
     )
 
 

@@ -87,6 +87,24 @@ COMMITTED = {
 }
 
 
+def trajectory_files() -> dict[str, bytes]:
+    """The records of trajectories."""
+    records = {
+        "named": later_values.NAMED_TRAJECTORY,
+        "branched": BRANCHED_TRAJECTORY,
+        "stopped": STOPPED_TRAJECTORY,
+        "answered": later_values.ANSWERED_TRAJECTORY,
+        "agents-own": later_values.AGENTS_TRAJECTORY,
+        "taped": later_values.TAPED_TRAJECTORY,
+        "several-turns": arrow_values.TRAJECTORY,
+        "plain": arrow_values.PLAIN_TRAJECTORY,
+        "mixed": arrow_values.MIXED_TRAJECTORY,
+    }
+    return {
+        f"trajectories/{name}.arrow.zst": encode_trajectory(one)[0] for name, one in records.items()
+    }
+
+
 def files() -> dict[str, bytes]:
     """Path below `FOLDER` to content, as today's code writes it."""
     letter, letter_headers = encode_dead_letter(
@@ -104,6 +122,7 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-elastic.json": encode(later_values.JOINED_ELASTIC),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),
+        "control/trajectories-logged-taped.json": encode(later_values.LOGGED_TAPED),
         "control/trajectories-logged-branched.json": encode(later_values.LOGGED_BRANCHED),
         "decisions/round.json": encode(values.ROUND),
         "decisions/round-pins.json": encode(values.ROUND_PINS),
@@ -132,14 +151,7 @@ def files() -> dict[str, bytes]:
         "control/group-scored-error.json": encode(later_values.NOT_SCORED),
         "decisions/round-scored.json": encode(later_values.ROUND_SCORED),
         "decisions/round-impatient.json": encode(later_values.ROUND_IMPATIENT),
-        "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],
-        "trajectories/branched.arrow.zst": encode_trajectory(BRANCHED_TRAJECTORY)[0],
-        "trajectories/stopped.arrow.zst": encode_trajectory(STOPPED_TRAJECTORY)[0],
-        "trajectories/answered.arrow.zst": encode_trajectory(later_values.ANSWERED_TRAJECTORY)[0],
-        "trajectories/agents-own.arrow.zst": encode_trajectory(later_values.AGENTS_TRAJECTORY)[0],
-        "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
-        "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],
-        "trajectories/mixed.arrow.zst": encode_trajectory(arrow_values.MIXED_TRAJECTORY)[0],
+        **trajectory_files(),
         "trajectories/headers.txt": pairs_to_bytes(header_pairs(arrow_values.HEADERS)),
         "progress/progress.arrow.zst": encode_progress(arrow_values.PROGRESS),
         "progress/turn.arrow.zst": encode_turn_progress(TURN_PROGRESS),

@@ -44,6 +44,7 @@ PARTS = (
     ("PlacedSibling", "rounds"),
     ("Resume", "control"),
     ("LoggedEntry", "control"),
+    ("CassetteUse", "control"),
     ("ScoredSibling", "control"),
     ("TakenGroup", "control"),
     ("TakenTrajectory", "control"),

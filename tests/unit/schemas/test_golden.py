@@ -44,6 +44,7 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("decisions/round-drops", rounds.decode_round, values.ROUND_DROPS),
     ("decisions/round-halt", rounds.decode_round, later_values.ROUND_HALT),
     ("control/trajectories-logged-invalid", control.decode_control, later_values.LOGGED_INVALID),
+    ("control/trajectories-logged-taped", control.decode_control, later_values.LOGGED_TAPED),
     ("control/trajectories-logged-branched", control.decode_control, later_values.LOGGED_BRANCHED),
     ("control/run-started-several", control.decode_control, later_values.STARTED_SEVERAL),
     ("decisions/round-named", rounds.decode_round, later_values.ROUND_NAMED),
@@ -73,6 +74,7 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("plain", arrow_values.PLAIN_TRAJECTORY),
         ("mixed", arrow_values.MIXED_TRAJECTORY),
         ("named", later_values.NAMED_TRAJECTORY),
+        ("taped", later_values.TAPED_TRAJECTORY),
         ("agents-own", later_values.AGENTS_TRAJECTORY),
         ("branched", branched_values.BRANCHED_TRAJECTORY),
         ("stopped", branched_values.STOPPED_TRAJECTORY),
@@ -147,60 +149,66 @@ def test_golden_round_has_every_observation_and_decision() -> None:
         assert {type(one) for one in found} == set(typing.get_args(union))
 
 
+LATER = (
+    values.COMMITTED_DROPPED,
+    values.RELEASED_PEER,
+    values.JOINED_SEVERAL,
+    values.ROUND_PINS,
+    values.ROUND_DROPS,
+    later_values.ROUND_HALT,
+    later_values.ROUND_EARLY_STOP,
+    later_values.ROUND_PARTS,
+    later_values.ROUND_IN_FLIGHT,
+    later_values.COMMITTED_PARTS,
+    later_values.COMMITTED_BESIDE,
+    later_values.COMMITTED_PATCH,
+    later_values.LOGGED_INVALID,
+    later_values.LOGGED_SAID,
+    later_values.STATUS_SINCE,
+    later_values.STARTED_SEVERAL,
+    later_values.ROUND_NAMED,
+    later_values.ROUND_SKIPPED,
+    later_values.ORCHESTRATOR_DRAWS,
+    later_values.JOINED_CHAT,
+    later_values.JOINED_PLAYS,
+    later_values.JOINED_ELASTIC,
+    later_values.STATUS_OFF_ENGINE,
+    later_values.STATUS_KEEPING,
+    later_values.STATUS_TOLD_AGAIN,
+    later_values.STATUS_SESSIONS,
+    later_values.STATUS_FAILING,
+    later_values.STATUS_TRIED,
+    later_values.STATUS_CALLS,
+    later_values.STATUS_QUEUE,
+    later_values.ROUND_OFF_ENGINE,
+    later_values.STARTED_TOGETHER,
+    later_values.LOGGED_BRANCHED,
+    later_values.LOGGED_TAPED,
+    later_values.SCORED,
+    later_values.NOT_SCORED,
+    later_values.ROUND_SCORED,
+    later_values.ROUND_IMPATIENT,
+)
+"""Records with fields that are younger than the others."""
+
+TRAJECTORIES = (
+    arrow_values.TRAJECTORY,
+    arrow_values.PLAIN_TRAJECTORY,
+    arrow_values.MIXED_TRAJECTORY,
+    later_values.NAMED_TRAJECTORY,
+    later_values.ANSWERED_TRAJECTORY,
+    later_values.AGENTS_TRAJECTORY,
+    later_values.TAPED_TRAJECTORY,
+    branched_values.BRANCHED_TRAJECTORY,
+    branched_values.STOPPED_TRAJECTORY,
+)
+
+
 def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
     seen: dict[type[msgspec.Struct], set[str]] = {}
-    later = (
-        values.COMMITTED_DROPPED,
-        values.RELEASED_PEER,
-        values.JOINED_SEVERAL,
-        values.ROUND_PINS,
-        values.ROUND_DROPS,
-        later_values.ROUND_HALT,
-        later_values.ROUND_EARLY_STOP,
-        later_values.ROUND_PARTS,
-        later_values.ROUND_IN_FLIGHT,
-        later_values.COMMITTED_PARTS,
-        later_values.COMMITTED_BESIDE,
-        later_values.COMMITTED_PATCH,
-        later_values.LOGGED_INVALID,
-        later_values.LOGGED_SAID,
-        later_values.STATUS_SINCE,
-        later_values.STARTED_SEVERAL,
-        later_values.ROUND_NAMED,
-        later_values.ROUND_SKIPPED,
-        later_values.ORCHESTRATOR_DRAWS,
-        later_values.JOINED_CHAT,
-        later_values.JOINED_PLAYS,
-        later_values.JOINED_ELASTIC,
-        later_values.STATUS_OFF_ENGINE,
-        later_values.STATUS_KEEPING,
-        later_values.STATUS_TOLD_AGAIN,
-        later_values.STATUS_SESSIONS,
-        later_values.STATUS_FAILING,
-        later_values.STATUS_TRIED,
-        later_values.STATUS_CALLS,
-        later_values.STATUS_QUEUE,
-        later_values.ROUND_OFF_ENGINE,
-        later_values.STARTED_TOGETHER,
-        later_values.LOGGED_BRANCHED,
-        later_values.SCORED,
-        later_values.NOT_SCORED,
-        later_values.ROUND_SCORED,
-        later_values.ROUND_IMPATIENT,
-    )
-    for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
+    for record in (*values.CONTROL, *values.METRICS, values.ROUND, *LATER):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)
-    trajectories = (
-        arrow_values.TRAJECTORY,
-        arrow_values.PLAIN_TRAJECTORY,
-        arrow_values.MIXED_TRAJECTORY,
-        later_values.NAMED_TRAJECTORY,
-        later_values.ANSWERED_TRAJECTORY,
-        later_values.AGENTS_TRAJECTORY,
-        branched_values.BRANCHED_TRAJECTORY,
-        branched_values.STOPPED_TRAJECTORY,
-    )
-    for meta in (one.meta for one in trajectories):
+    for meta in (one.meta for one in TRAJECTORIES):
         _note_fields(meta, msgspec.json.decode(encode(meta)), seen)
     missing = {
         kind.__name__: sorted(set(kind.__struct_encode_fields__) - names)

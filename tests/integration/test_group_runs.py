@@ -69,6 +69,20 @@ def records(place: Path) -> dict[str, float | None]:
         }
 
 
+def assert_rescored(place: Path, groups: int) -> None:
+    """The run's own rewards of so many groups change nothing; others, which stay, do."""
+    same = rescored(place)
+    assert (same["differ"], same["first"], same["left_out"]) == (0, None, 0)
+    assert same["asked_groups"] == groups
+    judge = (place / "judge.py").read_text()
+    (place / "judge.py").write_text(judge.replace("/ len(order) for", "/ 7 for"))
+    other = rescored(place)
+    assert other["asked_groups"] == groups
+    assert other["differ"] > 0 and other["new"] < other["old"]
+    alone = rescored(place, "--reward", '[{use = "judge:score"}]')
+    assert alone["asked_groups"] == 0
+
+
 def rescored(place: Path, *words: str) -> dict[str, Any]:
     (place / "said").write_text("")
     assert call(place, "rescore", "tiny", "--json", *words) == 0, (place / "said").read_text()
@@ -118,16 +132,7 @@ def test_siblings_of_two_workers_are_scored_by_one_and_by_another_when_that_is_k
     assert call(place, "replay", "tiny", "--rewards") == 0, (place / "said").read_text()
     siblings = sum(len(one.siblings) for one in scored.values())
     assert f"{siblings} of {siblings} rewards of groups as recorded" in (place / "said").read_text()
-    same = rescored(place)
-    assert (same["differ"], same["first"], same["left_out"]) == (0, None, 0)
-    assert same["asked_groups"] == len(scored)
-    judge = (place / "judge.py").read_text()
-    (place / "judge.py").write_text(judge.replace("/ len(order) for", "/ 7 for"))
-    other = rescored(place)
-    assert other["asked_groups"] == len(scored)
-    assert other["differ"] > 0 and other["new"] < other["old"]
-    alone = rescored(place, "--reward", '[{use = "judge:score"}]')
-    assert alone["asked_groups"] == 0
+    assert_rescored(place, len(scored))
     assert call(place, "replay", "tiny", "--rewards") == 6, (place / "said").read_text()
     assert "beside its siblings it is worth" in (place / "said").read_text()
     (place / "said").write_text("")

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,10 @@ from dora_pipe.cli.options import (
     OFFPOLICY_STEPS,
     JsonOption,
     OverrideOption,
+    RunsOption,
 )
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
-from dora_pipe.core.console import say
+from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -283,3 +285,39 @@ def emit_tables(found: Iterable[Table], *, as_json: bool) -> None:
         emit_rows(table.columns, table.rows, as_json=False)
         for note in table.notes:
             emit_line(f"  {note}")
+
+
+def counterfactual(
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="As elsewhere; without one, a small one is made.")
+    ] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="One of the commands; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Each has every command once.")] = 3,
+    keep: Annotated[Path | None, typer.Option(help="Where what is made goes, and stays.")] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """What rescore, diff and fork cost on a run's log, each beside something that does the same
+    work with less around it."""
+    from dora_pipe.bench.counterfactual import (
+        CASES,
+        BenchedRun,
+        CounterfactualFigure,
+        bench_counterfactual,
+        made_run,
+    )
+    from dora_pipe.bench.whole_runs import bench_place
+    from dora_pipe.launch.run_dir import find_run
+
+    names = [one.command for one in CASES]
+    if unknown := sorted({*(only or ())} - {*names}):
+        raise UsageError(f"--only {unknown[0]}: unknown", hint=f"one of {', '.join(names)}")
+    chosen = [one for one in CASES if not only or one.command in only]
+    words = str(find_run(run, root).path.resolve()) if run else ""
+    with bench_place(keep) as place:
+        benched = BenchedRun(words=words or made_run(place), folder=place)
+        figures = bench_counterfactual(benched, chosen, rounds, say)
+    columns = [one.name for one in fields(CounterfactualFigure)]
+    emit_rows(columns, [asdict(one) for one in figures], as_json=as_json)

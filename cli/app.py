@@ -77,6 +77,10 @@ BENCHES: Final[Panels] = {
         "plan": ("bench.commands:plan", "Cost of a round of the planner."),
         "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),
         "restart": ("bench.commands:restart", "Time of an orchestrator's restart."),
+        "counterfactual": (
+            "bench.study_commands:counterfactual",
+            "Cost of asking what else could have been.",
+        ),
         "paradigms": ("bench.study_commands:paradigms", "A task in every paradigm."),
         "offpolicy": ("bench.study_commands:offpolicy", "Objectives by staleness."),
         "traces": ("bench.study_commands:traces", "What traces cost a run."),

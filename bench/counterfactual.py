@@ -295,7 +295,12 @@ def bench_counterfactual(
                 say(f"without {case.command}: {error.message}")
                 left.remove(case)
                 continue
-            spent.setdefault(case.command, []).append((found[0], found[1]))
+            own, beside = found
+            say(
+                f"round {round_ + 1}: {case.command} {own.seconds:.1f} s, {own.cpu_s:.1f} of CPU;"
+                f" {case.beside} {beside.cpu_s:.1f}"
+            )
+            spent.setdefault(case.command, []).append((own, beside))
     return [figure_of(case, spent[case.command]) for case in left if case.command in spent]
 
 

@@ -16,8 +16,9 @@ import itertools
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,7 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.cassette import CassetteDiffers, CassetteMiss, row_digest
+from dora_pipe.producers.tasks.cassette import REWARD, CassetteDiffers, CassetteMiss, row_digest
 from dora_pipe.producers.tasks.kept import (
     ClaimedEpisode,
     Holder,
@@ -95,7 +96,7 @@ from dora_pipe.producers.tasks.port import (
     Task,
 )
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
-from dora_pipe.producers.tasks.tape import CASSETTE, TAPE, EpisodeTape
+from dora_pipe.producers.tasks.tape import CASSETTE, TAPE, EpisodeTape, sum_of
 from dora_pipe.producers.tasks.taped_environment import (
     TapedEnvironment,
     has_environment,
@@ -118,7 +119,7 @@ CLOSE_S: Final = 1.0
 """For environments whose `close` awaits something, when the process ends."""
 
 
-E = TypeVar("E", PromptReady, EnvObserved, Rewarded)
+E = TypeVar("E", PromptReady, EnvObserved, Rewarded, AgentEnded)
 
 AGENT_THREADS_MAX: Final = 1024
 """Agents that are plain functions, at a time; they mostly wait for the model."""
@@ -259,6 +260,7 @@ class TaskServer:
     async def _answer(self, call: Call) -> None:
         """Answer a call, in the thread in which it ends."""
         PLACE.set(self._place(call))
+        TAPE.set(None)
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call)))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -349,9 +351,10 @@ class TaskServer:
             case EnvStep(request=request, turn=turn):
                 respond = self._world(call.episode).respond
                 seen = observed(request, await call_user_code(respond, turn))
-                return self._with_use(seen, call.episode)
+                return self._with_use(seen, self._tape_of(call))
             case RewardCall() as asked:
-                return self._with_use(await self._score(call.episode, asked), call.episode)
+                scored_now = await self._score(call.episode, asked)
+                return self._with_use(scored_now, self._tape_of(call))
             case GroupCall() as asked:
                 return await self._score_group(asked)
             case AgentCall() as asked:
@@ -388,19 +391,38 @@ class TaskServer:
         self._episodes[number] = world
         if tape is not None:
             self._tapes[number] = tape
-        return self._with_use(ready, number)
+        return self._with_use(ready, tape)
 
-    def _tape(self, call: PromptCall | AgentCall, row: Row) -> EpisodeTape | None:
+    def _tape(self, call: PromptCall | AgentCall | RewardCall, row: Row) -> EpisodeTape | None:
         """What the cassette has of an episode, where there is one."""
         if self._cassette is None:
             return None
         by = call.request.partition("/")[0]
         return EpisodeTape(self._cassette, row, by=by, where=f"row {call.index} of {call.split}")
 
-    def _with_use(self, event: E, episode: int | None) -> E:
+    def _tape_of(self, call: Call) -> EpisodeTape | None:
+        """Of the episode that a call is for."""
+        return None if call.episode is None else self._tapes.get(call.episode)
+
+    @contextmanager
+    def _taping(self, tape: EpisodeTape | None) -> Iterator[None]:
+        """Functions that are marked (`taped`) ask it. What it has refused is raised, whatever an
+        agent has made of that."""
+        before = TAPE.set(tape)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # it has gone on in the loop, which has a context of its own
+                TAPE.reset(before)
+            if tape is not None and tape.missed is not None:
+                raise tape.missed
+
+    def _with_use(self, event: E, *tapes: EpisodeTape | None) -> E:
         """With what a cassette has answered so far."""
-        tape = self._tapes.get(-1 if episode is None else episode)
-        return event if tape is None else msgspec.structs.replace(event, cassette=tape.use)
+        uses = [one.use for one in tapes if one is not None]
+        if event.cassette is not None:
+            uses.append(event.cassette)
+        return msgspec.structs.replace(event, cassette=sum_of(uses)) if uses else event
 
     async def _claim(self, number: int, call: Claim) -> PromptReady | NotKept:
         if not in_loop():
@@ -417,11 +439,16 @@ class TaskServer:
         found: Any = None
         if episode is not None:
             found = await call_user_code(self._world(episode).reward, call.text, call.turns)
-        if found is None:
-            row = self._row(call.split, call.index)
-            said = Completion(text=call.text, turns=call.turns, messages=call.messages)
+        if found is not None:
+            return scored(call.request, found)
+        row = self._row(call.split, call.index)
+        said = Completion(text=call.text, turns=call.turns, messages=call.messages)
+        tape = self._tape(call, row)
+        with self._taping(tape):
+            if tape is not None:
+                tape.add({"kind": REWARD, "text": call.text})
             found = await call_user_code(self._task.score, row, said)
-        return scored(call.request, found)
+        return self._with_use(scored(call.request, found), tape)
 
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
         row = self._row(call.split, call.index)
@@ -437,13 +464,9 @@ class TaskServer:
         row = self._row(call.split, call.index)
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
         tape = self._tape(call, row)
-        TAPE.set(tape)
-        try:
+        with self._taping(tape):
             ended = agent_ended(call.request, await self._agent.run(asked))
-        finally:
-            if tape is not None and tape.missed is not None:
-                raise tape.missed  # whatever its agent has made of it
-        return ended if tape is None else msgspec.structs.replace(ended, cassette=tape.use)
+        return self._with_use(ended, tape)
 
     async def _describe(self, call: RowCall) -> RowDescribed:
         row = self._row(call.split, call.index)

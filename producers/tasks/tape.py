@@ -133,7 +133,7 @@ def open_cassette(task: model.Task, run: str) -> Cassette | None:
 
 CASSETTE: ContextVar[Cassette | None] = ContextVar("cassette of this process", default=None)
 TAPE: ContextVar[EpisodeTape | None] = ContextVar("tape of this episode", default=None)
-"""Of the agent that runs in this context."""
+"""Of the agent, or the reward, that runs in this context."""
 
 
 class EpisodeTape:
@@ -210,6 +210,16 @@ class EpisodeTape:
         if given:
             self._turns.append(self._turn)
         self._turn += 1
+
+
+def sum_of(uses: Sequence[CassetteUse]) -> CassetteUse:
+    """Of an episode, and of what has scored it."""
+    return CassetteUse(
+        answers=sum(one.answers for one in uses),
+        asked=sum(one.asked for one in uses),
+        oldest_ns=min((one.oldest_ns for one in uses if one.oldest_ns), default=0),
+        turns=tuple(turn for one in uses for turn in one.turns),
+    )
 
 
 class Asking:

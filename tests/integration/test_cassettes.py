@@ -90,6 +90,12 @@ class Tools(Rows):
     def score(self, row, completion):
         return 1.0
 
+class Judged(Tools):
+    def tools(self, row):
+        return []
+    async def score(self, row, completion):
+        return float(len((await judge(completion.text))["why"]))
+
 class Worlds(Rows):
     def environment(self, row):
         return World() if row["n"] else None
@@ -102,6 +108,11 @@ async def search(query: str, most: int = 3) -> dict:
     if query == "nothing":
         raise LookupError("no such word")
     return {"found": (query, most), "by": random.random()}
+
+@taped
+async def judge(text: str) -> dict:
+    note("judge")
+    return {"why": text * random.randrange(1, 100)}
 
 @taped
 def plain(word: str) -> str:
@@ -321,6 +332,25 @@ def test_an_agents_marked_tools_are_answered_without_a_network(folder: Path) -> 
     assert again.text == first.text
     assert again.cassette is not None
     assert (again.cassette.answers, again.cassette.asked) == (5, 0)
+
+
+def test_a_marked_judge_of_a_reward_is_answered_without_its_key(folder: Path) -> None:
+    def scored(run: str, mode: str, text: str) -> TaskEvent:
+        with pool_of(folder, "mine:Judged", mode, run) as pool:
+            call = RewardCall(request=f"{ONE}/1", split="train", index=1, text=text, turns=())
+            return ask(pool, call)[0]
+
+    first = scored("first", "record", "good")
+    assert made(folder) == ["judge"]
+    again = scored("second", "strict", "good")
+    assert made(folder) == []
+    assert without_use([first]) == without_use([again])
+    assert isinstance(again, Rewarded)
+    assert again.cassette is not None
+    assert (again.cassette.answers, again.cassette.asked) == (1, 0)
+    missed = scored("third", "strict", "bad")
+    assert isinstance(missed, TaskFailed)
+    assert missed.error == "CassetteMiss"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.user_run import WARM_S, assert_clean, call, call_here, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 KIND = """
 from dora_pipe.producers.tasks.calculator import CalculatorTask, calculator as real

@@ -16,7 +16,7 @@ from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
 from dora_pipe.store.adapters import read_adapter, write_merged
 from dora_pipe.store.model_dir import write_model_dir
-from tests.support.adapters import RANK, make_lora
+from tests.support.adapters import RANK, make_lora, publish, random_adapter
 from tests.support.adapters import Lora as Published
 from tests.support.device import DEVICE, LORA_DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Result, request, run
@@ -72,10 +72,13 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
 
 
 def published(folder: Path) -> tuple[Published, list[Path]]:
-    """A base and three adapters in a store, and the `merged` of Lora."""
+    """A base and three adapters in a store, the last in bfloat16, and the `merged` of Lora."""
     directory = make("qwen2", folder / "model")
-    made = make_lora(directory, folder / "policies", adapters=3)
-    base, merged = made.policies[0][0], [directory]
+    made = make_lora(directory, folder / "policies", adapters=2)
+    (base, digest), merged = made.policies[0], [directory]
+    narrow = publish(made.store, random_adapter(base, digest, seed=2, dtype="bfloat16"))
+    last = made.store.weights_path(narrow.digest), narrow.digest
+    made = replace(made, policies=[*made.policies, last])
     for number, (path, digest) in enumerate(made.policies[1:]):
         adapter = read_adapter(path, digest=digest)
         merged.append(folder / f"merged{number}")

@@ -127,12 +127,13 @@ def test_replay_with_another_number_of_ranks_is_one_line(finished: Path) -> None
     assert "error: trainer.ranks is 2, but the environment names 3" in done.stderr
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "dtype"), [(2, "float32"), (3, "bfloat16")])
 def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
-    stage: int, tmp_path: Path
+    stage: int, dtype: str, tmp_path: Path
 ) -> None:
     place = furnish(tmp_path)
     words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.minibatches=2"]
+    words += ["-o", f"policies.dtype={dtype}"]
     words += ["-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "objective.kl=0.1"]
     assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
     assert steps(place, "tiny") == [0, 1, 2]
@@ -141,6 +142,7 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
     (first,) = (one.policy for one in found if isinstance(one, RunStarted))
     commits = [one for one in found if isinstance(one, StepCommitted)]
     assert all(stands_on(one.policy, first.digest) for one in commits)
+    assert {one.policy.dtype for one in commits} == {dtype}
     assert {one.numerics["lora"].partition(", ")[0] for one in commits} == {"rank 4"}
     assert {one.numerics["zero_stage"] for one in commits} == {str(stage)}
     done = _call(place, "replay", "tiny")

@@ -20,13 +20,15 @@ pytestmark = pytest.mark.slow
 LORA = ["-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2"]
 
 
-def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path, dtype: str) -> None:
     place = furnish(tmp_path)
-    running = start(place, "run", "config.toml", *LORA, "-o", "run.steps=8")
+    words = [*LORA, "-o", f"policies.dtype={dtype}", "-o", "run.steps=8"]
+    running = start(place, "run", "config.toml", *words)
     until(lambda: b"step    2 " in (place / "said").read_bytes())
     running.send_signal(signal.SIGINT)
     assert running.wait(WAIT_S) == 130
-    resumed = call(place, "run", "config.toml", *LORA, "-o", "run.steps=8", "--resume")
+    resumed = call(place, "run", "config.toml", *words, "--resume")
     assert resumed == 0, (place / "said").read_text()
     assert steps(place, "tiny") == list(range(8))
     assert_clean(place, "tiny")
@@ -37,14 +39,16 @@ def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) ->
     # A step that had no gradient at the start has no adapter either: its policy is the base.
     (base_bytes,) = {one.policy.bytes for one in found if isinstance(one, RunStarted)}
     sizes = {one.policy.bytes for one in found if isinstance(one, StepCommitted)} - {base_bytes}
+    assert {one.policy.dtype for one in found if isinstance(one, StepCommitted)} == {dtype}
     assert len(sizes) == 1, "every adapter is as large as the others"
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
     assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
 
     assert call(place, "export", "tiny", "--policy", "8", "trained") == 0
+    assert call(place, "export", "tiny", "--policy", "0", "first") == 0
     from transformers import AutoModelForCausalLM
 
-    base: Any = AutoModelForCausalLM.from_pretrained(place / "model")
+    base: Any = AutoModelForCausalLM.from_pretrained(place / "first")
     trained: Any = AutoModelForCausalLM.from_pretrained(place / "trained")
     differing = {
         name.rpartition(".")[0].rpartition(".")[2]

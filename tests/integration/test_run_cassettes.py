@@ -16,15 +16,20 @@ import pytest
 from dora_pipe.audit.cassette_diff import answers_by_key, compare
 from dora_pipe.audit.run_cassette import NO_ANSWER, NotReadable, recorded_of
 from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
+from dora_pipe.config.several import without_cassettes
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.launch.cassettes import with_cassettes
 from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calculator import CHAT_TEMPLATE, ROLES, WORDS, CalculatorTask
-from dora_pipe.producers.tasks.calls import RowDescribed
+from dora_pipe.producers.tasks.calls import RowDescribed, TaskFacts
 from dora_pipe.producers.tasks.cassette import CassetteMiss, Recorded, row_digest
 from dora_pipe.producers.tasks.cassette_file import CassetteFile
 from dora_pipe.producers.tasks.messages import tool_schema
 from dora_pipe.producers.tasks.port import Environment, Observation, Row, Task, Tool, Turn
+from dora_pipe.producers.tasks.registry import check_cassette
 from dora_pipe.producers.tasks.tape import Cassette, EpisodeTape
 from dora_pipe.producers.tasks.taped_environment import open_taped
 from dora_pipe.producers.tasks.tools import ToolEnvironment
@@ -233,3 +238,31 @@ def test_a_strict_run_of_a_log_refuses_what_is_not_in_it(tmp_path: Path) -> None
     world.reset(ROW)
     with pytest.raises(CassetteMiss, match="row 0 of train: the turn 'fly' is not on"):
         world.respond(Turn(text="fly"))
+
+
+def config_of(cassette: Path, mode: str = "record") -> Config:
+    keys = (f"task.cassette={cassette}", f"task.cassette_mode={mode}")
+    return load_config(ROOT / "examples" / "arithmetic.toml", keys)
+
+
+def test_a_cassette_is_a_file_that_is_there_or_will_be_and_a_strict_one_is_there(
+    tmp_path: Path,
+) -> None:
+    there, new = tmp_path / "there.jsonl", tmp_path / "new.jsonl"
+    there.touch()
+    for mode, path in (("strict", there), ("record", there), ("record", new)):
+        config = config_of(path, mode)
+        assert with_cassettes(config, tmp_path / "runs").task.cassette == str(path)
+    with pytest.raises(ConfigError, match=r"there is no cassette .*new\.jsonl, and no run"):
+        with_cassettes(config_of(new, "strict"), tmp_path / "runs")
+    with pytest.raises(ConfigError, match="is no file"):
+        with_cassettes(config_of(tmp_path / "nowhere" / "new.jsonl"), tmp_path / "runs")
+
+
+def test_a_server_of_tasks_without_the_cassette_is_refused(tmp_path: Path) -> None:
+    task = config_of(tmp_path / "new.jsonl", "strict").task
+    facts = TaskFacts(train_digest="", train_rows=1, eval_digest="", eval_rows=0, reward_digest="")
+    with pytest.raises(TaskError, match="the server of the task has none, not strict"):
+        check_cassette(facts, task)
+    check_cassette(msgspec.structs.replace(facts, cassette="strict"), task)
+    assert without_cassettes(config_of(tmp_path / "new.jsonl")).task.cassette == ""

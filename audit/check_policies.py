@@ -154,12 +154,16 @@ class PolicyCheck:
         except (pa.ArrowException, OSError, ValueError) as error:
             self._findings.add("policies", who, f"cannot be read: {error}")
             return
-        # A trainer takes a batch in dispatch order; deadlines may have another one (`set`).
-        wanted = sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
+        wanted = self.rows_of(entry)
         found = [row["trajectory"] for row in rows]
         message = "its rows are not the trajectories of the batch"
         if self._findings.same("policies", who, message, expected=wanted, found=found):
             self._rows(entry, {row["trajectory"]: row for row in rows})
+
+    def rows_of(self, entry: StepEntry) -> list[str]:
+        """The trajectories that have a row, in its order: a trainer takes a batch in dispatch
+        order; deadlines may have another one (`set`)."""
+        return sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
 
     def _rows(self, entry: StepEntry, rows: dict[str, dict[str, Any]]) -> None:
         known = self._ledger.accounts.groups
@@ -185,7 +189,7 @@ class PolicyCheck:
                 }
                 for name, value in expected.items():
                     self._row(entry.step, fact.trajectory, name, value, row[name])
-                if whole and not _close(advantage, row["advantage"]):
+                if whole and not close_to(advantage, row["advantage"]):
                     self._row(entry.step, fact.trajectory, "advantage", advantage, row["advantage"])
 
     def _row(self, step: int, trajectory: str, name: str, expected: object, found: object) -> None:
@@ -193,7 +197,8 @@ class PolicyCheck:
         self._findings.same("policies", trajectory, message, expected=expected, found=found)
 
 
-def _close(first: float | None, second: float | None) -> bool:
+def close_to(first: float | None, second: float | None) -> bool:
+    """Whether two advantages are the same number, computed from the same numbers."""
     if first is None or second is None:
         return first is second
     return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

@@ -30,7 +30,7 @@ from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset
-from dora_pipe.schemas.control import VersionsDropped
+from dora_pipe.schemas.control import Retrained, VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.copies import MADE
@@ -106,6 +106,7 @@ def plan_prune(
     if finished:
         commits = [note.checkpoint for note in history.notes]
         stays = retained(commits, (len(commits),), keep_every) | history.references | set(keep)
+        stays.add(history.first_step)
         versions = tuple(sorted(history.kept - stays))
     kept = history.kept.difference(versions)
     candidates = tuple(_candidates(bus, topics, history, clock, listed, kept, frozenset(versions)))
@@ -148,8 +149,8 @@ def _candidates(
 ) -> Iterator[PruneCandidate]:
     """Files by name: kept, of a dropped version, or nobody's."""
     assert history.run_started is not None
-    named = {history.run_started.assets_digest}
-    for commit in read_commits(bus, topics, history.notes, clock):
+    named = {history.run_started.assets_digest, *_begun_with(history.run_started.retrained)}
+    for commit in read_commits(bus, topics, history.notes[history.first_step :], clock):
         named.add(commit.contributions.sha256)
     needed = {name for version in kept for name in _names(history, version)}
     needed |= {n for version in underlying(history, kept) for n in _weights(history, version)}
@@ -171,6 +172,17 @@ def _candidates(
         else:
             why: Why = "retention" if version in now else "dropped before"
             yield PruneCandidate(file=file, why=why, version=version)
+
+
+def _begun_with(retrained: Retrained | None) -> Iterator[str]:
+    """Digests of what a run of another's trajectories begins with."""
+    if retrained is None:
+        return
+    yield retrained.policy.digest
+    yield from retrained.references.values()
+    for blob in (retrained.optimizer, retrained.change):
+        if blob is not None:
+            yield blob.sha256
 
 
 def _names(history: CommitHistory, version: int) -> list[str]:

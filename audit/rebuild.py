@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
@@ -85,10 +86,10 @@ class Rebuilder:
         makes other bytes, PolicyError, BusError.
         """
         history = self._read()
-        if not 0 <= version <= history.next_step:
+        if version and not history.first_step <= version <= history.next_step:
             raise UsageError(
                 f"version {version} was not published",
-                hint=f"there are versions 0 to {history.next_step}",
+                hint=f"there are versions {history.first_step} to {history.next_step}",
             )
         digest = history.digest_of(version)
         if version and not self._is_there(digest):
@@ -120,9 +121,18 @@ class Rebuilder:
         commits = read_commits(self._bus, self._topics, notes[self._at : version], self._clock)
         self._at = -1  # Somewhere in between, until it has come through.
         files = StepFiles(self._store, history.digest_of)
-        for step in replay_steps(
-            self._bus, self._topics, trainer, commits, files=files, clock=self._clock
-        ):
+        change = change_of(self._store, history)
+        again = replay_steps(
+            self._bus,
+            self._topics,
+            trainer,
+            commits,
+            files=files,
+            clock=self._clock,
+            change=change,
+            sampled_by=history.sampled_by,
+        )
+        for step in again:
             if not step.equal:
                 other = step.other_numerics
                 raise ReplayDiverged(

@@ -26,7 +26,8 @@ from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.settings import changed_settings
-from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
+from dora_pipe.consumers.trainer.change_file import change_of
+from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.consumers.trainer.commits import OF_PATCHES, CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import (
@@ -42,7 +43,8 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.safetensors_file import mapped, read_entries
 from dora_pipe.store.store import PolicyStore, as_store
 
-_FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""How numpy calls types of tensors; bfloat16 by its bits."""
 
 SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.", "objective.")))
 """What `--set` may change: the settings that a commit carries."""
@@ -116,12 +118,13 @@ def replay(
     last: int,
     clock: Clock,
     changed: Mapping[str, float | int | str | bool] | None = None,
-    change: BatchChange = UNCHANGED,
+    change: BatchChange | None = None,
 ) -> Iterator[StepLine]:
     """Train steps `first` .. `last - 1` again; a line per step, lead-in steps among them.
 
     `changed` are logged keys to use from step `first` on instead of the recorded ones; `change` is
-    what of the batches is otherwise, in the lead-in too, where it names rows of that. Ends after
+    what of the batches is otherwise, in the lead-in too, where it names rows of that; by default
+    what the run itself says. Ends after
     the first step that differs although the numerics are the same (see `raise_if_diverged`).
     Raises UsageError for steps that were not committed, InvariantBroken for a trajectory that
     cannot be read.
@@ -139,7 +142,17 @@ def replay(
         most = logged_config(started.config).sampling.max_tokens
         commits = _with(commits, settings, first, max_tokens=most)
     files = StepFiles(store, history.digest_of)
-    again = replay_steps(bus, topics, trainer, commits, files=files, clock=clock, change=change)
+    change = change_of(store, history) if change is None else change
+    again = replay_steps(
+        bus,
+        topics,
+        trainer,
+        commits,
+        files=files,
+        clock=clock,
+        change=change,
+        sampled_by=history.sampled_by,
+    )
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:
@@ -217,10 +230,11 @@ def _check_range(history: CommitHistory, first: int, last: int) -> None:
     if history.run_started is None:
         raise InvariantBroken("control has no `run started`")
     committed = len(history.notes)
-    if not 0 <= first < last <= committed:
+    if not history.first_step <= first < last <= committed:
         raise UsageError(
             f"steps {first} to {last - 1} cannot be replayed",
-            hint=f"steps 0 to {committed - 1} are committed (--to is the first one left out)",
+            hint=f"steps {history.first_step} to {committed - 1} are committed "
+            "(--to is the first one left out)",
         )
 
 
@@ -265,7 +279,7 @@ def _distances(store: PolicyStore, trainer: Learner, digest: str) -> tuple[Tenso
 
 
 def _distance(name: str, dtype: str, before: bytes, after: bytes) -> TensorDistance:
-    kind = _FLOATS.get(dtype)
+    kind = FLOATS.get(dtype)
     if kind is None:
         a, b = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
         bits_a, bits_b = a, b

@@ -111,6 +111,9 @@ class CatalogueBuilder:
         match fact:
             case RunStarted() if self.account.started is None:
                 self._published(0, fact.policy.digest, fact.at_ns)
+                if fact.retrained is not None and fact.retrained.first:
+                    retrained = fact.retrained
+                    self._published(retrained.first, retrained.policy.digest, fact.at_ns)
             case WorkerJoined():
                 self._said(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
             case WorkerReady():
@@ -370,7 +373,7 @@ def _step_row(event: StepEnded) -> StepRow:
         groups=len(fact.groups),
         trajectories=len(results),
         valid=len(rewards),
-        reward=mean(rewards),
+        reward=mean(rewards) if results else fact.figures.get("reward_mean"),
         reward_raw=sum(rewards) / len(results) if results else None,
         reward_low=low,
         reward_high=high,

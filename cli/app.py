@@ -45,6 +45,10 @@ COMMANDS: Final[Panels] = {
     "What else could have been": {
         "diff": ("cli.commands.counterfactual:diff", "Where two runs part, and why."),
         "fork": ("cli.commands.counterfactual:fork", "Which turn decided an episode."),
+        "retrain": (
+            "cli.commands.counterfactual:retrain",
+            "Train a run's steps again otherwise.",
+        ),
         "rescore": (
             "cli.commands.counterfactual:rescore",
             "What another reward would have changed.",

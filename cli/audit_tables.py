@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
+from dora_pipe.audit.retrained import RetrainedReport
 from dora_pipe.audit.selection import Mean, PartLine, SelectionLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 
@@ -202,7 +203,7 @@ def _notes(report: AuditReport) -> None:
         emit_line()
 
 
-def _violations(report: AuditReport) -> None:
+def _violations(report: AuditReport | RetrainedReport) -> None:
     if report.holds:
         return
     shown = report.violations[:VIOLATIONS_SHOWN_MAX]
@@ -217,7 +218,35 @@ def _violations(report: AuditReport) -> None:
     emit_line()
 
 
-def _checks(report: AuditReport) -> None:
+def print_retrained(report: RetrainedReport) -> None:
+    """Every table of a run that was trained again, the verdict last."""
+    settings = ", ".join(f"{key} = {value}" for key, value in report.settings.items())
+    changed = (
+        f"{report.without} rows do not count, {report.rewards} have another reward, "
+        f"{report.weights} a weight"
+    )
+    emit_line(f"audit of {report.run}")
+    emit_pairs(
+        {
+            "run": f"{report.run} ({'finished' if report.finished else 'open'})",
+            "source": f"{report.source}, steps {report.first} to {report.last}",
+            "steps": report.steps,
+            "settings": settings or "as they were",
+            "batches": f"as they were; {changed}",
+            "trajectory records": f"{report.records}, {report.record_bytes / 1e6:.1f} MB, "
+            f"in the log of {report.source}",
+        }
+    )
+    emit_line()
+    if report.notes:
+        emit_table(("notes",), [(note,) for note in report.notes])
+        emit_line()
+    _violations(report)
+    _checks(report)
+    _unseen(report)
+
+
+def _checks(report: AuditReport | RetrainedReport) -> None:
     rows = [
         (
             line.check,
@@ -230,5 +259,5 @@ def _checks(report: AuditReport) -> None:
     emit_table(("check", "what holds", "compared", ""), rows)
 
 
-def _unseen(report: AuditReport) -> None:
+def _unseen(report: AuditReport | RetrainedReport) -> None:
     emit_table(("an audit cannot see",), [(line,) for line in report.cannot_see])

@@ -58,7 +58,7 @@ def replay_steps(
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
     config = logged_config(started.config)
     trainer = open_trainer(run, started, _here(config, run.config))
-    first = 0 if first is None else first
+    first = history.first_step if first is None else first
     last = len(history.notes) if last is None else last
     lines: list[StepLine] = []
     changed = _settings(changes)

@@ -122,13 +122,15 @@ def load_config(
     paradigm: str = "",
     stored: bool = False,
     begun: Table | None = None,
+    another: bool = False,
 ) -> Config:
     """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
 
     Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``). Keys
     that a `stored` configuration, that of a run, lacks are what they were when there was no such
     key (`logged`). `begun` is the stored table of the run that a file is to go on with: keys that
-    are filled in where it says nothing are as they were then (`as_begun`). Raises ConfigError.
+    are filled in where it says nothing are as they were then (`as_begun`). Where `another` kind of
+    objective may be named, its keys begin at its own defaults. Raises ConfigError.
     """
     if paradigm:
         overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
@@ -139,6 +141,8 @@ def load_config(
     if begun is not None:
         take_apart(begun)
         as_begun(table, begun)
+    if another:
+        _settle_objective(table, overrides)
     folder = path.resolve().parent
     _resolve_paths(table, folder)
     return laid_over(table, overrides, folder)
@@ -240,6 +244,33 @@ def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 # Overrides, paths and defaults that depend on other keys.
+
+
+def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
+    """What belongs to values that the overrides change goes with these."""
+    given = plain_overrides(overrides).items()
+    changes = {key.removeprefix("objective."): one for key, one in given if "objective." in key}
+    if changes:
+        table["objective"] = objectives.settled(table.get("objective", {}), changes)
+
+
+def plain_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """What overrides say, by dotted key. Raises ConfigError.
+
+    Example: ``plain_overrides(["objective.kl=0.1"]) == {"objective.kl": 0.1}``
+    """
+    found: dict[str, Any] = {}
+    for text in overrides:
+        _flatten(_parse_override(text), "", found)
+    return found
+
+
+def _flatten(table: Table, prefix: str, into: dict[str, Any]) -> None:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _flatten(value, f"{prefix}{key}.", into)
+        else:
+            into[f"{prefix}{key}"] = value
 
 
 def _parse_override(text: str) -> Table:

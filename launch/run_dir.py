@@ -10,6 +10,7 @@ runs/NAME/
   logs/           what each role said
   lock            held by who runs it (`locked`)
   archived-to     where `dora-pipe archive` put its segments, if it did
+  retrained-from  the run beside it whose trajectories it was trained on, if `retrain` made it
 
 An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log. A
 run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
@@ -58,6 +59,9 @@ LOCK = "lock"
 
 ARCHIVED_TO = "archived-to"
 """File in a run's directory that names its archive."""
+
+RETRAINED_FROM = "retrained-from"
+"""File in a run's directory that names the run whose log has its trajectories."""
 
 ON_KAFKA = "kafka://"
 """How an address of a run begins that is no name and no path."""
@@ -115,6 +119,27 @@ class RunDir:
         place = Path(note.read_text().strip()) if note.is_file() else None
         return place if place is not None and (place / MANIFEST).is_file() else None
 
+    @property
+    def lender(self) -> str:
+        """Name of the run whose log has this one's trajectories; empty: its own has them."""
+        note = self.path / RETRAINED_FROM
+        return note.read_text().strip() if note.is_file() and not self.is_archive else ""
+
+    def _lender_location(self) -> LogLocation | None:
+        """Raises UsageError where that run is not beside this one."""
+        if not self.lender:
+            return None
+        there = RunDir(self.path.parent / self.lender)
+        if not there.exists():
+            raise UsageError(
+                f"run {self.path.name!r} was trained on the log of {self.lender!r}, which is not "
+                f"in {self.path.parent}",
+                hint="bring that run, or an archive of it under its name, back there",
+            )
+        place = there.log_location(there.config())
+        known = there.archive
+        return place if known is None else msgspec.structs.replace(place, archive=str(known))
+
     def bus_url(self, config: Config) -> str:
         """Where the log is."""
         if self.is_archive:
@@ -149,6 +174,7 @@ class RunDir:
             bus=config.bus,
             claims=str(self.store(config) / CLAIMS),
             store_url=config.store.url,
+            lender=self._lender_location(),
         )
 
     def store(self, config: Config) -> Path:

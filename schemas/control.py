@@ -91,6 +91,33 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
+class Retrained(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is made of that has no rollouts: steps of another run, trained again otherwise.
+
+    Its steps and versions have the numbers that they have there; the log of that run has the
+    trajectories, and none of it is copied.
+    """
+
+    run: str
+    """Name of the source."""
+    started_ns: int
+    """`at_ns` of its `run started`, which tells runs of that name apart."""
+    first: int
+    """The first step that is trained again, which begins with that version of the source."""
+    last: int
+    """The last one."""
+    policy: Manifest
+    """That version; where `first` is 0, the same as `RunStarted.policy`."""
+    optimizer: Blob | None
+    """The optimizer's state before `first`; none where that is 0."""
+    settings: dict[str, float | int | str | bool] = {}
+    """Keys whose values are otherwise than in the source's steps."""
+    change: Blob | None = None
+    """A file in the store: rows that do not count, other rewards, weights of rows."""
+    references: dict[str, str] = {}
+    """Digests of earlier versions that the steps name as their reference, by version."""
+
+
 class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that groups are made of."""
 
@@ -125,6 +152,9 @@ class RunStarted(Control, frozen=True, kw_only=True):
     fields above are those of the first task and of the first evaluation."""
     scored_together: tuple[str, ...] = ()
     """Sources (`GroupSpec.source`) of groups whose siblings are also scored together."""
+    retrained: Retrained | None = None
+    """Where it is made of steps of another run: `dora-pipe retrain`. Then `policy` is that run's
+    version 0, and its own first version is `retrained.policy`."""
 
     def data(self, source: str) -> DataSet | None:
         """The rows of a source; None where there is no such one."""

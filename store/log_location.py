@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,9 +13,11 @@ from dora_pipe.bus import open_bus
 from dora_pipe.bus.archive.tiered import tiered
 from dora_pipe.bus.claim_check import ClaimFiles, ClaimStore
 from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.lent_topic import LentTopicBus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
 
 
@@ -36,9 +38,25 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     """The store that has them, where that is another file system."""
     archive: str = ""
     """Directory of an archive that has the beginning of the log."""
+    lender: LogLocation | None = None
+    """The log of another run, which has the trajectories that this run was trained on."""
 
     def open(self) -> Bus:
         """The log. Raises BusError, ConfigError for a missing secret or an odd `store_url`."""
+        return self._own() if self.lender is None else self._with(self.lender)
+
+    def _with(self, lender: LogLocation) -> Bus:
+        """The log, its trajectories where the lender has them."""
+        topics, theirs = Topics(self.run), Topics(lender.run)
+        with ExitStack() as stack:
+            own = self._own()
+            stack.callback(own.close)
+            there = lender.open()
+            stack.pop_all()
+        lent = {topics.trajectories: theirs.trajectories}
+        return LentTopicBus(own, there, lent=lent, others=theirs.all())
+
+    def _own(self) -> Bus:
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
         bus = open_bus(self.url, security, claims=self.claim_store())
         return tiered(bus, Path(self.archive)) if self.archive else bus

@@ -15,11 +15,15 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.patch import opened_patch
 from dora_pipe.store.safetensors_file import read_manifest
 
-BlobKind = Literal["optimizer", "contributions"]
+BlobKind = Literal["optimizer", "contributions", "change"]
 
 READ_BYTES: Final = 1 << 20
 
-_SUFFIX: Final[dict[BlobKind, str]] = {"optimizer": ".safetensors", "contributions": ".arrow"}
+_SUFFIX: Final[dict[BlobKind, str]] = {
+    "optimizer": ".safetensors",
+    "contributions": ".arrow",
+    "change": ".json",
+}
 
 
 def weights_name(digest: str) -> str:

@@ -512,7 +512,7 @@ class PolicyStore:
     def everything(self) -> list[Listed]:
         """Every file of the store, unfinished ones among them; sorted. Notes of this machine are
         none. Raises ResourceError."""
-        folders = ("assets", "contributions", MADE, "optimizer", "patches", "weights")
+        folders = ("assets", "change", "contributions", MADE, "optimizer", "patches", "weights")
         found = (one for folder in folders for one in self._files.listed(folder))
         return [one for one in found if not one.name.endswith(SUFFIX)]
 

@@ -97,7 +97,7 @@ def audit(
     from dora_pipe.audit.archive import raise_if_damaged, verify
     from dora_pipe.audit.auditor import raise_if_broken
     from dora_pipe.audit.report import plain
-    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, help_audit
+    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, audit_again, help_audit
     from dora_pipe.cli.audit_tables import print_report
     from dora_pipe.launch.fork_server import ForkedHelpers
     from dora_pipe.launch.run_dir import opened
@@ -110,13 +110,13 @@ def audit(
         return
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with ForkedHelpers(help_audit) as forks, opened(run, root, archive) as open_run:
+        if open_run.directory.lender:
+            raise_if_broken(audit_again(open_run, store=store, follow=follow, as_json=as_json))
+            return
         session = AuditSession(open_run, forks, index, store=store, quick=quick, fresh=fresh)
         found = session.follow() if follow else session.once()
         sealed = open_run.directory.path if open_run.directory.is_archive else archive
-    if as_json:
-        emit_json(plain(found))
-    else:
-        print_report(found)
+    emit_json(plain(found)) if as_json else print_report(found)
     raise_if_broken(found)
     if sealed is not None:
         raise_if_damaged(verify(sealed))
@@ -278,6 +278,11 @@ def archive(
     with opened(run, root, alone=True) as open_run:
         if open_run.directory.is_archive:
             raise UsageError(f"{open_run.directory.path} is an archive itself")
+        if lender := open_run.directory.lender:
+            raise UsageError(
+                f"the trajectories of this run lie in the log of {lender}",
+                hint=f"archive {lender}; this run's directory is small, and can be copied",
+            )
         if (to / "config.toml").is_file() and not RunDir(to).is_archive:
             raise UsageError(
                 f"{to} holds a run, not an archive", hint="an archive wants a folder of its own"

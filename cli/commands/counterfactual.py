@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.lazy import EXIT_INTERRUPTED
+from dora_pipe.cli.options import (
+    ArchiveOption,
+    JsonOption,
+    OverrideOption,
+    RunArgument,
+    RunsOption,
+)
 from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS
+from dora_pipe.core.console import RUNS, say
+from dora_pipe.core.errors import UsageError
 
 
 def diff(
@@ -110,3 +118,56 @@ def rescore(
             as_json=as_json,
             report=report,
         )
+
+
+def retrain(
+    run: RunArgument,
+    name: Annotated[
+        str, typer.Option("--name", metavar="NEW", help="Of the new run; of a grid, its beginning.")
+    ],
+    first: Annotated[int, typer.Option("--from", metavar="A", help="The first step.")] = 0,
+    end: Annotated[
+        int | None,
+        typer.Option("--to", metavar="B", help="The first step left out; default the end."),
+    ] = None,
+    override: OverrideOption = None,
+    rescored: Annotated[
+        str, typer.Option(metavar="ID", help="Rewards that `rescore` has found, by their folder.")
+    ] = "",
+    drop_rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Groups and trajectories that do not count, a line each."
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Trajectories with a factor of their loss, a line each."),
+    ] = None,
+    grid: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML: a table for each run, with keys as of -o."),
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
+    rows: a run of its own, without a rollout. The same command goes on where it was."""
+    from dora_pipe.cli.retrain import Setting, grid_of, retrain_runs
+
+    if grid is not None:
+        if override or rescored or drop_rows or weights:
+            raise UsageError("--grid says what is otherwise: leave the other options out")
+        settings = grid_of(grid, name)
+    else:
+        one = Setting(
+            name=name,
+            overrides=tuple(override or ()),
+            rescored=rescored,
+            drop=drop_rows,
+            weights=weights,
+        )
+        settings = [one]
+    if not retrain_runs(run, settings, root=root, first=first, end=end, as_json=as_json):
+        say("stopped: the same command goes on")
+        raise typer.Exit(EXIT_INTERRUPTED)

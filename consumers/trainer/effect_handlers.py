@@ -36,6 +36,7 @@ from dora_pipe.consumers.trainer.batch_reader import (
     find,
     places_of,
 )
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.checks import Arrived, check_batch
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -96,6 +97,10 @@ class HandlersSetup:
     """Whether the learner makes room on its device while no step is computed."""
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
+    sampler: str = ""
+    """The run that the trajectories are of, where that is another one."""
+    change: BatchChange = UNCHANGED
+    """What of batches is otherwise than in the log."""
 
 
 class EffectHandlers:
@@ -127,7 +132,7 @@ class EffectHandlers:
         self.reader = BatchReader(
             bus,
             setup.topics.trajectories,
-            run=setup.topics.run,
+            run=setup.sampler or setup.topics.run,
             starts=setup.starts,
             clock=clock,
             meter=meter,
@@ -180,7 +185,9 @@ class EffectHandlers:
         )
         digests = [self._setup.initial.digest, *(note.digest for note in effect.notes)]
         files = StepFiles(self._store, digests.__getitem__)
-        for replayed in steps_again(self.reader, learner, commits, files=files, strict=True):
+        change = self._setup.change
+        again = steps_again(self.reader, learner, commits, files=files, strict=True, change=change)
+        for replayed in again:
             if replayed is None:
                 yield None
             elif replayed.equal:
@@ -240,6 +247,7 @@ class EffectHandlers:
         if isinstance(learner, TrainsParts) and not wrong:
             batch = batch_of(decision.step, decision.groups, _all_whole(arrived))
             try:
+                batch = changed(batch, self._setup.change)
                 batch = yield from self._with_files(batch, decision.settings, effect.reference)
                 learner.train_part(batch, decision.settings)
             except NonFinite as error:
@@ -297,7 +305,7 @@ class EffectHandlers:
         key = (effect.step, effect.attempt)
         assert self._fetched is not None
         assert self._fetched[0] == key
-        batch = self._fetched[1]
+        batch = changed(self._fetched[1], self._setup.change)
         self._fetched = None
         batch = yield from self._with_files(batch, effect.settings, effect.reference)
         result = self.learner.train(batch, effect.settings)

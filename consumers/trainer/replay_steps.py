@@ -21,6 +21,7 @@ from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logpro
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitNote
+from dora_pipe.consumers.trainer.recovery import NOT_HERE
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.control import StepCommitted
@@ -104,15 +105,18 @@ def replay_steps(
     files: StepFiles,
     clock: Clock,
     change: BatchChange = UNCHANGED,
+    sampled_by: str = "",
 ) -> Iterator[ReplayedStep]:
     """Train the steps of `commits` (contiguous, in order) again, one by one.
 
     `learner` has the weights and optimizer state before the first of them (`load_base`). Every
     trajectory is taken as it lies in the log now, also if it was changed: what that changes in the
-    weights is the answer. `change` is what else is otherwise than when they were committed. Raises
+    weights is the answer. `sampled_by` is the run of the trajectories, where that is another one;
+    `change` is what else is otherwise than when they were committed. Raises
     InvariantBroken for one that cannot be read at all, BusError.
     """
-    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
+    run = sampled_by or topics.run
+    reader = BatchReader(bus, topics.trajectories, run=run, starts={}, clock=clock)
     try:
         again = steps_again(reader, learner, commits, files=files, strict=False, change=change)
         for step in again:
@@ -140,6 +144,12 @@ def load_base(
             LOG.warning("checkpoint of step %d cannot be used: %s", note.step, error.message)
             continue
         return note.step + 1
+    if notes and notes[0].offset == NOT_HERE:
+        raise PolicyError(
+            "the weights and the optimizer's state that this run began with are not in its store "
+            "any more",
+            hint="retrain the same steps of its source again, under another name",
+        )
     weights = store.weights(initial.digest)
     learner.load(weights, digest=initial.digest, optimizer=None)
     return 0

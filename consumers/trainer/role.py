@@ -32,6 +32,8 @@ from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX
+from dora_pipe.consumers.trainer.change_file import stored_change
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
@@ -129,12 +131,32 @@ def run_trainer(
                 transfers=transfers,
                 coming=coming,
             )
+            _lend(history, bus, clock)
             role_epoch = _announce(writer, topics, history, clock)
             _serve(here, bus, writer, history, role_epoch, meter, stop)
 
 
+def _lend(history: CommitHistory, bus: Bus, clock: Clock) -> None:
+    """What is known of the run whose versions sampled the trajectories, where that is another one;
+    of its trajectories none is read before a batch wants it. Raises BusError."""
+    retrained = None if history.run_started is None else history.run_started.retrained
+    if retrained is None:
+        return
+    topics = Topics(retrained.run)
+    history.sampler = read_history(bus, topics, clock)
+    partitions = range(bus.partitions(topics.trajectories))
+    ends = {one: bus.end(TopicPartition(topics.trajectories, one)) for one in partitions}
+    history.starts.update(ends)
+
+
 def handlers_setup(
-    topics: Topics, run: RunStarted, config: Config, history: CommitHistory, *, adopt: bool
+    topics: Topics,
+    run: RunStarted,
+    config: Config,
+    history: CommitHistory,
+    *,
+    adopt: bool,
+    change: BatchChange = UNCHANGED,
 ) -> HandlersSetup:
     """The handlers' settings for a run: where it reads from, and how much it may hold."""
     in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
@@ -143,6 +165,8 @@ def handlers_setup(
         initial=run.policy,
         starts=dict(history.starts),
         adopt=adopt,
+        sampler="" if run.retrained is None else run.retrained.run,
+        change=change,
         leaves_device=config.trainer.offload_between_steps,
         records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
     )
@@ -190,7 +214,11 @@ def _opener(
     here: _Trainer, history: CommitHistory
 ) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
     """Opens the handlers in the thread that will run them."""
-    setup = handlers_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
+    retrained = here.run.retrained
+    change = UNCHANGED if retrained is None else stored_change(here.store, retrained.change)
+    setup = handlers_setup(
+        here.topics, here.run, here.config, history, adopt=here.adopt, change=change
+    )
 
     @contextmanager
     def opened(meter: Meter) -> Iterator[EffectHandlers]:

@@ -228,11 +228,29 @@ NAMED_TRAJECTORY = replace(
 )
 """Of an evaluation with a name."""
 
+_STARTED = next(one for one in CONTROL if isinstance(one, control.RunStarted))
+
 STARTED_TOGETHER = msgspec.structs.replace(
-    next(one for one in CONTROL if isinstance(one, control.RunStarted)),
+    _STARTED,
     scored_together=("train", "eval"),
 )
 """The siblings of every group are scored together."""
+
+STARTED_RETRAINED = msgspec.structs.replace(
+    _STARTED,
+    retrained=control.Retrained(
+        run="demo",
+        started_ns=AT_NS,
+        first=30,
+        last=59,
+        policy=_STARTED.policy,
+        optimizer=Blob(sha256=SHA256, bytes=1024),
+        settings={"objective.kind": "topr"},
+        change=Blob(sha256=SHA256, bytes=80),
+        references={"20": DIGEST},
+    ),
+)
+"""A run that is made of steps of another one."""
 
 SCORED = control.GroupScored(
     at_ns=AT_NS,

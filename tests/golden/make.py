@@ -87,6 +87,13 @@ COMMITTED = {
 }
 
 
+STARTED = {
+    "several": later_values.STARTED_SEVERAL,
+    "together": later_values.STARTED_TOGETHER,
+    "retrained": later_values.STARTED_RETRAINED,
+}
+
+
 def trajectory_files() -> dict[str, bytes]:
     """The records of trajectories."""
     records = {
@@ -142,11 +149,10 @@ def files() -> dict[str, bytes]:
         "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
         "decisions/round-in-flight.json": encode(later_values.ROUND_IN_FLIGHT),
         **{f"control/step-committed-{name}.json": encode(one) for name, one in COMMITTED.items()},
-        "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
+        **{f"control/run-started-{name}.json": encode(one) for name, one in STARTED.items()},
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),
         "control/role-started-draws.json": encode(later_values.ORCHESTRATOR_DRAWS),
-        "control/run-started-together.json": encode(later_values.STARTED_TOGETHER),
         "control/group-scored.json": encode(later_values.SCORED),
         "control/group-scored-error.json": encode(later_values.NOT_SCORED),
         "decisions/round-scored.json": encode(later_values.ROUND_SCORED),

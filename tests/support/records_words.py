@@ -50,6 +50,7 @@ PARTS = (
     ("TakenTrajectory", "control"),
     ("Offender", "control"),
     ("Lineage", "control"),
+    ("Retrained", "control"),
     ("DataSet", "control"),
     ("Manifest", "policy"),
     ("Tensor", "policy"),

@@ -1,0 +1,324 @@
+"""`retrain`: trains steps of a run again from its log, as runs of their own; a table of them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.rescored_file import RescoredFile
+from dora_pipe.audit.rescored_run import FOLDER
+from dora_pipe.audit.retrained import weights_distance
+from dora_pipe.cli.output import emit_json, emit_line, emit_table
+from dora_pipe.cli.progress import progress
+from dora_pipe.cli.replay import open_trainer
+from dora_pipe.consumers.trainer.change_file import named_rows, weighed_rows
+from dora_pipe.consumers.trainer.changed_batch import BatchChange
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
+from dora_pipe.launch.retrain import train_again
+from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, plan_retrain
+from dora_pipe.launch.roles import StopFlag
+from dora_pipe.launch.run_dir import OpenRun, locked, opened
+from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.schemas.topics import Topics, is_name
+from dora_pipe.store.store import PolicyStore
+
+FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
+"""Of a step, in the tables; `--json` has every one."""
+
+OF_GRID: Final = frozenset({"rescored", "drop", "weights"})
+"""Keys of a setting in a grid that are no keys of a configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What one run shall have otherwise, as a command or a grid says it."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    rescored: str = ""
+    drop: Path | None = None
+    weights: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A run that is done: its steps beside those of the source."""
+
+    name: str
+    steps: Sequence[StepCommitted]
+    digests: Sequence[str]
+    """Of the source's versions behind the same steps."""
+    distance: float | None
+    """Of the last weights from the source's: norm of the difference over theirs; None where either
+    is not there."""
+
+    @property
+    def first_other(self) -> int | None:
+        """The first step with other weights than the source's."""
+        pairs = zip(self.steps, self.digests, strict=True)
+        return next((one.step for one, digest in pairs if one.digest_after != digest), None)
+
+
+def retrain_runs(
+    run: str,
+    settings: Sequence[Setting],
+    *,
+    root: Path,
+    first: int,
+    end: int | None,
+    as_json: bool,
+) -> bool:
+    """Train every setting's run, one after the other, and print them; False where the user stopped
+    it before the last was done.
+
+    Raises UsageError, ConfigError for what cannot be, before anything is made of that setting, and
+    whatever ends a trainer.
+    """
+    stop, found = StopFlag(), list[TrainedRun]()
+    last = None if end is None else end - 1
+    for setting in settings:
+        with opened(run, root) as source:
+            change = _change(source, setting, first, last)
+            wanted = Retraining(
+                name=setting.name,
+                first=first,
+                last=last,
+                overrides=setting.overrides,
+                change=change,
+            )
+            done = _train(source, wanted, stop)
+            if done is None:
+                return False
+            found.append(done)
+            if len(settings) == 1 or as_json:
+                _print(done, as_json=as_json)
+    if len(settings) > 1 and not as_json:
+        _print_grid(found)
+    return True
+
+
+def _train(source: OpenRun, wanted: Retraining, stop: StopFlag) -> TrainedRun | None:
+    """One run, from wherever it stands; None where the user stopped it."""
+    with ExitStack() as stack:
+        report = stack.enter_context(progress("reading the log"))
+        plan = plan_retrain(source, wanted, open_trainer)
+        stack.enter_context(locked(plan.directory))
+        if not _is_over(plan):
+            many = plan.retrained.last + 1 - wanted.first
+            if plan.goes_on:
+                say(f"{wanted.name} began before: it goes on where it was")
+            over = train_again(
+                plan,
+                stop=stop,
+                told=lambda step: report(f"step {step}", step - wanted.first, many),
+            )
+            if not over:
+                return None
+        return _trained(source, plan)
+
+
+def _is_over(plan: RetrainPlan) -> bool:
+    topics = Topics(plan.config.run.name)
+    with closing(plan.directory.open_bus(plan.config)) as bus:
+        from dora_pipe.launch.plan import is_over
+
+        return is_over(bus, topics)
+
+
+def _trained(source: OpenRun, plan: RetrainPlan) -> TrainedRun:
+    """A run that is over, beside its source."""
+    clock, retrained = SystemClock(), plan.retrained
+    theirs = read_history(source.bus, source.topics, clock)
+    with closing(plan.directory.open_bus(plan.config)) as bus:
+        topics = Topics(plan.config.run.name)
+        notes = read_history(bus, topics, clock).notes[retrained.first :]
+        steps = [
+            msgspec.structs.replace(one, groups=())
+            for one in read_commits(bus, topics, notes, clock)
+        ]
+    digests = [theirs.notes[one.step].digest for one in steps]
+    own = plan.directory.policies(plan.config)
+    distance = _distance(own, steps[-1].digest_after, source.policies, digests[-1])
+    return TrainedRun(name=plan.started.run, steps=steps, digests=digests, distance=distance)
+
+
+def _distance(own: PolicyStore, digest: str, theirs: PolicyStore, other: str) -> float | None:
+    if digest == other:
+        return 0.0
+    try:
+        return weights_distance(own.weights(digest), theirs.weights(other))
+    except PolicyError:
+        return None
+
+
+# What is otherwise.
+
+
+def grid_of(file: Path, name: str) -> list[Setting]:
+    """The settings of a grid: a table each, whose runs are called ``NAME-TABLE``. Raises
+    ConfigError."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+    if not table:
+        raise ConfigError(f"{file} has no table", hint='e.g. [topr] with objective.kind = "topr"')
+    return [_setting(file, name, key, value) for key, value in table.items()]
+
+
+def _setting(file: Path, name: str, key: str, value: object) -> Setting:
+    if not isinstance(value, dict) or not is_name(f"{name}-{key}"):
+        raise ConfigError(
+            f"{file}: {key} is no table of a setting",
+            hint='e.g. [topr] with objective.kind = "topr"',
+        )
+    of_run = {one: given for one, given in value.items() if one not in OF_GRID}
+    own = {one: value[one] for one in OF_GRID & value.keys()}
+    if odd := [one for one, given in sorted(own.items()) if not isinstance(given, str)]:
+        raise ConfigError(f"{file}: {key}.{odd[0]} is no text")
+    return Setting(
+        name=f"{name}-{key}",
+        overrides=tuple(f"{dotted}={json.dumps(plain)}" for dotted, plain in _flat(of_run)),
+        rescored=own.get("rescored", ""),
+        drop=file.parent / own["drop"] if "drop" in own else None,
+        weights=file.parent / own["weights"] if "weights" in own else None,
+    )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _change(source: OpenRun, setting: Setting, first: int, last: int | None) -> BatchChange:
+    """What of the batches shall be otherwise. Raises UsageError."""
+    without = frozenset(named_rows(setting.drop)) if setting.drop is not None else frozenset[str]()
+    weights = weighed_rows(setting.weights) if setting.weights is not None else {}
+    rewards: dict[str, float] = {}
+    if setting.rescored:
+        rewards, lost = _rewards(source, setting.rescored, _trained_rows(source, first, last))
+        without |= lost
+    return BatchChange(without=without, rewards=rewards, weights=weights)
+
+
+def _trained_rows(source: OpenRun, first: int, last: int | None) -> set[str]:
+    """The trajectories of the steps."""
+    clock = SystemClock()
+    notes = read_history(source.bus, source.topics, clock).notes
+    wanted = notes[first:] if last is None else notes[first : last + 1]
+    return {
+        one.trajectory
+        for commit in read_commits(source.bus, source.topics, wanted, clock)
+        for group in commit.groups
+        for one in group.trajectories
+    }
+
+
+def _rewards(source: OpenRun, name: str, rows: set[str]) -> tuple[dict[str, float], frozenset[str]]:
+    """The rewards that a `rescore` of the run has found for these trajectories, and which of them
+    have none now. Raises UsageError where it is of another run, or not done."""
+    folder = source.directory.path / FOLDER
+    there = sorted(one.name for one in folder.glob("*/") if one.name.startswith(name))
+    if len(there) != 1:
+        known = ", ".join(sorted(one.name for one in folder.glob("*/"))) or "none"
+        raise UsageError(
+            f"{folder} has {'no' if not there else 'more than one'} {name}",
+            hint=f"there are: {known}; `dora-pipe rescore` makes them",
+        )
+    file = RescoredFile(folder / there[0])
+    about, found = file.about(), file.read(file.rewards) | file.read(file.groups)
+    if (about.run, about.started_ns) != (source.topics.run, _started_ns(source)):
+        raise UsageError(f"{file.folder} has the scores of another run of that name")
+    if missing := sorted(rows - found.keys()):
+        raise UsageError(
+            f"{missing[0]} has no score in {file.folder} (and {len(missing) - 1} more)",
+            hint="the same `rescore` goes on where it was",
+        )
+    scores = {one: found[one].reward for one in rows}
+    rewards = {one: score for one, score in scores.items() if score is not None}
+    return rewards, frozenset(one for one, score in scores.items() if score is None)
+
+
+def _started_ns(source: OpenRun) -> int:
+    started = read_history(source.bus, source.topics, SystemClock()).run_started
+    return 0 if started is None else started.at_ns
+
+
+# What came of it.
+
+
+def _print(done: TrainedRun, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(_plain(done))
+        return
+    rows = [
+        (
+            one.step,
+            *(one.figures.get(name) for name in FIGURES),
+            one.compute_s,
+            "equal" if one.digest_after == digest else one.digest_after[:12],
+        )
+        for one, digest in zip(done.steps, done.digests, strict=True)
+    ]
+    emit_table(("step", *FIGURES, "compute s", "weights"), rows)
+    first = done.first_other
+    if first is None:
+        emit_line("every step gave the weights of the source")
+    else:
+        emit_line(f"first step with other weights than the source's: {first}")
+        emit_line(f"distance of the last weights from the source's: {_far(done.distance)}")
+    say(f"look further: dora-pipe audit {done.name}; dora-pipe show {done.name}")
+
+
+def _far(distance: float | None) -> str:
+    return "not known: one of them is not in its store" if distance is None else f"{distance:.3g}"
+
+
+def _print_grid(found: Sequence[TrainedRun]) -> None:
+    emit_table(
+        ("run", *FIGURES, "compute s", "first other step", "distance"),
+        [
+            (
+                one.name,
+                *(one.steps[-1].figures.get(name) for name in FIGURES),
+                sum(step.compute_s for step in one.steps),
+                "none" if one.first_other is None else one.first_other,
+                one.distance,
+            )
+            for one in found
+        ],
+        title=f"Figures of step {found[0].steps[-1].step}",
+    )
+
+
+def _plain(done: TrainedRun) -> dict[str, Any]:
+    return {
+        "run": done.name,
+        "first_other": done.first_other,
+        "distance": done.distance,
+        "steps": [
+            {
+                "step": one.step,
+                "digest": one.digest_after,
+                "digest_source": digest,
+                "compute_s": one.compute_s,
+                "figures": one.figures,
+            }
+            for one, digest in zip(done.steps, done.digests, strict=True)
+        ],
+    }

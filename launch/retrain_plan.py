@@ -1,0 +1,393 @@
+"""What a run needs that trains on the steps of another one, before its roles start; decides what is
+refused, and what is copied.
+
+Trajectories are not copied: commits name them where they lie in the source's log. Copied are the
+version that the run begins with, the optimizer's state before its first step, version 0 and what
+else is a reference, and the files of the model directory. The run's first record is written last: a
+directory without one is begun again by the same command.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.audit.rebuild import Rebuilder
+from dora_pipe.audit.replay_step import SETTABLE
+from dora_pipe.bus.port import Append
+from dora_pipe.config.load import changed_keys, load_config, plain_overrides
+from dora_pipe.config.logged import REFERENCE
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.port import Learner, Settings
+from dora_pipe.consumers.learners.registry import learner_kind
+from dora_pipe.consumers.learners.settings import changed_settings
+from dora_pipe.consumers.trainer.change_file import publish_change
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, UsageError
+from dora_pipe.launch.plan import create_topics, started
+from dora_pipe.launch.run_dir import RETRAINED_FROM, OpenRun, RunDir, check_room, store_config
+from dora_pipe.orchestrator.batches_again import PLANNER
+from dora_pipe.schemas.control import (
+    Lineage,
+    Retrained,
+    RunStarted,
+    StepCommitted,
+    config_digest,
+)
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.topics import Topics, check_run_name
+from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
+from dora_pipe.store.store import PolicyStore
+
+OPTIMIZER = "the optimizer's state before step {step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retraining:
+    """What is to be trained again, and how otherwise."""
+
+    name: str
+    """Of the new run."""
+    first: int
+    last: int | None = None
+    """The last step; None: that of the source."""
+    overrides: tuple[str, ...] = ()
+    """`key=value`: settings of the steps, and what is free of this machine."""
+    change: BatchChange = UNCHANGED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrainPlan:
+    """A run that may start, or go on."""
+
+    directory: RunDir
+    config: Config
+    started: RunStarted
+    goes_on: bool
+    """It began before."""
+
+    @property
+    def retrained(self) -> Retrained:
+        """What it is made of."""
+        assert self.started.retrained is not None
+        return self.started.retrained
+
+
+OpenLearner = Callable[[OpenRun, RunStarted], Learner]
+
+
+def plan_retrain(source: OpenRun, wanted: Retraining, open_learner: OpenLearner) -> RetrainPlan:
+    """Everything the run needs is in its directory afterwards; one that began goes on.
+
+    Raises UsageError, ConfigError, PolicyError for what cannot be, ReplayDiverged where the state
+    before its first step cannot be made again here, InvariantBroken, ResourceError, BusError.
+    """
+    clock = SystemClock()
+    history = read_history(source.bus, source.topics, clock)
+    first_record = history.run_started
+    if first_record is None:
+        raise InvariantBroken(f"{source.topics.control} has no `run started`")
+    last = _checked(source, first_record, history, wanted)
+    settings = _settings(wanted.overrides)
+    directory = RunDir(source.directory.path.parent / wanted.name)
+    config = _config(source, wanted, last)
+    _check_learner(config, wanted.change)
+    commits = read_commits(source.bus, source.topics, history.notes[wanted.first : last + 1], clock)
+    most = config.sampling.max_tokens
+    references = _looked_through(commits, wanted, settings, most)
+    there = _goes_on(directory, config)
+    if there is not None:
+        plan = RetrainPlan(directory=directory, config=config, started=there, goes_on=True)
+        _check_same(plan, first_record, wanted, last, settings)
+        return plan
+    _make(directory, config, source)
+    begun = _Begun(source, history, directory.policies(config), open_learner)
+    retrained = Retrained(
+        run=first_record.run,
+        started_ns=first_record.at_ns,
+        first=wanted.first,
+        last=last,
+        policy=begun.version(wanted.first),
+        optimizer=begun.optimizer(wanted.first),
+        settings=dict(settings),
+        change=publish_change(begun.store, wanted.change),
+        references={
+            str(version): begun.version(version).digest
+            for version in sorted(references)
+            if 0 < version < wanted.first
+        },
+    )
+    begun.version(0)
+    begun.assets(first_record.assets_digest)
+    record = _run_started(first_record, config, retrained)
+    with closing(directory.open_bus(config)) as bus, closing(bus.writer()) as writer:
+        writer.append([Append(topic=Topics(wanted.name).control, value=encode(record))])
+    return RetrainPlan(directory=directory, config=config, started=record, goes_on=False)
+
+
+def taken_again(commit: StepCommitted, settings: Settings, max_tokens: int) -> Settings:
+    """The settings of a step of the source as they are in force when it is trained again."""
+    if not settings:
+        return commit.settings
+    return changed_settings(commit.settings, settings, max_tokens=max_tokens)
+
+
+def _checked(
+    source: OpenRun, record: RunStarted, history: CommitHistory, wanted: Retraining
+) -> int:
+    """The last step; what cannot be is refused."""
+    check_run_name(wanted.name)
+    if record.retrained is not None:
+        raise UsageError(
+            f"run {record.run} has no trajectories of its own: it was trained on those of "
+            f"{record.retrained.run}",
+            hint=f"retrain {record.retrained.run}",
+        )
+    if source.directory.is_archive or not source.directory.path.is_dir():
+        raise UsageError(
+            f"{source.directory.path} is no directory of a run: the new run finds its trajectories "
+            "by that",
+            hint="name a run by its directory",
+        )
+    if wanted.name == source.directory.path.name:
+        raise UsageError("the new run needs a name of its own", hint="--name NEW")
+    committed = history.next_step
+    last = committed - 1 if wanted.last is None else wanted.last
+    if not 0 <= wanted.first <= last < committed:
+        raise UsageError(
+            f"steps {wanted.first} to {last} cannot be trained again",
+            hint=f"steps 0 to {committed - 1} are committed (--to is the first one left out)",
+        )
+    if source.config.teacher.url:
+        raise UsageError(
+            "the teacher of this run is an endpoint, which does not say the same again",
+            hint="a teacher in a directory (teacher.path) can be asked again",
+        )
+    return last
+
+
+def _settings(overrides: tuple[str, ...]) -> dict[str, float | int | str | bool]:
+    """Those of the overrides that are settings of a step."""
+    given = plain_overrides(overrides)
+    return {key: value for key, value in given.items() if key in SETTABLE}
+
+
+def _config(source: OpenRun, wanted: Retraining, last: int) -> Config:
+    """The source's configuration with these keys. Raises ConfigError for what cannot be another."""
+    own = (f"run.name={wanted.name}", f"run.steps={last + 1}")
+    overrides = [*wanted.overrides, *own]
+    file = source.directory.config_file
+    config = load_config(file, overrides, stored=True, another=True)
+    frozen, logged, _ = changed_keys(source.config, config)
+    odd = sorted((frozen - {"run.name"}) | (logged - SETTABLE - {"run.steps"}))
+    if odd:
+        raise ConfigError(
+            f"{odd[0]} is no setting of a training step that can be another",
+            hint=f"there are: {', '.join(sorted(SETTABLE))}",
+        )
+    return config
+
+
+def _check_learner(config: Config, change: BatchChange) -> None:
+    kind = learner_kind(config.trainer.kind, config.task.directory)
+    if change.weights and not kind.weights:
+        raise ConfigError(
+            f"trainer `{config.trainer.kind}` does not weigh rows",
+            hint="a LearnerKind with weights = True takes TrainBatch.weights",
+        )
+
+
+def _looked_through(
+    commits: Iterator[StepCommitted], wanted: Retraining, settings: Settings, max_tokens: int
+) -> set[int]:
+    """The versions that the steps name as their reference. Raises UsageError for rows of the change
+    that are in none of the steps, ConfigError for settings that one of them cannot have."""
+    change, references = wanted.change, set[int]()
+    named = {*change.without, *change.rewards, *change.weights}
+    # Other rewards may be of all texts of the source, trained or not.
+    unknown = {*change.without, *change.weights}
+    for commit in commits:
+        found = taken_again(commit, settings, max_tokens)
+        if (version := found.get(REFERENCE)) is not None:
+            references.add(int(version))
+        if named:
+            for group in commit.groups:
+                unknown.discard(group.group)
+                unknown.difference_update(one.trajectory for one in group.trajectories)
+    if unknown:
+        raise UsageError(
+            f"{min(unknown)} is trained in none of the steps",
+            hint=f"{len(unknown)} of the rows that the change names are not"
+            if len(unknown) > 1
+            else "`show RUN STEP` names the rows of a step",
+        )
+    return references
+
+
+def _goes_on(directory: RunDir, config: Config) -> RunStarted | None:
+    """The first record of a run that is there; None for none, or a beginning without one."""
+    if not directory.exists():
+        return None
+    if not directory.lender:
+        raise UsageError(
+            f"run {directory.path.name!r} exists, and was not made by `retrain`",
+            hint="another name: --name NEW",
+        )
+    with closing(directory.open_bus(config)) as bus:
+        return started(bus, Topics(config.run.name))
+
+
+def _check_same(
+    plan: RetrainPlan, source: RunStarted, wanted: Retraining, last: int, settings: Settings
+) -> None:
+    """The command is the one that the run was begun with. Raises UsageError."""
+    found = plan.retrained
+    store = plan.directory.policies(plan.config)
+    asked: dict[str, tuple[Any, Any]] = {
+        "source": ((found.run, found.started_ns), (source.run, source.at_ns)),
+        "first step": (found.first, wanted.first),
+        "last step": (found.last, last),
+        "settings": (found.settings, dict(settings)),
+        "rows": (_sha256(found.change), _sha256(publish_change(store, wanted.change))),
+    }
+    for what, (there, here) in asked.items():
+        if there != here:
+            raise UsageError(
+                f"run {plan.started.run!r} exists, with {_a(what)}",
+                hint="another name (--name), or the command that it was begun with",
+            )
+
+
+def _a(what: str) -> str:
+    return f"other {what}" if what.endswith("s") else f"another {what}"
+
+
+def _sha256(blob: Blob | None) -> str:
+    return "" if blob is None else blob.sha256
+
+
+def _make(directory: RunDir, config: Config, source: OpenRun) -> None:
+    """The directory with its configuration and topics. Idempotent."""
+    directory.path.mkdir(parents=True, exist_ok=True)
+    check_room(directory.path)
+    directory.logs.mkdir(exist_ok=True)
+    note = directory.path / RETRAINED_FROM
+    note.write_text(f"{source.directory.path.name}\n")
+    store_config(directory, config)
+    with closing(directory.open_bus(config)) as bus:
+        create_topics(bus, config)
+
+
+class _Begun:
+    """What a run begins with, in its own store."""
+
+    def __init__(
+        self,
+        source: OpenRun,
+        history: CommitHistory,
+        store: PolicyStore,
+        open_learner: OpenLearner,
+    ) -> None:
+        self._source = source
+        self._history = history
+        self.store = store
+        self._open = open_learner
+
+    def version(self, version: int) -> Manifest:
+        """The weights of a version of the source, made again where its store lacks them."""
+        source, clock = self._source, SystemClock()
+        manifest = self._manifest(version)
+        if self.store.has_weights(manifest.digest):
+            return manifest
+        made = Rebuilder(
+            source.bus,
+            source.topics,
+            source.policies,
+            make_learner=partial(self._open, source),
+            clock=clock,
+        )
+        path = made.weights(version)
+        return self.store.publish_weights(partial(_copied, path, manifest))
+
+    def _manifest(self, version: int) -> Manifest:
+        started = self._history.run_started
+        assert started is not None
+        if version == 0:
+            return started.policy
+        notes = self._history.notes[version - 1 : version]
+        (commit,) = read_commits(self._source.bus, self._source.topics, notes, SystemClock())
+        return commit.policy
+
+    def optimizer(self, step: int) -> Blob | None:
+        """The optimizer's state before a step: a checkpoint, or made again from the nearest one."""
+        if step == 0:
+            return None
+        note = self._history.notes[step - 1]
+        policies = self._source.policies
+        if note.checkpoint is not None and policies.has_blob("optimizer", note.checkpoint.sha256):
+            path = policies.verify_blob("optimizer", note.checkpoint.sha256)
+            return self.store.publish_blob("optimizer", partial(_copy, path))
+        return self.store.publish_blob("optimizer", self._again(step).save_optimizer)
+
+    def _again(self, step: int) -> Learner:
+        """A trainer as it was before a step. Raises ReplayDiverged."""
+        source, history, clock = self._source, self._history, SystemClock()
+        assert history.run_started is not None
+        learner = self._open(source, history.run_started)
+        base = load_base(source.policies, learner, history.run_started.policy, history.notes[:step])
+        commits = read_commits(source.bus, source.topics, history.notes[base:step], clock)
+        files = StepFiles(source.policies, history.digest_of)
+        for again in replay_steps(
+            source.bus, source.topics, learner, commits, files=files, clock=clock
+        ):
+            if not again.equal:
+                other = again.other_numerics
+                raise PolicyError(
+                    f"{OPTIMIZER.format(step=step)} cannot be made again here: step {again.step} "
+                    "gives other weights",
+                    hint=f"other {', '.join(other)} than in the run" if other else None,
+                )
+        return learner
+
+    def assets(self, digest: str) -> None:
+        """Configuration and tokenizer files."""
+        files = sorted(self._source.policies.assets(digest).iterdir())
+        self.store.publish_assets(files)
+
+
+def _copied(path: Path, manifest: Manifest, target: Path) -> Manifest:
+    shutil.copyfile(path, target)
+    return manifest
+
+
+def _copy(path: Path, target: Path) -> None:
+    shutil.copyfile(path, target)
+
+
+def _run_started(source: RunStarted, config: Config, retrained: Retrained) -> RunStarted:
+    plain: Mapping[str, Any] = msgspec.to_builtins(config)
+    return msgspec.structs.replace(
+        source,
+        at_ns=time.time_ns(),
+        run=config.run.name,
+        schema_version=SCHEMA_VERSION,
+        config=dict(plain),
+        config_digest=config_digest(plain),
+        planner=PLANNER,
+        package=__version__,
+        lineage=Lineage(run=source.run, step=retrained.first, digest=retrained.policy.digest),
+        retrained=retrained,
+    )

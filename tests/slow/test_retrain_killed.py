@@ -1,0 +1,102 @@
+"""A retraining that is killed goes on where it was, with torch, as a process of its own.
+
+Method: three steps of a small run are trained again by the command; a SIGKILL comes once the first
+of them is committed, and the same command is called again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.config.load import dump_toml
+from dora_pipe.core.errors import DoraError
+from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.models import make_qwen2
+from tests.support.retrained import audited, commits
+
+STEPS = 6
+WAIT_S = 180.0
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished run of torch, whose trainer keeps a checkpoint every third step."""
+    folder = tmp_path_factory.mktemp("retrain")
+    config = make_config(
+        run__steps=STEPS,
+        run__name="small",
+        sampling__max_tokens=24,
+        trainer__checkpoint_every=3,
+        trainer__minibatches=2,
+    )
+    parts = TorchParts(make_qwen2(folder / "model"))
+    with Cluster(folder / "small", config, parts=parts, workers=("w0", "w1")) as running:
+        running.run()
+        (folder / "small" / "config.toml").write_text(dump_toml(running.config))
+    yield folder
+
+
+def command(root: Path, *words: str) -> list[str]:
+    program = Path(sys.executable).with_name("dora-pipe")
+    return [str(program), "retrain", "small", "--runs", str(root), *words]
+
+
+def test_a_killed_retraining_goes_on_at_the_next_step_with_equal_weights(root: Path) -> None:
+    words = command(root, "--name", "again", "--from", "1")
+    began = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    give_up_s = time.monotonic() + WAIT_S
+    while not _committed(root) and began.poll() is None and time.monotonic() < give_up_s:
+        time.sleep(0.02)
+    os.kill(began.pid, signal.SIGKILL)
+    began.wait()
+    there = _committed(root)
+    assert 1 <= there < STEPS - 1
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "goes on where it was" in done.stderr
+    assert "every step gave the weights of the source" in done.stdout
+    theirs = [one.digest_after for one in commits(root, "small")[1:]]
+    assert [one.digest_after for one in commits(root, "again")] == theirs
+    report = audited(root, "again")
+    assert report.holds, [one.line for one in report.violations]
+    again = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert again.returncode == 0, again.stderr
+
+
+def _committed(root: Path) -> int:
+    """Steps that the run has by now; 0 while its log is being made."""
+    if not (root / "again" / "log.sqlite").is_file():
+        return 0
+    with suppress(DoraError):
+        return len(commits(root, "again"))
+    return 0
+
+
+def test_a_grid_is_a_run_for_each_table(root: Path, tmp_path: Path) -> None:
+    drop = tmp_path / "drop.txt"
+    group = commits(root, "small")[4].groups[0].group
+    drop.write_text(f"# one of step 4\n{group}\n")
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        '[topr]\nobjective.kind = "topr"\n[low]\ntrainer.learning_rate = 1e-6\n'
+        '[without]\ndrop = "drop.txt"\n'
+    )
+    words = command(root, "--name", "ablation", "--from", "4", "--grid", str(grid))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("ablation-topr", "ablation-low", "ablation-without"):
+        assert name in done.stdout
+        report = audited(root, name)
+        assert report.holds, [one.line for one in report.violations]
+        assert report.steps == 2

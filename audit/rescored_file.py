@@ -9,15 +9,14 @@ is not written at all.
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
+from dora_pipe.audit.line_file import append_lines, read_lines, write_whole
 from dora_pipe.core.errors import ResourceError, UsageError
 
 ABOUT: Final = "about.json"
@@ -103,28 +102,19 @@ class RescoredFile:
         return self.read(self.rewards)
 
     def read(self, file: Path) -> dict[str, NewReward]:
-        """What one of the two files has in whole lines, by trajectory; somebody may be writing it.
-        Raises as `begin`."""
-        try:
-            return {one.trajectory: one for one in _lines(file)}
-        except OSError as error:
-            raise ResourceError(f"{file}: {error.strerror or error}") from error
+        """What one of the two files has, by trajectory; somebody may be writing it. Raises as
+        `begin`."""
+        lines = read_lines(file, NewReward, hint="delete the file, or --out")
+        return {one.trajectory: one for one in lines}
 
     def append(self, file: Path) -> IO[bytes]:
-        """One of them, for lines of `line_of`, without a last one that is not whole. Raises
-        ResourceError."""
-        try:
-            _cut(file)
-            return file.open("ab", buffering=0)
-        except OSError as error:
-            raise ResourceError(f"{file}: {error.strerror or error}") from error
+        """One of them, for lines of `line_of`. Raises ResourceError."""
+        return append_lines(file)
 
     def _check(self, about: About) -> None:
         file = self.folder / ABOUT
         if not file.is_file():
-            partial = file.with_suffix(f".{os.getpid()}.partial")
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
-            partial.replace(file)
+            write_whole(file, about)
             return
         there = self.about()
         for name in ("run", "started_ns", "reward_digest"):
@@ -140,34 +130,3 @@ _WORDS: Final[dict[str, str]] = {
     "started_ns": "run of that name",
     "reward_digest": "reward",
 }
-
-
-def _lines(path: Path) -> Iterator[NewReward]:
-    """The whole lines."""
-    if not path.is_file():
-        return
-    decode = msgspec.json.Decoder(NewReward).decode
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                yield decode(line)
-            except msgspec.DecodeError as error:
-                raise UsageError(
-                    f"{path}, line {number}: {error}", hint="delete the file, or --out"
-                ) from None
-
-
-def _cut(path: Path) -> None:
-    """Take away what stands behind the last whole line."""
-    if not path.is_file() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        whole = text.rfind(b"\n") + 1
-    os.truncate(path, whole)
-
-
-def line_of(one: NewReward) -> bytes:
-    """As the file has it."""
-    return msgspec.json.encode(one) + b"\n"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dora_pipe.cli.options import JsonOption, RunsOption
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.core.console import RUNS, say
 
@@ -361,6 +361,43 @@ def catalogue(
     _emit_figures([bench_memory(groups)], as_json=as_json)
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         _emit_figures(list(bench_follow(Path(folder), trajectories or [*LENGTHS])), as_json=as_json)
+
+
+def bisect(
+    run: RunArgument,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Groups that are poisoned, one at a time.")
+    ] = 10,
+    out: Annotated[
+        Path | None, typer.Option(help="Where values are kept; the same command goes on.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="What bisect prints of each.")] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Whether bisect names a group whose rewards were poisoned, in a finished run, and in how many
+    steps; exit code 5 unless it names every one."""
+    from dora_pipe.audit.bisect import Limits
+    from dora_pipe.bench.bisect import bench_bisect
+    from dora_pipe.core.errors import InvariantBroken
+    from dora_pipe.launch.run_dir import opened
+
+    with (
+        opened(run, root) as found,
+        tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
+    ):
+        figures = bench_bisect(
+            found,
+            seeds,
+            out or Path(folder),
+            limits=Limits(draws=128),
+            told=say,
+            whole=whole,
+        )
+    _emit_figures(figures, as_json=as_json)
+    missed = [one.seed for one in figures if not one.named]
+    if missed:
+        raise InvariantBroken(f"of {len(figures)} seeds {len(missed)} were not named: {missed}")
 
 
 def restart(

@@ -43,6 +43,10 @@ COMMANDS: Final[Panels] = {
         "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),
     },
     "What else could have been": {
+        "bisect": (
+            "cli.commands.counterfactual:bisect",
+            "Which step made a run bad, and which of its groups.",
+        ),
         "diff": ("cli.commands.counterfactual:diff", "Where two runs part, and why."),
         "fork": ("cli.commands.counterfactual:fork", "Which turn decided an episode."),
         "retrain": (
@@ -80,6 +84,7 @@ BENCHES: Final[Panels] = {
         "policies": ("bench.commands:policies", "What versions cost as patches."),
         "plan": ("bench.commands:plan", "Cost of a round of the planner."),
         "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),
+        "bisect": ("bench.commands:bisect", "Whether a poisoned group is named."),
         "restart": ("bench.commands:restart", "Time of an orchestrator's restart."),
         "counterfactual": (
             "bench.study_commands:counterfactual",

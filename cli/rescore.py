@@ -14,9 +14,10 @@ from typing import Final
 
 import msgspec
 
+from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.audit.rescore import rescore
-from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
+from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
 from dora_pipe.audit.rescored_run import DIGITS, EXAMPLES, FOLDER, RescoredRun, rescored_run
 from dora_pipe.audit.rescoring import Rescoring
 from dora_pipe.bus.logged import Damage

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.audit.rescore_groups import score_groups
-from dora_pipe.audit.rescored_file import NewReward, RescoredFile, line_of
+from dora_pipe.audit.rescored_file import NewReward, RescoredFile
 from dora_pipe.audit.rescored_run import shown_together
 from dora_pipe.bus.logged import Damage
 from dora_pipe.catalogue.database import COUNTS, logged_records

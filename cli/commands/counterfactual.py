@@ -20,6 +20,66 @@ from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 
 
+def bisect(
+    run: RunArgument,
+    good: Annotated[int, typer.Option(min=0, metavar="VERSION", help="A version that is good.")],
+    bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later one that is bad.")],
+    probe: Annotated[
+        str,
+        typer.Option(
+            metavar="PROBE",
+            help="eval or eval:NAME, an evaluation of the run; module:function, of the folder of "
+            "a checkpoint: a number, or one for each of its rows.",
+        ),
+    ] = "eval",
+    steps: Annotated[
+        int, typer.Option(min=0, help="Steps that may be trained again, in all trials.")
+    ] = 20,
+    suspects: Annotated[int, typer.Option(min=1, help="Groups that may have done it.")] = 16,
+    before: Annotated[
+        int, typer.Option(min=0, help="Steps before the one that is found, with suspects too.")
+    ] = 2,
+    after: Annotated[
+        int, typer.Option(min=0, help="Steps after it that are trained again too.")
+    ] = 1,
+    draws: Annotated[int, typer.Option(min=1, help="Of the probe for a version, at first.")] = 256,
+    draws_max: Annotated[
+        int, typer.Option(min=1, help="Where an interval has not decided before.")
+    ] = 2048,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where the probe's module is imported from; here.")
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Which step made a run bad, and which of its groups did it: versions between are evaluated,
+    then steps trained again without suspects. The log stays as it is; the same command goes on."""
+    from dora_pipe.audit.bisect import Limits
+    from dora_pipe.cli.bisect import bisect_run
+    from dora_pipe.launch.run_dir import opened
+
+    limits = Limits(
+        draws=draws,
+        draws_max=max(draws, draws_max),
+        after=after,
+        before=before,
+        steps=steps,
+        suspects=suspects,
+    )
+    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+        bisect_run(
+            open_run,
+            good=good,
+            bad=bad,
+            probe=probe,
+            directory=directory,
+            limits=limits,
+            as_json=as_json,
+            report=report,
+        )
+
+
 def diff(
     run: RunArgument,
     other: Annotated[str, typer.Argument(metavar="OTHER", help="Another run, named likewise.")],

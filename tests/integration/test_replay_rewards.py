@@ -57,6 +57,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 class _Facts:
     scores_groups = False
+    single_turn = True
     reward_digest = "d" * 64
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.audit.rescored_file import NewReward, RescoredFile, line_of
+from dora_pipe.audit.line_file import line_of
+from dora_pipe.audit.rescored_file import NewReward, RescoredFile
 from dora_pipe.cli import task_again
 from dora_pipe.config import model
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
@@ -49,6 +50,7 @@ asked: list[RewardCall] = []
 
 class _Facts:
     scores_groups = False
+    single_turn = True
 
     def __init__(self, reward: str) -> None:
         self.reward_digest = sha256_hex(reward.replace("busy", "inverted").encode())

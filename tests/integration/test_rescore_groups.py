@@ -57,6 +57,7 @@ TOGETHER: dict[str, Callable[[GroupCall], TaskEvent]] = {
 class _Facts:
     def __init__(self, task: model.Task) -> None:
         self.scores_groups = any(one.group for one in task.rewards)
+        self.single_turn = True
         said = canonical([one.use.replace("busy", "backwards") for one in task.rewards])
         self.reward_digest = sha256_hex(said)
 

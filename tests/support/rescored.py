@@ -9,7 +9,8 @@ import msgspec
 
 from dora_pipe.audit.fork import FOLDER as FORKS
 from dora_pipe.audit.fork import Decided, Fork, ForkedTurn
-from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
+from dora_pipe.audit.line_file import line_of
+from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
 from dora_pipe.audit.rescored_run import FOLDER
 from dora_pipe.catalogue.database import Catalogue
 

@@ -1,0 +1,88 @@
+"""What a probe has said of versions and trials, in a file beside the log, by draw.
+
+`values.jsonl` has a line for what was asked at a time, `about.json` says of which run and probe. So
+a command that was ended asks nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora_pipe.audit.bisect import Ask, Values
+from dora_pipe.audit.line_file import append_lines, line_of, read_lines, write_whole
+from dora_pipe.core.errors import ResourceError
+
+ABOUT: Final = "about.json"
+VALUES: Final = "values.jsonl"
+
+
+class AboutProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose values a folder has.
+
+    Example: ``AboutProbe(run="demo", started_ns=17, probe="eval", digest="ab12...")``
+    """
+
+    run: str
+    started_ns: int
+    """`run started`, which tells runs of the same name apart."""
+    probe: str
+    """As the command was given it."""
+    digest: str
+    """sha256 of its code: of the rewards of an evaluation, of the module of a function."""
+    engine: str = ""
+    """Name and version of what has sampled."""
+
+
+class ProbedValues(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of a subject. Example: ``ProbedValues(of="version 96", first=256, values=[1.0])``"""
+
+    of: str
+    first: int
+    """The draw that the first value is of."""
+    values: list[float | None]
+
+
+@dataclass(slots=True)
+class ProbedFile:
+    """The folder of one probe's values.
+
+    Example: ``ProbedFile(Path("runs/demo/bisect/ab12cd34ef56"))``
+    """
+
+    folder: Path
+    known: dict[str, list[float | None]] = field(default_factory=dict)
+    """By subject, draws from 0 on."""
+
+    def begin(self, about: AboutProbe) -> None:
+        """Make the folder, or take up what is there. Raises ResourceError, UsageError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / ABOUT).is_file():
+                write_whole(self.folder / ABOUT, about)
+        except OSError as error:
+            raise ResourceError(f"{self.folder}: {error.strerror or error}") from error
+        for one in read_lines(self.folder / VALUES, ProbedValues, hint="delete the file"):
+            there = self.known.setdefault(one.of, [])
+            if one.first == len(there):
+                there += one.values
+
+    def left(self, ask: Ask) -> range:
+        """The draws that are not known yet."""
+        return range(len(self.known.get(ask.subject.words, ())), ask.draws)
+
+    def of(self, ask: Ask) -> Values:
+        """What is known of what is asked."""
+        return self.known.get(ask.subject.words, [])[: ask.draws]
+
+    def add(self, ask: Ask, values: Sequence[float | None]) -> None:
+        """Take up what the next draws have said, and write it down. Raises ResourceError."""
+        there = self.known.setdefault(ask.subject.words, [])
+        line = ProbedValues(of=ask.subject.words, first=len(there), values=list(values))
+        with append_lines(self.folder / VALUES) as file:
+            file.write(line_of(line))
+        there += line.values

@@ -1,0 +1,325 @@
+"""`bisect`: between which versions a run went bad, and which rows did it, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.audit.bisect import Fall, Limits, Measured, Subject, Trial, Version, search
+from dora_pipe.audit.culprits import Explanation, Suspect
+from dora_pipe.audit.measuring import Measuring, look_into
+from dora_pipe.audit.probed_file import AboutProbe, ProbedFile
+from dora_pipe.audit.rebuild import Rebuilder
+from dora_pipe.audit.repeat_steps import MadeWeights, StepRepeater
+from dora_pipe.catalogue.evaluations import Interval
+from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
+from dora_pipe.cli.probes import Probe, opened_probe
+from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.replay import open_trainer, rebuilder
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.schemas.wire import canonical, sha256_hex
+
+FOLDER: Final = "bisect"
+"""In a run's directory: a folder for every probe, by digest."""
+
+DIGITS: Final = 12
+"""Of that digest, in the folder's name."""
+
+SCRATCH: Final = "scratch"
+"""States of the trainer, in the probe's folder, until the command is done."""
+
+SUSPECTS_SHOWN: Final = 8
+NAMES_SHOWN: Final = 3
+"""Of the groups of a trial; `--json` has every one."""
+
+
+def bisect_run(
+    run: OpenRun,
+    *,
+    good: int,
+    bad: int,
+    probe: str,
+    directory: Path | None,
+    limits: Limits,
+    as_json: bool,
+    report: CommandProgress,
+) -> None:
+    """Find the versions between which the probe's value fell, and what did it; print both.
+
+    Raises UsageError, ConfigError, TaskError, PolicyError, ReplayDiverged.
+    """
+    history = read_history(run.bus, run.topics, SystemClock())
+    _check(history, good, bad)
+    with opened_probe(run, probe, directory) as opened:
+        file = _file(run, history, probe, opened)
+        subjects = _Subjects(run, history, file.folder / SCRATCH)
+        measuring = Measuring(
+            probe=opened, file=file, weights=subjects.weights, told=lambda words: report(words)
+        )
+        kept = [at for at in range(good, bad) if subjects.is_kept(at)]
+        fall = measuring.run(search(good, bad, limits, kept=kept, direction=opened.direction))
+        if not as_json:
+            print_fall(fall, probe, file.folder)
+        found = None
+        if fall.sure:
+            steps = len(history.notes)
+            found = look_into(fall, measuring, subjects.repeater(), limits, steps=steps)
+        subjects.forget()
+    if as_json:
+        emit_json(_plain(fall, found, file, subjects.led))
+    elif found is not None:
+        print_cause(found, subjects.led)
+
+
+def _check(history: CommitHistory, good: int, bad: int) -> None:
+    if history.run_started is None:
+        raise InvariantBroken("control has no `run started`")
+    last = history.next_step
+    if not 0 <= good < bad <= last:
+        raise UsageError(
+            f"there is nothing between version {good} and version {bad}",
+            hint=f"--good is before --bad, and there are versions 0 to {last}",
+        )
+    if history.interruptible:
+        say("note: trajectories of this run mix versions; groups are trained again as they were")
+
+
+def _file(run: OpenRun, history: CommitHistory, words: str, probe: Probe) -> ProbedFile:
+    """The folder of what this probe has said of this run."""
+    assert history.run_started is not None
+    about = AboutProbe(
+        run=run.topics.run,
+        started_ns=history.run_started.at_ns,
+        probe=words,
+        digest=probe.digest,
+        engine=probe.engine,
+    )
+    digest = sha256_hex(canonical(about))[:DIGITS]
+    file = ProbedFile(run.directory.path / FOLDER / digest)
+    file.begin(about)
+    return file
+
+
+class _Subjects:
+    """Makes the weights of versions and trials; a trainer is opened when one is needed."""
+
+    def __init__(self, run: OpenRun, history: CommitHistory, scratch: Path) -> None:
+        self._run, self._history, self._scratch = run, history, scratch
+        self._store = run.policies
+        self._rebuilder: Rebuilder | None = None
+        self._repeater: StepRepeater | None = None
+
+    @property
+    def led(self) -> int:
+        """Steps that were trained again as they were."""
+        return 0 if self._repeater is None else self._repeater.led
+
+    def is_kept(self, version: int) -> bool:
+        """Whether the store has it."""
+        return self._store.has_weights(self._history.digest_of(version))
+
+    def weights(self, subject: Subject) -> tuple[Path, MadeWeights]:
+        """See `measuring.Weights`."""
+        if isinstance(subject, Trial):
+            return self.repeater().train(subject)
+        self._rebuilder = self._rebuilder or rebuilder(self._run)
+        path = self._rebuilder.weights(subject.version)
+        digest = self._history.digest_of(subject.version)
+        dtype = self._store.verify(digest).dtype
+        return path, MadeWeights(of=subject.words, digest=digest, dtype=dtype)
+
+    def repeater(self) -> StepRepeater:
+        """Trains steps again; the one that makes versions lets its trainer go."""
+        if self._repeater is None:
+            assert self._history.run_started is not None
+            self._rebuilder = None
+            self._repeater = StepRepeater(
+                self._run.bus,
+                self._run.topics,
+                self._store,
+                self._history,
+                open_trainer(self._run, self._history.run_started),
+                folder=self._scratch,
+                clock=SystemClock(),
+            )
+        return self._repeater
+
+    def forget(self) -> None:
+        """Remove states of the trainer."""
+        if self._repeater is not None:
+            self._repeater.forget()
+
+
+def print_fall(fall: Fall, probe: str, folder: Path) -> None:
+    """Where the value fell."""
+    emit_line(f"probe        {probe}, remembered in {folder}")
+    emit_table(
+        ("version", "value", "95 %", "draws", "like"),
+        [
+            (one.subject.words, one.value.value, interval(one.value), one.draws, said)
+            for one, said in (
+                (fall.good, "--good"),
+                *((one, like(one.verdict)) for one in fall.tested),
+                (fall.bad, "--bad"),
+            )
+        ],
+    )
+    emit_line()
+    fell = f"{fall.fell.value:.3g} ({interval(fall.fell)})"
+    if not fall.sure and fall.fell.high < 0:
+        emit_line(f"nothing fell: {fall.bad.subject.words} is better, by {-fall.fell.value:.3g}")
+    elif not fall.sure:
+        emit_line(f"nothing fell: the difference is {fell}, which may be none")
+    elif fall.undecided:
+        emit_line(
+            f"the value fell by {fell}, between version {fall.last_good} and"
+            f" {fall.first_bad}: those between are about halfway"
+        )
+    else:
+        emit_line(f"the value fell by {fell}; step {fall.last_good} made the first bad version")
+
+
+def print_cause(found: Explanation, led: int) -> None:
+    """What did it, and the trials that say so."""
+    emit_line()
+    emit_table(
+        ("suspect", "step", "stands out by", "deviations"),
+        [
+            (one.name, one.step, "; ".join(one.reasons), one.deviations)
+            for one in found.suspects[:SUSPECTS_SHOWN]
+        ],
+    )
+    if found.trials:
+        emit_line()
+        emit_table(
+            ("without", "steps", "value", "95 %", "better by", "like"),
+            [_trial(one, found) for one in found.trials],
+        )
+    emit_line()
+    emit_line(
+        f"trained again {found.steps} steps in {len(found.trials)} trials, {led} as they were"
+    )
+    for line in conclusion(found):
+        emit_line(line)
+
+
+def _trial(one: Measured, found: Explanation) -> Sequence[Any]:
+    trial = one.subject
+    assert isinstance(trial, Trial)
+    gain = f"{one.gain.value:.3g} ({interval(one.gain)})"
+    value = one.value.value
+    return (
+        _names(trial.without, found),
+        trial.steps,
+        value,
+        interval(one.value),
+        gain,
+        like(one.verdict),
+    )
+
+
+def _names(without: Collection[str], found: Explanation) -> str:
+    names = [one.name for one in found.suspects if one.name in without] or sorted(without)
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def conclusion(found: Explanation) -> list[str]:
+    """What came of it, in words.
+
+    Example: ``without g0000003871 (7 of 8 end in the same 40-token loop, reward 1): .71 -> .83``
+    """
+    if not found.cause or found.proof is None:
+        lines = [_nothing(found)]
+    else:
+        named = ", ".join(_named(one) for one in found.cause)
+        lines = [f"without {named}: {_change(found.proof)}"]
+        if not found.smallest:
+            lines.append("whether fewer of them suffice is not known: more with --steps")
+        elif len(found.cause) > 1:
+            lines.append("only together: without fewer of them the value stays bad")
+    if found.inside is not None:
+        lines.append(f"one trajectory of it suffices: {_named(found.inside)}")
+    return lines
+
+
+def _nothing(found: Explanation) -> str:
+    if not found.suspects:
+        return "nothing explains the fall: the step has no group that could be left out"
+    if found.proof is None:
+        return "nothing was tried: the trials need more steps, --steps"
+    count = len(found.suspects)
+    if found.proof.verdict == "open":
+        return (
+            f"it cannot be told whether one of the {count} suspects did it:"
+            f" without all {_change(found.proof)}; more with --draws-max"
+        )
+    return (
+        f"nothing explains the fall: without all {count} suspects {_change(found.proof)};"
+        " more of them with --suspects, steps before with --before"
+    )
+
+
+def _named(one: Suspect) -> str:
+    return f"{one.name} ({'; '.join(one.reasons)})" if one.reasons else one.name
+
+
+def _change(one: Measured) -> str:
+    return f"{one.before:.3g} -> {one.value.value:.3g}"
+
+
+def like(verdict: str) -> str:
+    """A verdict as a cell."""
+    return "cannot be told" if verdict == "open" else verdict
+
+
+def interval(one: Interval) -> str:
+    """Its two ends."""
+    return f"{show(one.low)} to {show(one.high)}"
+
+
+def _plain(fall: Fall, found: Explanation | None, file: ProbedFile, led: int) -> Mapping[str, Any]:
+    return {
+        "folder": str(file.folder),
+        "fell": asdict(fall.fell),
+        "sure": fall.sure,
+        "last_good": fall.last_good,
+        "first_bad": fall.first_bad,
+        "versions": [_measured(one) for one in (fall.good, *fall.tested, fall.bad)],
+        "explanation": None if found is None else _explained(found, led),
+    }
+
+
+def _explained(found: Explanation, led: int) -> Mapping[str, Any]:
+    return {
+        "cause": [asdict(one) for one in found.cause],
+        "smallest": found.smallest,
+        "inside": None if found.inside is None else asdict(found.inside),
+        "proof": None if found.proof is None else _measured(found.proof),
+        "suspects": [asdict(one) for one in found.suspects],
+        "trials": [_measured(one) for one in found.trials],
+        "steps": found.steps,
+        "steps_as_they_were": led,
+        "conclusion": conclusion(found),
+    }
+
+
+def _measured(one: Measured) -> Mapping[str, Any]:
+    subject = one.subject
+    of = (
+        {"version": subject.version}
+        if isinstance(subject, Version)
+        else {
+            "first_step": subject.first,
+            "last_step": subject.last,
+            "without": sorted(subject.without),
+        }
+    )
+    return {**of, **{key: value for key, value in asdict(one).items() if key != "subject"}}

@@ -9,7 +9,7 @@ trajectories only where weights, row and seed are the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -52,8 +52,9 @@ class ComparedRun:
     config: Mapping[str, Any]
     """Plain values by dotted key."""
     made_of: Mapping[str, Any]
-    versions: Sequence[str]
-    """Weights digests, from version 0 on."""
+    versions: Sequence[str | None]
+    """Weights digests, from version 0 on; None for those that a run has not, which was trained
+    again from a later one on."""
     groups: Sequence[tuple[str, int, int]]
     """(group, row, version) of training, in the order of dispatch."""
     batches: Sequence[tuple[str, ...]]
@@ -116,7 +117,7 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
     return ComparedRun(
         config=config,
         made_of={**made_of, **workers},
-        versions=[one for (one,) in tables.query("select digest from versions order by version")],
+        versions=_by_number(tables.query("select version, digest from versions")),
         groups=list(tables.query(GROUPS)),
         batches=[tuple(groups) for _, groups in tables.query(BATCHES)],
         steps=list(tables.query(STEPS)),
@@ -131,10 +132,24 @@ def diff(one: ComparedRun, other: ComparedRun) -> RunDiff:
     return RunDiff(
         config=_differing(one.config, other.config),
         made_of=_differing(one.made_of, other.made_of),
-        versions=parting(one.versions, other.versions),
+        versions=parting(
+            _filled(one.versions, other.versions), _filled(other.versions, one.versions)
+        ),
         dispatched=parting(one.groups, other.groups),
         batches=parting(one.batches, other.batches),
     )
+
+
+def _by_number(rows: Iterable[Sequence[Any]]) -> list[str | None]:
+    found = {version: digest for version, digest in rows}
+    return [found.get(version) for version in range(max(found, default=-1) + 1)]
+
+
+def _filled(one: Sequence[str | None], other: Sequence[str | None]) -> list[str | None]:
+    """These versions, with the other's where there are none: they cannot be compared."""
+    return [
+        other[at] if digest is None and at < len(other) else digest for at, digest in enumerate(one)
+    ]
 
 
 def parting(one: Sequence[Any], other: Sequence[Any]) -> Parting:

@@ -88,7 +88,7 @@ def retrain_runs(
     last = None if end is None else end - 1
     for setting in settings:
         with opened(run, root) as source:
-            change = _change(source, setting, first, last)
+            change = change_of_setting(source, setting, first, last)
             wanted = Retraining(
                 name=setting.name,
                 first=first,
@@ -205,7 +205,9 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _change(source: OpenRun, setting: Setting, first: int, last: int | None) -> BatchChange:
+def change_of_setting(
+    source: OpenRun, setting: Setting, first: int, last: int | None
+) -> BatchChange:
     """What of the batches shall be otherwise. Raises UsageError."""
     without = frozenset(named_rows(setting.drop)) if setting.drop is not None else frozenset[str]()
     weights = weighed_rows(setting.weights) if setting.weights is not None else {}

@@ -15,14 +15,17 @@ import msgspec
 import pytest
 
 from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
 from dora_pipe.bus.port import Append
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.cli.retrain import Setting, change_of_setting, grid_of
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.trainer import effect_handlers
 from dora_pipe.consumers.trainer.change_file import named_rows, weighed_rows
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.core.errors import ConfigError, DoraError, InvariantBroken, UsageError
 from dora_pipe.launch.run_dir import opened
+from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode, sha256_hex
@@ -283,3 +286,73 @@ def test_files_of_rows_may_have_comments_and_bad_lines_are_named(tmp_path: Path)
         weighed_rows(file)
     with pytest.raises(UsageError, match="cannot be read"):
         named_rows(tmp_path / "none")
+
+
+def scored(runs: Path, rewards: dict[str, float | None], started_ns: int | None = None) -> None:
+    """What `rescore` would have written of the recorded run."""
+    with opened(NAME, runs) as run:
+        started, _ = policy_after(run.bus, run.topics, 0)
+    file = RescoredFile(runs / NAME / "rescored" / "ab12cd34ef56")
+    at_ns = started.at_ns if started_ns is None else started_ns
+    file.begin(About(run=NAME, started_ns=at_ns, reward="r", reward_digest="ab", package="0"))
+    with file.append(file.rewards) as lines:
+        for name, reward in rewards.items():
+            lines.write(line_of(NewReward(trajectory=name, reward=reward)))
+
+
+def change_by(runs: Path, name: str) -> BatchChange:
+    with opened(NAME, runs) as run:
+        return change_of_setting(run, Setting(name="new", rescored=name), FIRST, FIRST)
+
+
+def test_rescored_rewards_take_the_place_of_the_logged_ones(runs: Path) -> None:
+    step = commits(runs, NAME)[FIRST]
+    names = [one.trajectory for group in step.groups for one in group.trajectories]
+    other = {"g9999999999-000": 1.0}
+    scored(runs, {**{name: float(at) for at, name in enumerate(names)}, names[3]: None, **other})
+    change = change_by(runs, "ab12")
+    assert change.without == {names[3]}
+    assert change.rewards == {name: float(at) for at, name in enumerate(names) if name != names[3]}
+    retrained(runs, "new", last=FIRST, change=change)
+    report = audited(runs, "new")
+    assert report.holds, [one.line for one in report.violations]
+    with pytest.raises(UsageError, match="has no 77"):
+        change_by(runs, "77")
+
+
+def test_scores_that_are_not_whole_or_of_another_run_are_refused(runs: Path) -> None:
+    step = commits(runs, NAME)[FIRST]
+    names = [one.trajectory for group in step.groups for one in group.trajectories]
+    scored(runs, {name: 1.0 for name in names[1:]})
+    with pytest.raises(UsageError, match=f"{names[0]} has no score in"):
+        change_by(runs, "ab12cd34ef56")
+    shutil.rmtree(runs / NAME / "rescored")
+    scored(runs, {name: 1.0 for name in names}, started_ns=1)
+    with pytest.raises(UsageError, match="the scores of another run of that name"):
+        change_by(runs, "ab12cd34ef56")
+
+
+def test_a_grid_says_what_each_of_its_runs_has(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        '[topr]\nobjective.kind = "topr"\n[low]\ntrainer.learning_rate = 1e-6\n'
+        'drop = "rows"\nrescored = "ab12"\n'
+    )
+    assert grid_of(file, "a") == [
+        Setting(name="a-topr", overrides=('objective.kind="topr"',)),
+        Setting(
+            name="a-low",
+            overrides=("trainer.learning_rate=1e-06",),
+            drop=tmp_path / "rows",
+            rescored="ab12",
+        ),
+    ]
+    for text, words in (
+        ("", "has no table"),
+        ("kind = 1", "kind is no table of a setting"),
+        ("[a]\ndrop = 1", "a.drop is no text"),
+        ("[a", "not TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            grid_of(file, "a")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.audit.run_diff import Cause, comparable, difference, parting
+from dora_pipe.audit.run_diff import Cause, ComparedRun, comparable, diff, difference, parting
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.batches import make_trajectory
 
@@ -24,6 +24,26 @@ def test_sequences_are_the_same_before_where_they_part(one: list[int], other: li
     else:
         assert one[: found.at] == other[: found.at]
         assert one[found.at : found.at + 1] != other[found.at : found.at + 1]
+
+
+def versioned(*versions: str | None) -> ComparedRun:
+    nothing: dict[str, object] = {}
+    return ComparedRun(
+        config=nothing,
+        made_of=nothing,
+        versions=versions,
+        groups=(),
+        batches=(),
+        steps=(),
+        evaluations={},
+    )
+
+
+def test_versions_are_compared_by_number_where_a_run_has_only_later_ones() -> None:
+    whole, again = versioned(*"abcdef"), versioned("a", None, "c", "d", "x")
+    assert diff(whole, again).versions.words("version") == "the same before version 4 of 6 and 5"
+    found = diff(versioned("a", None, "c"), whole).versions
+    assert found.words("version") == "the same as far as both go (3 and 6)"
 
 
 NAME = "g0000000003-001"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -283,7 +284,8 @@ class Catalogue:
 
         Raises ResourceError where it cannot be written.
         """
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        who = f"{os.getpid()}-{threading.get_ident()}"  # pages read a run in several threads
+        unfinished = path.with_name(f".{path.name}.{who}.tmp")
         try:
             unfinished.unlink(missing_ok=True)
             self._db.execute(f"truncate {_PLACE}")

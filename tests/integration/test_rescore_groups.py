@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dora_pipe.audit.rescored_file import RescoredFile
+from dora_pipe.audit.rescored_run import counting_rewards
 from dora_pipe.cli import task_again
 from dora_pipe.config import model
 from dora_pipe.config.load import dump_toml
+from dora_pipe.launch.run_dir import opened
 from dora_pipe.producers.tasks.calls import GroupCall, GroupRewarded, TaskEvent, TaskFailed
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.wire import canonical, sha256_hex
@@ -209,6 +213,20 @@ def test_groups_that_infrastructure_lost_are_named_and_asked_again(
     again = rescored(call, run, tmp_path, "--reward", GROUP % "backwards")
     assert 0 < len(asked) < first
     assert (again["left_out"], again["lost"]) == (0, [])
+
+
+def test_what_counts_is_read_back_without_the_groups_that_were_lost(
+    run: Path, call: Call, tmp_path: Path
+) -> None:
+    assert call("rescore", run, "--out", tmp_path, "--reward", GROUP % "busy")[0] == 0
+    file = RescoredFile(tmp_path)
+    with opened(str(run)) as there, closing(there.tables()) as tables:
+        found = counting_rewards(file, file.about(), tables)
+    scored = {name: one["reward"] for name, one in lines(tmp_path, "groups.jsonl").items()}
+    assert {name: found[name].reward for name in scored} == scored
+    lost = lines(tmp_path, "rewards.jsonl").keys() - found.keys()
+    assert lost
+    assert not {group_of(one) for one in lost} & {group_of(one) for one in scored}
 
 
 @pytest.mark.parametrize(

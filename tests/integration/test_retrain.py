@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile, line_of
+from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
 from dora_pipe.bus.port import Append
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli.retrain import Setting, change_of_setting, grid_of

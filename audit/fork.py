@@ -31,8 +31,8 @@ import msgspec
 
 from dora_pipe.catalogue.evaluations import interval_of
 from dora_pipe.core.errors import UsageError
-from dora_pipe.schemas.identity import derive_seed
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Segment, Trajectory
+from dora_pipe.schemas.turn_values import turn_places
 
 FOLDER: Final = "forks"
 """In a run's directory: a folder for the log of every trajectory and version, and a file with what
@@ -116,11 +116,7 @@ class Continued:
 
 def turn_starts(trajectory: Trajectory) -> dict[int, int]:
     """Where each turn of the model begins, in order."""
-    found: dict[int, int] = {}
-    for one in trajectory.segments:
-        if one.kind == "model" and one.end > one.start:
-            found.setdefault(one.turn, one.start)
-    return found
+    return turn_places(trajectory.segments)
 
 
 def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) -> None:
@@ -185,12 +181,6 @@ def cuts_of_pieces(trajectory: Trajectory, pieces: int) -> list[Cut]:
             f"{trajectory.trajectory} has {len(places)} sampled tokens, not {pieces} pieces"
         )
     return [cut_at(trajectory, places[one * len(places) // pieces]) for one in range(pieces)]
-
-
-def fork_seed(run_seed: int, trajectory: str, cut: Cut) -> int:
-    """What a cut's samples draw their seeds from (`identity.trajectory_seed`). No version enters
-    it: two versions are compared by the same random streams."""
-    return derive_seed("fork", run_seed, trajectory, cut.token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

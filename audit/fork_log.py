@@ -25,7 +25,6 @@ from dora_pipe.audit.fork import (
     Cut,
     Owner,
     continued_of,
-    fork_seed,
     prefix_difference,
     prefix_of,
 )
@@ -43,7 +42,13 @@ from dora_pipe.schemas.control import (
     config_digest,
     decode_control,
 )
-from dora_pipe.schemas.identity import SIBLINGS_MAX, group_id, parse_trajectory_id, trajectory_id
+from dora_pipe.schemas.identity import (
+    SIBLINGS_MAX,
+    cut_seed,
+    group_id,
+    parse_trajectory_id,
+    trajectory_id,
+)
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -80,10 +85,12 @@ def fork_id(trajectory: str, version: int) -> str:
 
 def started_of(started: RunStarted, name: str) -> RunStarted:
     """`run started` of a log of continuations: the run's, under one version that does not change.
-    Through which experts of a mixture tokens go is asked by nobody."""
+    Nobody asks through which experts of a mixture tokens go, nor what turns of continuations are
+    worth."""
     plain: dict[str, Any] = dict(started.config)
     plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
     plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
+    plain["groups"] = {**plain.get("groups", {}), "turn_values_share": 0.0}
     return msgspec.structs.replace(
         started, run=name, config=plain, config_digest=config_digest(plain)
     )
@@ -93,7 +100,7 @@ def started_of(started: RunStarted, name: str) -> RunStarted:
 class ForkLog:
     """The continuations of one trajectory under one version.
 
-    Example: ``ForkLog(bus=bus, recorded=trajectory, owner=Owner(...), run_seed=7)``
+    Example: ``ForkLog(bus=bus, recorded=trajectory, version=7, digest="ab12...")``
     """
 
     bus: Bus
@@ -101,7 +108,6 @@ class ForkLog:
     version: int
     digest: str
     """Of the version's weights (hex)."""
-    run_seed: int
 
     @property
     def topics(self) -> Topics:
@@ -283,7 +289,7 @@ class ForkLog:
             dataset_digest=meta.dataset_digest,
             index=meta.index,
             data_epoch=meta.data_epoch,
-            seed=fork_seed(self.run_seed, self.recorded.trajectory, cut),
+            seed=cut_seed(meta.seed, cut.token),
             size=SIBLINGS_MAX,
             task=meta.task,
             evaluation=meta.evaluation,

@@ -125,9 +125,7 @@ def fork_trajectory(
     folder = (out or run.directory.path / FOLDER) / fork_id(trajectory, version)
     _make(folder)
     with locked(RunDir(folder)), closing(open_bus(f"sqlite:{folder / LOG}")) as bus:
-        log = ForkLog(
-            bus=bus, recorded=recorded, version=version, digest=digest, run_seed=started.seed
-        )
+        log = ForkLog(bus=bus, recorded=recorded, version=version, digest=digest)
         first = started_of(started, log.topics.run)
         config = _local(run.config, engine, replayable=replayable)
         done = _sample(run, log, folder, first, config, cuts, wanted.samples, report)

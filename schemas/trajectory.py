@@ -20,6 +20,7 @@ from dora_pipe.schemas.contexts import Call, Context, check_contexts
 from dora_pipe.schemas.control import CassetteUse, FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
 from dora_pipe.schemas.routes import Routes
+from dora_pipe.schemas.turn_values import TurnValue, check_turn_values
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -117,6 +118,9 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     or nobody answered the model."""
     cassette: CassetteUse | None = None
     """Which answers of its environment and tools came from a cassette; None: it had none."""
+    turn_values: tuple[TurnValue, ...] = ()
+    """Of the turns behind the first whose beginning was valued (`groups.turn_values_share`), in
+    order; of one version, its own."""
     extra: dict[str, Any] = {}
 
     @property
@@ -298,6 +302,7 @@ def check_fields(trajectory: Described) -> None:
     check_contexts(meta.contexts, meta.calls, trajectory.segments, trajectory.length)
     if not 0 <= meta.prompt_tokens <= trajectory.length:
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
+    check_turn_values(meta.turn_values, trajectory.segments)
     purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)
     if (group_of(trajectory.trajectory), purpose, sibling) != (
         meta.group,

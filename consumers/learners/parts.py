@@ -19,14 +19,12 @@ from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import (
     Item,
     Pass,
-    Sums,
-    contribution,
-    figures_of,
     items_of,
     minibatches,
     part_passes,
     passes_of,
 )
+from dora_pipe.consumers.learners.step_figures import Sums, contribution, figures_of
 from dora_pipe.consumers.objectives.registry import needs_proximal
 
 

@@ -1,5 +1,5 @@
 """A batch on its way through a step, without torch: minibatches for updates, micro-batches for
-passes, and what a step says of itself.
+passes.
 
 Nothing but the batch and the step's settings decides how it is cut, so the same batch is cut the
 same way on every machine, and its bits can be made again.
@@ -7,11 +7,11 @@ same way on every machine, and its bits can be made again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
+from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import StepSettings
@@ -22,9 +22,15 @@ from dora_pipe.consumers.objectives.advantage import (
 )
 from dora_pipe.consumers.objectives.registry import needs_whole
 from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
-from dora_pipe.core.errors import NonFinite
+from dora_pipe.consumers.objectives.turns import advantages_by_turn
 from dora_pipe.schemas.batch import staleness_of
-from dora_pipe.schemas.contexts import TrainedRow, choices_of, counted_tokens, lengths, row_of
+from dora_pipe.schemas.contexts import (
+    TrainedRow,
+    choices_of,
+    counted_tokens,
+    lengths,
+    row_of,
+)
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.trajectory import Trajectory
@@ -63,6 +69,8 @@ class Item:
     """Log-probs of those tokens under the teacher, where the step has one."""
     token_staleness: int
     """Staleness of every sampled token by the version that sampled it, added up."""
+    by_turn: Sequence[float] | None = None
+    """The advantage of each of those tokens, where the turns of an episode have their own."""
     weight: float = 1.0
     """Factor of its loss."""
     minibatch: int = 0
@@ -81,6 +89,11 @@ class Item:
             self.figures = joined_figures(pair)
             self.micro_batch = min(self.micro_batch, micro_batch)
         self.figured += tokens
+
+    @property
+    def worth(self) -> bool:
+        """Whether a token of it has an advantage that is not zero."""
+        return bool(self.advantage) if self.by_turn is None else any(self.by_turn)
 
     def divide_loss(self, divisor: int) -> None:
         """What the mean divides by was not known when the figures were noted."""
@@ -130,6 +143,16 @@ class Unit:
         if said is None or self.counted == self.item.counted == self.rows[0].counted:
             return said
         return [one for row in self.rows for one in said[row.first : row.first + row.counted]]
+
+    @property
+    def advantages(self) -> list[float]:
+        """One for each of its counted tokens; a single one that all have."""
+        item = self.item
+        if item.by_turn is None:
+            return [item.advantage or 0.0]
+        return [
+            one for row in self.rows for one in item.by_turn[row.first : row.first + row.counted]
+        ]
 
     def sequences(self) -> list[TrainedRow]:
         """Its rows as they are trained."""
@@ -181,35 +204,6 @@ class Pass:
             unit.item.note(one, unit.counted, self.number)
 
 
-@dataclass(slots=True, kw_only=True)
-class Sums:
-    """What the updates of a step add up to."""
-
-    loss: float = 0.0
-    router_aux: float = 0.0
-    """The load-balancing loss of routers, without its weight."""
-    updates: int = 0
-    grad_norms: list[float] = field(default_factory=list)
-    padded_tokens: int = 0
-    passes: int = 0
-
-    def note_update(self, norm: float) -> None:
-        """Count an update, from a gradient of this norm. Raises NonFinite."""
-        if not math.isfinite(norm) or not math.isfinite(self.loss):
-            raise NonFinite(f"a step gave gradient norm {norm} and loss {self.loss}")
-        self.updates += 1
-        self.grad_norms.append(norm)
-
-    def add(self, other: Sums) -> None:
-        """What came after it."""
-        self.loss += other.loss
-        self.router_aux += other.router_aux
-        self.updates += other.updates
-        self.grad_norms += other.grad_norms
-        self.padded_tokens += other.padded_tokens
-        self.passes += other.passes
-
-
 def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
     """The trajectories of every group of a batch, with their advantages."""
     rewards = [
@@ -218,9 +212,10 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
     ]
     objective = settings.objective
     advantages = batch_advantages(rewards, objective.advantage, bool(objective.advantage_std))
+    by_turn = objective.advantage == TURNS
     return [
         [
-            _item(batch, group, trajectory, advantage)
+            _item(batch, group, trajectory, advantage, by_turn=by_turn)
             for trajectory, advantage in zip(group.trajectories, of_group, strict=True)
         ]
         for group, of_group in zip(batch.groups, advantages, strict=True)
@@ -228,7 +223,12 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
 
 
 def _item(
-    batch: TrainBatch, group: TrainGroup, trajectory: Trajectory, advantage: float | None
+    batch: TrainBatch,
+    group: TrainGroup,
+    trajectory: Trajectory,
+    advantage: float | None,
+    *,
+    by_turn: bool,
 ) -> Item:
     _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
     contexts = counted_tokens(trajectory)
@@ -247,6 +247,7 @@ def _item(
             for one in trajectory.segments
             if one.kind == "model"
         ),
+        by_turn=advantages_by_turn(trajectory, advantage) if by_turn else None,
         weight=(batch.weights or {}).get(trajectory.trajectory, 1.0),
     )
 
@@ -289,7 +290,7 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
         for item, weight in zip(valid, weights, strict=True)
         if item.counted
         and item.weight
-        and (item.advantage or objective.kl or objective.teacher_weight or settings.router_aux_loss)
+        and (item.worth or objective.kl or objective.teacher_weight or settings.router_aux_loss)
     ]
     whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
     units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]
@@ -368,80 +369,3 @@ def updates_of(batch: TrainBatch, settings: StepSettings) -> tuple[list[Item], l
         for number, groups in enumerate(minibatches(items, settings.minibatches))
     ]
     return [item for group in items for item in group], updates
-
-
-def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dict[str, float]:
-    """The step's figures; all finite, and no figure where there is nothing to say."""
-    rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
-    rows = [(item.figures, item.counted) for item in items if item.figures is not None]
-    tokens = sum(count for _, count in rows)
-    sampled = sum(item.trajectory.sampled for item in items)
-    figures = {
-        "loss": sums.loss / max(1, sums.updates),
-        "updates": float(sums.updates),
-        "trajectories": float(len(items)),
-        "masked": float(sum(item.advantage is None for item in items)),
-        "without_gradient": float(len(items) - len(rows)),
-        "tokens": float(sum(item.counted for item in items)),
-        "padded_tokens": float(sums.padded_tokens),
-        "staleness_mean": _mean([item.staleness for item in items]),
-        "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
-        "staleness_max": float(max((item.staleness for item in items), default=0)),
-    }
-    if rewards:
-        figures["reward_mean"] = _mean(rewards)
-    if sums.grad_norms:
-        figures["grad_norm"] = _mean(sums.grad_norms)
-        figures["grad_norm_max"] = max(sums.grad_norms)
-    if rows:
-        figures |= {
-            "ratio_mean": sum(one.ratio_mean * count for one, count in rows) / tokens,
-            "ratio_min": min(one.ratio_min for one, _ in rows),
-            "ratio_max": max(one.ratio_max for one, _ in rows),
-            "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
-            "kl": sum(one.kl * count for one, count in rows) / tokens,
-        }
-    if settings.router_aux_loss:
-        figures["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
-    if settings.reference is not None:
-        figures["reference_version"] = float(settings.reference)
-    for name in ("weight_mean", "masked_share"):
-        known = [(getattr(one, name), count) for one, count in rows]
-        if known and known[0][0] is not None:
-            figures[name] = sum(value * count for value, count in known) / tokens
-    odd = sorted(name for name, value in figures.items() if not math.isfinite(value))
-    if odd:
-        raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
-    return figures
-
-
-def _mean(values: Sequence[float]) -> float:
-    try:
-        return math.fsum(values) / len(values) if values else 0.0
-    except OverflowError:  # Finite ones, whose sum is not.
-        return math.inf
-
-
-def contribution(item: Item) -> dict[str, Any]:
-    """A row of the contributions file."""
-    figures = item.figures
-    trajectory = item.trajectory
-    return {
-        "trajectory": trajectory.trajectory,
-        "group": item.group,
-        "version": trajectory.version,
-        "staleness": item.staleness,
-        "reward": trajectory.reward,
-        "advantage": item.advantage,
-        "tokens": item.counted,
-        "ratio_mean": figures.ratio_mean if figures else None,
-        "ratio_min": figures.ratio_min if figures else None,
-        "ratio_max": figures.ratio_max if figures else None,
-        "clipped_share": figures.clipped_share if figures else None,
-        "kl": figures.kl if figures else None,
-        "loss_share": figures.loss_share if figures else None,
-        "weight_mean": figures.weight_mean if figures else None,
-        "masked_share": figures.masked_share if figures else None,
-        "minibatch": item.minibatch,
-        "micro_batch": item.micro_batch,
-    }

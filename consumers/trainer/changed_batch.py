@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import msgspec
+
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.trajectory import Trajectory
@@ -85,7 +87,11 @@ def _counted(one: Trajectory, change: BatchChange) -> Trajectory:
     if one.trajectory in change.without:
         return one if one.reward is None else replace(one, reward=None)
     reward = change.rewards.get(one.trajectory, one.reward)
-    return one if reward == one.reward else replace(one, reward=reward)
+    if reward == one.reward:
+        return one
+    # What its turns were worth was sampled for the reward that was.
+    meta = msgspec.structs.replace(one.meta, turn_values=())
+    return replace(one, reward=reward, meta=meta)
 
 
 def _parts_left(batch: TrainBatch, without: Collection[str]) -> list[int]:

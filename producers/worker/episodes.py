@@ -42,8 +42,13 @@ from dora_pipe.producers.worker.effects import (
     PromptReady,
 )
 from dora_pipe.producers.worker.progress import PROGRESS_TAG
-from dora_pipe.producers.worker.request import Phase, RequestState
-from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, STARTED_AGAIN, Requests
+from dora_pipe.producers.worker.request import (
+    EPISODE_RESTARTS_MAX,
+    STARTED_AGAIN,
+    Phase,
+    RequestState,
+)
+from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.resume import sequence_of
 from dora_pipe.producers.worker.sequence import Exchange
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
@@ -158,7 +163,7 @@ class Episodes:
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return
-        self._requests.counts[TOLD_AGAIN] += 1
+        self._requests.counts[TOLD_AGAIN] += request.continuation is None
         request.replay.extend(sequence.exchanges())
         self._tell(request, now)
 
@@ -166,7 +171,7 @@ class Episodes:
         """The next turn; behind the last one it goes on as it would have where it was."""
         requests = self._requests
         if request.replay:
-            requests.counts["turns told again"] += 1
+            requests.counts["turns told again"] += request.continuation is None
             requests.ask_environment(request, request.replay[0].said, now)
             return
         finish = request.turn_finish or request.finish_of(requests.setup.context_tokens)

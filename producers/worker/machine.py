@@ -46,6 +46,7 @@ from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     NOTHING,
+    STARTED_AGAIN,
     WAITING_PHASES,
     Hosted,
     Phase,
@@ -53,10 +54,11 @@ from dora_pipe.producers.worker.request import (
     note_cassette,
     pin_of,
 )
-from dora_pipe.producers.worker.requests import STARTED_AGAIN, Requests
+from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
+from dora_pipe.producers.worker.valuation import Valuations
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingPlace, WorkerStatus
 from dora_pipe.schemas.rounds import (
@@ -141,6 +143,7 @@ class WorkerMachine:
         self.scorings = Scorings(self.requests)
         self.sessions = Sessions(self.requests)
         self.episodes = Episodes(self.requests)
+        self.valuations = Valuations(self.requests)
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
@@ -235,7 +238,7 @@ class WorkerMachine:
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
                 note_cassette(self.requests.by_key, one)
-                apart = (self.scorings, self.sessions, self.episodes)
+                apart = (self.scorings, self.sessions, self.valuations, self.episodes)
                 if not any(some.handle(one, now) for some in apart):
                     self.requests.handle(one, now)
 
@@ -361,6 +364,7 @@ class WorkerMachine:
         requests = self.requests
         requests.report(now)
         requests.write_progress()
+        self.valuations.settle()
         late = self._leaving and now.mono_ns >= self._leave_by_ns
         idle = not requests.by_key and (self._leaving or not self.scorings)
         if late or ((self._leaving or self._draining) and idle):

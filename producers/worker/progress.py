@@ -35,7 +35,7 @@ class ProgressRecords(RequestTable):
     def begin_chunk(self, request: RequestState, tokens_min: int) -> bool:
         """Start a progress record if none is under way and there is enough to write."""
         unwritten = request.sequence.sampled_tokens - request.chunk_end
-        if request.chunk_open or unwritten < tokens_min:
+        if request.chunk_open or unwritten < tokens_min or not request.recorded:
             return False
         progress: AnyProgress
         if request.episode:

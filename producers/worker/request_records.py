@@ -28,7 +28,6 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION
 def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
     """The record of a finished request."""
     place, spec, sequence = request.place, request.place.spec, request.sequence
-    session = request.session
     return Trajectory(
         trajectory=place.trajectory,
         version=spec.version,
@@ -40,49 +39,56 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
         reward=request.reward,
         segments=sequence.segments,
         routed_experts=sequence.routes.between(0, len(sequence)),
-        meta=Meta(
-            run=setup.topics.run,
-            schema_version=SCHEMA_VERSION,
-            group=spec.group,
-            group_size=spec.size,
-            sibling=place.sibling,
-            attempt=place.attempt,
-            purpose=spec.purpose,
-            deadline=spec.deadline,
-            dataset_digest=spec.dataset_digest,
-            index=spec.index,
-            data_epoch=spec.data_epoch,
-            seed=request.seed,
-            task=spec.task,
-            evaluation=spec.evaluation,
-            prompt_tokens=sequence.prompt_tokens,
-            worker=setup.worker,
-            epoch=setup.epoch,
-            finish=request.finish,
-            times=Times(
-                placed=request.placed_ns,
-                started=request.started_ns,
-                first_token=request.first_token_ns,
-                finished=request.finished_ns,
-                rewarded=request.rewarded_ns,
-            ),
-            reward_raw=request.reward_raw,
-            reward_parts=request.reward_parts,
-            reward_error=request.reward_error,
-            reward_answer=request.reward_answer,
-            rewarded_by=request.rewarded_by,
-            agent_answer=request.agent_answer,
-            cassette=request.cassette,
-            error=request.error,
-            prefills=tuple(sequence.prefills),
-            moves=sequence.moves,
-            contexts=() if session is None else session.contexts,
-            calls=() if session is None else session.made,
-            weights=tuple(
-                Sampler(version=version, digest=request.weights[version])
-                for version in sequence.versions
-                if version != spec.version
-            ),
+        meta=_meta_of(request, setup),
+    )
+
+
+def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
+    place, spec, sequence = request.place, request.place.spec, request.sequence
+    session = request.session
+    return Meta(
+        run=setup.topics.run,
+        schema_version=SCHEMA_VERSION,
+        group=spec.group,
+        group_size=spec.size,
+        sibling=place.sibling,
+        attempt=place.attempt,
+        purpose=spec.purpose,
+        deadline=spec.deadline,
+        dataset_digest=spec.dataset_digest,
+        index=spec.index,
+        data_epoch=spec.data_epoch,
+        seed=request.seed,
+        task=spec.task,
+        evaluation=spec.evaluation,
+        prompt_tokens=sequence.prompt_tokens,
+        worker=setup.worker,
+        epoch=setup.epoch,
+        finish=request.finish,
+        times=Times(
+            placed=request.placed_ns,
+            started=request.started_ns,
+            first_token=request.first_token_ns,
+            finished=request.finished_ns,
+            rewarded=request.rewarded_ns,
+        ),
+        reward_raw=request.reward_raw,
+        reward_parts=request.reward_parts,
+        reward_error=request.reward_error,
+        reward_answer=request.reward_answer,
+        rewarded_by=request.rewarded_by,
+        agent_answer=request.agent_answer,
+        cassette=request.cassette,
+        error=request.error,
+        prefills=tuple(sequence.prefills),
+        moves=sequence.moves,
+        contexts=() if session is None else session.contexts,
+        calls=() if session is None else session.made,
+        turn_values=request.turn_values,
+        weights=tuple(
+            Sampler(version=version, digest=request.weights[version])
+            for version in sequence.versions
+            if version != spec.version
         ),
     )
 

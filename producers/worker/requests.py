@@ -65,9 +65,11 @@ from dora_pipe.producers.worker.kv_handover import label_of
 from dora_pipe.producers.worker.progress import PROGRESS_TAG, ProgressRecords
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
+    EPISODE_RESTARTS_MAX,
     GENERATING,
     MOVING,
     NOTHING,
+    STARTED_AGAIN,
     WAITING_PHASES,
     Hosted,
     Phase,
@@ -94,12 +96,6 @@ is lost when the worker stops."""
 VALUE_BYTES_MAX: Final = 192 * 1024 * 1024
 """No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
 
-EPISODE_RESTARTS_MAX: Final = 3
-"""Times a request starts again here because its environment died; then it fails."""
-
-STARTED_AGAIN: Final = "episodes started again"
-"""What is counted of an environment that was lost with all its turns."""
-
 TRAJECTORY_TAG: Final = "t:"
 """Tag of what a request publishes, as `PROGRESS_TAG`."""
 
@@ -112,6 +108,8 @@ class Requests(ProgressRecords):
         self.hosted = NOTHING
         """What the engine has; the machine says so."""
         self.tokens_total = 0
+        self.withhold: Callable[[RequestState], bool] = lambda request: False
+        """Whether no record is made of a request that is complete, or not yet; see `valuation`."""
         self.left: dict[str, Resume] = {}
         """Progress of requests that were put down because the worker leaves."""
 
@@ -397,7 +395,7 @@ class Requests(ProgressRecords):
         request.reward_error = f"not scored: {error}"
         if request.episode:
             self.ask(Forget(request=request.key, source=request.source))
-        self._encode(request)
+        self.encode(request)
 
     def _rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
         if math.isfinite(event.reward):
@@ -406,15 +404,17 @@ class Requests(ProgressRecords):
         else:
             request.reward_error = f"NoAnswer: the reward is {event.reward}"
         request.rewarded_ns = now.wall_ns
-        self._encode(request)
+        self.encode(request)
 
     def _reward_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         request.reward_error = f"{event.error}: {event.message}"
         request.rewarded_ns = now.wall_ns
-        self._encode(request)
+        self.encode(request)
 
-    def _encode(self, request: RequestState) -> None:
+    def encode(self, request: RequestState) -> None:
         """All is known: make the record."""
+        if self.withhold(request):
+            return
         self.enter(request, Phase.ENCODING)
         trajectory = trajectory_of(request, self.setup)
         self.ask(EncodeTrajectory(request=request.key, trajectory=trajectory))

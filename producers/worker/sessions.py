@@ -47,9 +47,9 @@ from dora_pipe.producers.worker.effects import (
     ProgressFetched,
     RefuseCall,
 )
-from dora_pipe.producers.worker.request import Phase, RequestState, state_of
+from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, Phase, RequestState, state_of
 from dora_pipe.producers.worker.request_records import turn_progress_of
-from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX, Requests
+from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, OpenCall, Session

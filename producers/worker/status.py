@@ -19,6 +19,7 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.RUNNING: "tokens",
     Phase.ENVIRONMENT: "environment",
     Phase.REWARDING: "reward",
+    Phase.VALUING: "values",
     Phase.PROMPTING: "prompt",
     Phase.RESUMING: "progress",
     Phase.FETCHING: "kv",
@@ -76,7 +77,7 @@ def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
     return first
 
 
-_ENDLESS: Final = (Phase.RUNNING, Phase.WAITING)
+_ENDLESS: Final = (Phase.RUNNING, Phase.WAITING, Phase.VALUING)
 """Sampling takes its time, and a wait for a slot ends when others have finished."""
 
 

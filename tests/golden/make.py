@@ -103,6 +103,7 @@ def trajectory_files() -> dict[str, bytes]:
         "answered": later_values.ANSWERED_TRAJECTORY,
         "agents-own": later_values.AGENTS_TRAJECTORY,
         "taped": later_values.TAPED_TRAJECTORY,
+        "turn-values": later_values.VALUED_TRAJECTORY,
         "several-turns": arrow_values.TRAJECTORY,
         "plain": arrow_values.PLAIN_TRAJECTORY,
         "mixed": arrow_values.MIXED_TRAJECTORY,

@@ -27,6 +27,8 @@ from tests.support.command_line import Call
 from tests.support.fork_stage import Puzzles, install, single_turns
 from tests.support.recorded_run import RecordedRun
 
+RUN_SEED = 7
+
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
@@ -60,18 +62,18 @@ def continuations(one: Trajectory, out: Path, version: int) -> dict[tuple[int, i
     """Those that the log has, by token and sample."""
     log = out / f"{one.trajectory}-v{version}" / "log.sqlite"
     with closing(SqliteBus(log)) as bus:
-        found = fork_log.ForkLog(bus=bus, recorded=one, version=version, digest="", run_seed=0)
+        found = fork_log.ForkLog(bus=bus, recorded=one, version=version, digest="")
         return {(cut.token, sample): each for (cut, sample), each in found.samples().items()}
 
 
-def with_its_own_seed(monkeypatch: pytest.MonkeyPatch, sibling: int) -> None:
-    """Sample `sibling` of every cut draws as the trajectory did."""
+def with_its_own_seed(monkeypatch: pytest.MonkeyPatch, one: Trajectory) -> None:
+    """The sample with the number of its sibling draws as it did, from every cut."""
+    _, ordinal, _ = parse_trajectory_id(one.trajectory)
 
-    def seed(run_seed: int, trajectory: str, cut: object) -> int:
-        purpose, ordinal, _ = parse_trajectory_id(trajectory)
-        return group_seed(run_seed, purpose, ordinal)
+    def seed(of_trajectory: int, token: int) -> int:
+        return group_seed(RUN_SEED, "train", ordinal)
 
-    monkeypatch.setattr(fork_log, "fork_seed", seed)
+    monkeypatch.setattr(fork_log, "cut_seed", seed)
 
 
 def test_with_its_own_random_stream_a_continuation_is_the_trajectory_itself(
@@ -79,7 +81,7 @@ def test_with_its_own_random_stream_a_continuation_is_the_trajectory_itself(
 ) -> None:
     one = recorded(episodes, 4)
     install(monkeypatch, Puzzles)
-    with_its_own_seed(monkeypatch, one.meta.sibling)
+    with_its_own_seed(monkeypatch, one)
     found = forked(call, episodes, one.trajectory, tmp_path, "--samples", one.meta.sibling + 1)
     assert [turn["turn"] for turn in found["turns"]] == [0, 1, 2, 3]
     for token in turn_starts(one).values():
@@ -94,7 +96,7 @@ def test_a_text_of_one_turn_is_cut_at_tokens_and_in_pieces(
 ) -> None:
     one = recorded(texts)
     install(monkeypatch, single_turns)
-    with_its_own_seed(monkeypatch, one.meta.sibling)
+    with_its_own_seed(monkeypatch, one)
     samples = ("--samples", one.meta.sibling + 1)
     found = forked(call, texts, one.trajectory, tmp_path, "--pieces", 3, *samples)
     assert len(found["turns"]) == 3

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, RewardCall
-from dora_pipe.producers.worker.request import Phase
-from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX
+from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, Phase
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
 from tests.integration.test_worker_episodes import ANY, NAME, PLACES, Stage, check
 from tests.support.games import KeptGames

@@ -21,8 +21,7 @@ from dora_pipe.bus.port import Append
 from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import AgentCall
-from dora_pipe.producers.worker.request import Phase, WorkerSetup
-from dora_pipe.producers.worker.requests import EPISODE_RESTARTS_MAX
+from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, Phase, WorkerSetup
 from dora_pipe.producers.worker.status import Situation, waits
 from dora_pipe.schemas.contexts import call_fault, contexts_of, prompt_digest
 from dora_pipe.schemas.control import (

@@ -72,10 +72,10 @@ def single_turns() -> InlineTasks:
     return InlineTasks(reward=reward_by_text)
 
 
-def record(directory: Path, tasks: Callable[[], InlineTasks]) -> RecordedRun:
+def record(directory: Path, tasks: Callable[[], InlineTasks], **changes: Any) -> RecordedRun:
     """A short run of such a task."""
     config = make_config(
-        run__steps=1, run__name="short", evaluation__prompts=0, task__turns_max=TURNS
+        run__steps=1, run__name="short", evaluation__prompts=0, task__turns_max=TURNS, **changes
     )
     with Cluster(directory, config, tasks=tasks) as cluster:
         (directory / "config.toml").write_text(dump_toml(config))

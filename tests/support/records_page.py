@@ -35,6 +35,7 @@ from dora_pipe.schemas import (
     topics,
     trajectory,
     trajectory_codec,
+    turn_values,
 )
 from tests.support.records_examples import figures
 from tests.support.records_words import (
@@ -48,7 +49,7 @@ from tests.support.records_words import (
 
 TEXTS = Path(__file__).parent / "records_texts"
 
-MODULES = (control, rounds, metrics, policy, trajectory, contexts)
+MODULES = (control, rounds, metrics, policy, trajectory, contexts, turn_values)
 
 WORDS: dict[str, Any] = {
     "ExclusiveRole": control.ExclusiveRole,

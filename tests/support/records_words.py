@@ -57,6 +57,7 @@ PARTS = (
     ("Blob", "policy"),
     ("Times", "trajectory"),
     ("Sampler", "trajectory"),
+    ("TurnValue", "turn_values"),
     ("Context", "contexts"),
     ("Call", "contexts"),
     ("Wait", "metrics"),

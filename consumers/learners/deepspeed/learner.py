@@ -52,13 +52,8 @@ from dora_pipe.consumers.learners.settings import (
     StepSettings,
     step_settings,
 )
-from dora_pipe.consumers.learners.step import (
-    Pass,
-    Sums,
-    contribution,
-    figures_of,
-    updates_of,
-)
+from dora_pipe.consumers.learners.step import Pass, updates_of
+from dora_pipe.consumers.learners.step_figures import Sums, contribution, figures_of
 from dora_pipe.consumers.learners.torch.device import capability, compute_clock, device_class
 from dora_pipe.consumers.learners.torch.lora import AdapterBase
 from dora_pipe.consumers.learners.torch.model import (

@@ -380,7 +380,7 @@ class Rank:
         given = PassInputs(
             passages=cut_passages(rows, one.parts, self._device),
             lengths=[unit.length for unit in one.units],
-            advantages=[unit.advantage for unit in one.units],
+            advantages=[unit.advantages for unit in one.units],
             weights=[unit.weight for unit in one.units],
             teacher=[unit.teacher for unit in one.units],
         )

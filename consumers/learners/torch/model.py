@@ -33,6 +33,7 @@ from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
+from dora_pipe.consumers.objectives.turns import for_tokens
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
 from dora_pipe.schemas.policy import PolicyDtype
@@ -472,7 +473,8 @@ class PassInputs:
     """The rows of the units in their order, in one or several parts."""
     lengths: Sequence[int]
     """Counted tokens."""
-    advantages: Sequence[float]
+    advantages: Sequence[Sequence[float]]
+    """One for each of these, or a single one that all have."""
     weights: Sequence[float]
     """Of each token in the mean over the minibatch."""
     teacher: Sequence[Sequence[float] | None]
@@ -486,7 +488,7 @@ def inputs_of(one: Pass, device: str) -> PassInputs:
     return PassInputs(
         passages=passages_of(one, device),
         lengths=[unit.counted for unit in one.units],
-        advantages=[unit.item.advantage or 0.0 for unit in one.units],
+        advantages=[unit.advantages for unit in one.units],
         weights=[unit.weight for unit in one.units],
         teacher=[unit.teacher for unit in one.units],
         proximal=one.proximal,
@@ -511,6 +513,7 @@ def pass_loss(
     elif proximal is None:
         proximal = logprobs.detach()
     weights = per_token(given.weights, given.lengths, device)
+    advantages = for_tokens(given.advantages, given.lengths)
     inputs = Inputs(
         logprobs=logprobs,
         behaviour=joined([one.behaviour for one in given.passages]),
@@ -521,7 +524,7 @@ def pass_loss(
             else None
         ),
         teacher=_teacher(given.teacher, logprobs) if objective.teacher_weight else None,
-        advantages=per_token(given.advantages, given.lengths, device),
+        advantages=torch.tensor(advantages, dtype=torch.float32).to(device),
         lengths=given.lengths,
     )
     terms = terms_of(inputs, objective)

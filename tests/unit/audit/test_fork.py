@@ -15,7 +15,6 @@ from dora_pipe.audit.fork import (
     cut_at,
     cuts_of_pieces,
     fork_of,
-    fork_seed,
     prefix_of,
     value_of,
 )
@@ -60,17 +59,6 @@ def test_what_stands_before_a_cut_is_handed_over_as_the_new_requests_own() -> No
     assert isinstance(found, Progress)
     assert list(found.token_ids) == [7, 8]
     assert (found.trajectory, found.version, found.digest) == ("g0000000005-002", 7, "a" * 64)
-
-
-def test_seeds_follow_from_run_trajectory_and_place_alone() -> None:
-    seeds = {
-        fork_seed(1, NAME, Cut(token=4, turn=0)),
-        fork_seed(2, NAME, Cut(token=4, turn=0)),
-        fork_seed(1, "g0000000001-001", Cut(token=4, turn=0)),
-        fork_seed(1, NAME, Cut(token=5, turn=0)),
-    }
-    assert len(seeds) == 4
-    assert fork_seed(1, NAME, Cut(token=4, turn=0)) in seeds
 
 
 def _values(*places: list[float]) -> dict[Cut, list[Continued]]:

@@ -77,6 +77,7 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("named", later_values.NAMED_TRAJECTORY),
         ("taped", later_values.TAPED_TRAJECTORY),
         ("agents-own", later_values.AGENTS_TRAJECTORY),
+        ("turn-values", later_values.VALUED_TRAJECTORY),
         ("branched", branched_values.BRANCHED_TRAJECTORY),
         ("stopped", branched_values.STOPPED_TRAJECTORY),
     ],
@@ -199,6 +200,7 @@ TRAJECTORIES = (
     later_values.ANSWERED_TRAJECTORY,
     later_values.AGENTS_TRAJECTORY,
     later_values.TAPED_TRAJECTORY,
+    later_values.VALUED_TRAJECTORY,
     branched_values.BRANCHED_TRAJECTORY,
     branched_values.STOPPED_TRAJECTORY,
 )

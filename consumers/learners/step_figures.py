@@ -1,0 +1,123 @@
+"""What a step says of itself: figures of all of it, and a row a trajectory; without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_pipe.config.objectives import TURNS
+from dora_pipe.consumers.learners.settings import StepSettings
+from dora_pipe.consumers.learners.step import Item
+from dora_pipe.core.errors import NonFinite
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """What the updates of a step add up to."""
+
+    loss: float = 0.0
+    router_aux: float = 0.0
+    """The load-balancing loss of routers, without its weight."""
+    updates: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+    padded_tokens: int = 0
+    passes: int = 0
+
+    def note_update(self, norm: float) -> None:
+        """Count an update, from a gradient of this norm. Raises NonFinite."""
+        if not math.isfinite(norm) or not math.isfinite(self.loss):
+            raise NonFinite(f"a step gave gradient norm {norm} and loss {self.loss}")
+        self.updates += 1
+        self.grad_norms.append(norm)
+
+    def add(self, other: Sums) -> None:
+        """What came after it."""
+        self.loss += other.loss
+        self.router_aux += other.router_aux
+        self.updates += other.updates
+        self.grad_norms += other.grad_norms
+        self.padded_tokens += other.padded_tokens
+        self.passes += other.passes
+
+
+def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dict[str, float]:
+    """The step's figures; all finite, and no figure where there is nothing to say."""
+    rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
+    rows = [(item.figures, item.counted) for item in items if item.figures is not None]
+    tokens = sum(count for _, count in rows)
+    sampled = sum(item.trajectory.sampled for item in items)
+    figures = {
+        "loss": sums.loss / max(1, sums.updates),
+        "updates": float(sums.updates),
+        "trajectories": float(len(items)),
+        "masked": float(sum(item.advantage is None for item in items)),
+        "without_gradient": float(len(items) - len(rows)),
+        "tokens": float(sum(item.counted for item in items)),
+        "padded_tokens": float(sums.padded_tokens),
+        "staleness_mean": _mean([item.staleness for item in items]),
+        "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
+        "staleness_max": float(max((item.staleness for item in items), default=0)),
+    }
+    if rewards:
+        figures["reward_mean"] = _mean(rewards)
+    if sums.grad_norms:
+        figures["grad_norm"] = _mean(sums.grad_norms)
+        figures["grad_norm_max"] = max(sums.grad_norms)
+    if rows:
+        figures |= {
+            "ratio_mean": sum(one.ratio_mean * count for one, count in rows) / tokens,
+            "ratio_min": min(one.ratio_min for one, _ in rows),
+            "ratio_max": max(one.ratio_max for one, _ in rows),
+            "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
+            "kl": sum(one.kl * count for one, count in rows) / tokens,
+        }
+    if settings.objective.advantage == TURNS:
+        valued = [item.trajectory.meta.turn_values for item in items]
+        figures["turn_valued_share"] = sum(map(bool, valued)) / max(1, len(items))
+        figures["turn_value_tokens"] = float(sum(one.sampled for some in valued for one in some))
+    if settings.router_aux_loss:
+        figures["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
+    if settings.reference is not None:
+        figures["reference_version"] = float(settings.reference)
+    for name in ("weight_mean", "masked_share"):
+        known = [(getattr(one, name), count) for one, count in rows]
+        if known and known[0][0] is not None:
+            figures[name] = sum(value * count for value, count in known) / tokens
+    odd = sorted(name for name, value in figures.items() if not math.isfinite(value))
+    if odd:
+        raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
+    return figures
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values) if values else 0.0
+    except OverflowError:  # Finite ones, whose sum is not.
+        return math.inf
+
+
+def contribution(item: Item) -> dict[str, Any]:
+    """A row of the contributions file."""
+    figures = item.figures
+    trajectory = item.trajectory
+    return {
+        "trajectory": trajectory.trajectory,
+        "group": item.group,
+        "version": trajectory.version,
+        "staleness": item.staleness,
+        "reward": trajectory.reward,
+        "advantage": item.advantage,
+        "tokens": item.counted,
+        "ratio_mean": figures.ratio_mean if figures else None,
+        "ratio_min": figures.ratio_min if figures else None,
+        "ratio_max": figures.ratio_max if figures else None,
+        "clipped_share": figures.clipped_share if figures else None,
+        "kl": figures.kl if figures else None,
+        "loss_share": figures.loss_share if figures else None,
+        "weight_mean": figures.weight_mean if figures else None,
+        "masked_share": figures.masked_share if figures else None,
+        "minibatch": item.minibatch,
+        "micro_batch": item.micro_batch,
+    }

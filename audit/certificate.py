@@ -215,8 +215,8 @@ class Predicate(PredicatePart, frozen=True, kw_only=True):
 def made_of(bus: Bus, topics: Topics, version: int) -> tuple[Made, Lineage | None]:
     """What a version is made of, and which run its own began with.
 
-    Raises UsageError where the log does not have it, InvariantBroken where rounds or the chain do
-    not hold up to it, BusError.
+    Raises UsageError where the log does not have it, or has no rounds, InvariantBroken where rounds
+    or the chain do not hold up to it, BusError.
     """
     books = _Books(version)
     for turn in _held_rounds(bus, topics):
@@ -298,6 +298,13 @@ class _Books:
     def made(self, run: str) -> tuple[Made, Lineage | None]:
         """What was gathered. Raises UsageError where the version was not met."""
         started = self._account.started
+        if started is not None and started.retrained is not None:
+            source = started.retrained.run
+            raise UsageError(
+                f"run {started.run} is steps of {source} that were trained again: its log has no "
+                "rounds, so there is no chain to certify",
+                hint=f"versions of {source} itself can be certified",
+            )
         if self._policy is None or started is None:
             raise UsageError(
                 f"run {run} has no version {self._version}",

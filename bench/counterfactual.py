@@ -46,7 +46,7 @@ LOOK_S: Final = 0.02
 """Between two looks whether a command has ended."""
 
 STEPS: Final = 8
-"""Of the run that is made where none is given."""
+"""Of the run that is made where none is given, and that are trained again."""
 
 FORK: Final = ("--pieces", "4", "--samples", "64")
 REPLAYED: Final = 512
@@ -102,6 +102,12 @@ class BenchedRun:
     def fresh(self) -> str:
         """A place that nobody has written to."""
         return tempfile.mkdtemp(dir=self.folder)
+
+    def linked(self) -> list[str]:
+        """The run in a folder of runs that nobody has written to: what is made of it lies there."""
+        root, run = Path(self.fresh()), Path(self.words)
+        (root / run.name).symlink_to(run.resolve(), target_is_directory=True)
+        return [run.name, "--runs", str(root)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +268,16 @@ CASES: Final[tuple[Case, ...]] = (
             lambda one: ["replay", one.words, "--random", str(REPLAYED)],
             lambda told: sum(line["tokens"] for line in told),
         ),
+    ),
+    Case(
+        command="retrain",
+        unit="steps",
+        beside="replay of the same steps",
+        own=_counted(
+            lambda one: ["retrain", *one.linked(), "--name", "again", "--to", str(STEPS)],
+            lambda told: len(told[0]["steps"]),
+        ),
+        reference=_counted(lambda one: ["replay", one.words, "--to", str(STEPS)], len),
     ),
     Case(
         command="certificate",

@@ -75,6 +75,19 @@ def test_what_the_run_does_not_have_is_named_once_and_left_out() -> None:
     assert not any("fork" in one for one in said[1:])
 
 
+def test_what_is_made_of_a_run_lies_in_the_benchs_folder_and_not_beside_the_run(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "runs" / "demo"
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    name, option, root = BenchedRun(words=str(run), folder=tmp_path).linked()
+    assert (name, option) == ("demo", "--runs")
+    assert Path(root).parent == tmp_path
+    assert (Path(root) / name / "config.toml").is_file()
+    assert [one.name for one in run.parent.iterdir()] == ["demo"]
+
+
 @pytest.mark.slow
 def test_commands_are_processes_whose_work_is_counted_and_whose_last_words_are_told(
     recorded: RecordedRun, tmp_path: Path

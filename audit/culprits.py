@@ -113,9 +113,13 @@ def explain(
     if ranked:
         if stands_alone(ranked) and (yield from trials.recovers(ranked[:1])):
             cause = ranked[:1]
-        elif (yield from trials.recovers(ranked)):
-            one = yield from _one(trials, ranked)
-            cause = one or (yield from _smallest(trials, trials.best(ranked)))
+        else:
+            whole = yield from trials.recovers(ranked)
+            tried = trials.of(ranked)
+            if tried is not None and tried.verdict != "bad":
+                cause = yield from _one(trials, ranked)
+            if whole and not cause:
+                cause = yield from _smallest(trials, trials.best(ranked))
     over = trials.over
     inside = (yield from _inside(trials, siblings.get(cause[0].name, ()))) if cause else None
     return Explanation(

@@ -22,6 +22,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.consumers.learners.port import Learner, TrainBatch
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
+from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits
@@ -90,6 +91,8 @@ class StepRepeater:
         self._folder, self._clock = folder, clock
         self._planted = planted
         self._files = StepFiles(store, history.digest_of)
+        self._own_change = change_of(store, history) if planted is None else planted.change
+        """What the run itself says of its batches, or what is planted."""
         self._contributed: dict[int, Contributions] = {}
         self.other_numerics: frozenset[str] = frozenset()
         """Keys of the fingerprint that differ here: nothing then has the committed bits."""
@@ -138,8 +141,9 @@ class StepRepeater:
         missing = [one.step for one in commits if not self._contributions(one)]
         if missing:
             self.train(Trial(first=min(missing), last=max(missing)))
+        run = self._history.sampled_by or self._topics.run
         reader = BatchReader(
-            self._bus, self._topics.trajectories, run=self._topics.run, starts={}, clock=self._clock
+            self._bus, self._topics.trajectories, run=run, starts={}, clock=self._clock
         )
         try:
             for commit in commits:
@@ -211,6 +215,7 @@ class StepRepeater:
             files=self._files,
             clock=self._clock,
             change=change,
+            sampled_by=self._history.sampled_by,
         )
         return list(again)
 
@@ -228,8 +233,8 @@ class StepRepeater:
         ]
 
     def _change(self, without: frozenset[str]) -> BatchChange:
-        planted = UNCHANGED if self._planted is None else self._planted.change
-        return replace(planted, without=planted.without | without) if without else planted
+        own = self._own_change
+        return replace(own, without=own.without | without) if without else own
 
     def _before(self, step: int) -> Path:
         return self._folder / f"before-{step}"

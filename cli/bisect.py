@@ -81,11 +81,11 @@ def bisect_run(
 def _check(history: CommitHistory, good: int, bad: int) -> None:
     if history.run_started is None:
         raise InvariantBroken("control has no `run started`")
-    last = history.next_step
-    if not 0 <= good < bad <= last:
+    first, last = history.first_step, history.next_step
+    if not first <= good < bad <= last:
         raise UsageError(
             f"there is nothing between version {good} and version {bad}",
-            hint=f"--good is before --bad, and there are versions 0 to {last}",
+            hint=f"--good is before --bad, and there are versions {first} to {last}",
         )
     if history.interruptible:
         say("note: trajectories of this run mix versions; groups are trained again as they were")

@@ -27,7 +27,7 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import TaskError, UsageError, reason
 from dora_pipe.core.own_code import importable, load_function, source_sha256
 from dora_pipe.launch.local_roles import keeping_nothing
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import Engine, SamplingParams
@@ -156,6 +156,12 @@ def _evaluation(run: OpenRun, started: RunStarted, name: str) -> Iterator[Evalua
         raise UsageError(f"no evaluation {name!r}", hint=f"there are: {known}")
     name = name or names[0]
     rows = _rows(run, name)
+    if not rows and run.directory.lender:  # A run without rollouts of its own.
+        with opened(str(run.directory.path.parent / run.directory.lender)) as lender:
+            rows = _rows(lender, name)
+    if not rows:
+        by = f" by {name}" if name else ""
+        raise UsageError(f"no version was evaluated{by}, so there are no rows", hint=OWN)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
     with closing(run.tables()) as tables:
@@ -190,15 +196,11 @@ def _check_one_turn(task: TaskAgain, source: str) -> None:
 
 
 def _rows(run: OpenRun, name: str) -> list[Trajectory]:
-    """What was evaluated first, by row and sibling. Raises UsageError, InvariantBroken."""
+    """What was evaluated first, by row and sibling; none where nothing was. Raises
+    InvariantBroken."""
     damage = Damage()
     with closing(run.tables()) as tables:
         logged = logged_records(tables, f"{COUNTS} and {ROWS}", [name, name])
-    if not logged:
-        raise UsageError(
-            f"no version was evaluated{f' by {name}' if name else ''}, so there are no rows",
-            hint=OWN,
-        )
     found = list(trajectories_of(run, logged, damage))
     raise_if_damaged(damage, ", and not asked")
     return sorted(found, key=lambda one: (one.meta.index, one.meta.sibling))

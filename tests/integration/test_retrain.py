@@ -365,3 +365,12 @@ def test_a_run_without_rounds_is_not_certified(root: Path, call: Call, tmp_path:
     assert code == 2
     assert f"run {AGAIN} is steps of {NAME} that were trained again" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_lost_the_name_of_its_source_does_not_pass_for_an_ordinary_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / AGAIN / "retrained-from").unlink()
+    code, out, _ = caller(monkeypatch, capsys)("audit", AGAIN, "--json", "--runs", runs)
+    assert code == 5
+    assert "trained again on the log of recorded, which its directory does not name" in out

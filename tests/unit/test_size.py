@@ -10,12 +10,12 @@ import re
 from tests.support import size
 from tests.support.tidy import ROOT
 
-INSTALLED_LINES_MAX = 117_000
-WITH_BENCHES_LINES_MAX = 138_500
-TESTS_LINES_MAX = 116_000
+INSTALLED_LINES_MAX = 122_500
+WITH_BENCHES_LINES_MAX = 144_500
+TESTS_LINES_MAX = 116_500
 SMALL_MODULES_MAX = 14
 REPEATED_CLASSES_MAX = 1
-LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_800
+LIFE_FILES_MAX, LIFE_LINES_MAX = 58, 20_900
 FOLDERS_MAX = 16
 
 ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)

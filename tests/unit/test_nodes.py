@@ -71,7 +71,8 @@ sys.exit(run_node([sys.executable, "-c", sys.argv[1]], each, stop_s=5.0, notice_
 
 
 def _node(rank_does: str, notice_s: float = NOTICE_S) -> subprocess.Popen[str]:
-    """A node of two ranks which do this; `rank` is which."""
+    """A node of two ranks which do this; `rank` is which. What they say is one `os.write` a line:
+    `print` may be two, and lines of ranks would lie within each other."""
     script = f"import os, signal, sys, time\nrank = os.environ['RANK']\n{rank_does}"
     return subprocess.Popen(
         [sys.executable, "-c", PARENT.format(notice=notice_s), script],
@@ -103,7 +104,7 @@ def test_a_rank_that_is_killed_is_named_and_the_node_may_be_started_again() -> N
 
 
 def test_a_node_that_is_told_to_stop_tells_its_ranks_and_ends_well() -> None:
-    does = "signal.signal(15, lambda *_: sys.exit(0)); print('up', flush=True); time.sleep(600)"
+    does = "signal.signal(15, lambda *_: sys.exit(0)); os.write(1, b'up\\n'); time.sleep(600)"
     node = _node(does)
     assert node.stdout is not None
     assert [node.stdout.readline(), node.stdout.readline()] == ["up\n", "up\n"]
@@ -112,10 +113,13 @@ def test_a_node_that_is_told_to_stop_tells_its_ranks_and_ends_well() -> None:
 
 
 def test_ranks_do_not_outlive_a_node_that_is_killed() -> None:
-    with _node("print(os.getpid(), flush=True); time.sleep(600)") as node:
+    does = "os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(600)"
+    with _node(does) as node:
         assert node.stdout is not None
-        ranks = [int(node.stdout.readline()) for _ in range(2)]
-        node.kill()
+        try:
+            ranks = [int(node.stdout.readline()) for _ in range(2)]
+        finally:
+            node.kill()
     until(lambda: not any(map(_lives, ranks)))
     assert [one for one in ranks if _lives(one)] == []
 

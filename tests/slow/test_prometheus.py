@@ -24,6 +24,10 @@ pytestmark = pytest.mark.slow
 INTERVAL = "30s"
 """What Grafana would put in place of $__rate_interval."""
 
+OF_CASSETTES = "dora_pipe_cassette_"
+"""Metrics that a run without a cassette, as this one, has not; tests/unit/observe looks at their
+values."""
+
 QUERIES = [
     (dashboard.name, panel.title, expression)
     for dashboard in DASHBOARDS
@@ -96,6 +100,9 @@ def test_every_query_of_every_dashboard_returns_data(
 ) -> None:
     expr = text.replace("$run", ".*").replace("$__rate_interval", INTERVAL)
     samples = prometheus.query(expr)
+    if OF_CASSETTES in expr:
+        assert samples == [], f"{dashboard}, {title}: this run has no cassette"
+        return
     assert samples, f"{dashboard}, {title}: no data for {expr}"
     values = [float(sample["value"][1]) for sample in samples]
     assert any(value == value for value in values), f"{dashboard}, {title}: only NaN for {expr}"

@@ -15,7 +15,7 @@ interval is that of the rows that there are: seeds are what is random.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar
 
@@ -86,6 +86,17 @@ class Ask:
 
 
 Plan = Generator[Ask, Values, T]
+
+
+def carry_out(plan: Plan[T], values: Callable[[Ask], Values]) -> T:
+    """Give a plan what it asks for until it has come to its end, and return what that is."""
+    try:
+        ask = next(plan)
+        while True:
+            ask = plan.send(values(ask))
+    except StopIteration as over:
+        found: T = over.value
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

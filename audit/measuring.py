@@ -17,6 +17,7 @@ from dora_pipe.audit.bisect import (
     Trial,
     Values,
     Version,
+    carry_out,
     fallen,
 )
 from dora_pipe.audit.culprits import Explanation, explain
@@ -51,13 +52,7 @@ class Measuring:
 
     def run(self, plan: Plan[T]) -> T:
         """Give a plan what it asks for until it has come to its end."""
-        try:
-            ask = next(plan)
-            while True:
-                ask = plan.send(self.values(ask))
-        except StopIteration as over:
-            found: T = over.value
-            return found
+        return carry_out(plan, self.values)
 
     def values(self, ask: Ask) -> Values:
         """What the probe says of the draws that are wanted; what is known is not asked again."""

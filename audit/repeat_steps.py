@@ -21,7 +21,7 @@ from dora_pipe.audit.suspects import TrainedRow
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.consumers.learners.port import Learner, TrainBatch
-from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
+from dora_pipe.consumers.trainer.batch_reader import BatchReader, read_batch
 from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitHistory
@@ -147,7 +147,7 @@ class StepRepeater:
         )
         try:
             for commit in commits:
-                batch = changed(_batch(reader, commit), self._change(frozenset()))
+                batch = changed(read_batch(reader, commit, strict=False), self._change(frozenset()))
                 found += _rows(batch, self._contributions(commit))
         finally:
             reader.close()
@@ -257,17 +257,6 @@ def _made(folder: Path) -> MadeWeights | None:
     """What lies in a folder, if it is whole."""
     file = folder / MADE
     return msgspec.json.decode(file.read_bytes(), type=MadeWeights) if file.is_file() else None
-
-
-def _batch(reader: BatchReader, commit: StepCommitted) -> TrainBatch:
-    """The batch of a step, as it lies in the log now."""
-    steps = committed_batch(reader, commit, strict=False)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as over:
-            batch: TrainBatch = over.value
-            return batch
 
 
 def _rows(batch: TrainBatch, contributions: Contributions) -> list[TrainedRow]:

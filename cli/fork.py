@@ -28,6 +28,7 @@ from dora_pipe.audit.fork import (
     turn_starts,
 )
 from dora_pipe.audit.fork_log import WORKER, ForkLog, Joined, fork_id, started_of
+from dora_pipe.audit.line_file import write_whole
 from dora_pipe.audit.replay_trajectory import engines_of, recorded_trajectory
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import TopicPartition
@@ -37,6 +38,7 @@ from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.task_again import say_other_code
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.config.model import Config
+from dora_pipe.config.several import with_each_task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.launch.local_roles import with_engine
@@ -152,9 +154,7 @@ def _local(config: Config, engine: str, *, replayable: bool) -> Config:
         config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
     )
     if replayable:
-        tasks = [msgspec.structs.replace(one, replayable=True) for one in config.tasks]
-        more = tuple(tasks[1:]) or msgspec.UNSET
-        config = msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+        config = with_each_task(config, lambda one: msgspec.structs.replace(one, replayable=True))
     return msgspec.structs.replace(config, workers=workers)
 
 
@@ -223,10 +223,8 @@ def _make(folder: Path) -> None:
 
 
 def _write(file: Path, fork: Fork) -> None:
-    partial = file.with_suffix(".partial")
     try:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(fork)) + b"\n")
-        partial.replace(file)
+        write_whole(file, fork)
     except OSError as error:
         raise ResourceError(f"{file}: {error.strerror or error}", hint="--out DIR") from error
 

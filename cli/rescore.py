@@ -28,6 +28,7 @@ from dora_pipe.cli.rescore_groups import ask_groups
 from dora_pipe.cli.task_again import TaskAgain, opened_task
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.config.model import Config, RewardUse, Task
+from dora_pipe.config.several import with_each_task
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
@@ -134,9 +135,7 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
         reward = "" if inline else use
         return msgspec.structs.replace(task, reward=reward, rewards=uses, directory=where)
 
-    tasks = [changed(one) for one in config.tasks]
-    more = tuple(tasks[1:]) or msgspec.UNSET
-    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+    return with_each_task(config, changed)
 
 
 def _uses(words: str) -> tuple[RewardUse, ...]:

@@ -8,7 +8,7 @@ run with one has the plain values it always had. In a file, and in an override, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -99,24 +99,28 @@ LOCAL: Final = tuple(one for one in Task.__struct_fields__ if f"task.{one}" not 
 """Keys of a task that are each machine's own."""
 
 
+def with_each_task(config: Config, change: Callable[[Task], Task]) -> Config:
+    """The configuration with each of its tasks changed."""
+    first, *more = map(change, config.tasks)
+    return msgspec.structs.replace(config, task=first, more_tasks=tuple(more) or msgspec.UNSET)
+
+
 def with_tasks_of(config: Config, local: Config) -> Config:
     """The configuration, with those keys of its tasks as this machine's has them."""
     here = {one.name: one for one in local.tasks}
-    tasks = [
-        msgspec.structs.replace(one, **{key: getattr(here[one.name], key) for key in LOCAL})
-        if one.name in here
-        else one
-        for one in config.tasks
-    ]
-    more = tuple(tasks[1:]) or msgspec.UNSET
-    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+
+    def changed(one: Task) -> Task:
+        if one.name not in here:
+            return one
+        own = {key: getattr(here[one.name], key) for key in LOCAL}
+        return msgspec.structs.replace(one, **own)
+
+    return with_each_task(config, changed)
 
 
 def without_cassettes(config: Config) -> Config:
     """The configuration of who asks the real environments alone, and records nothing."""
-    tasks = [msgspec.structs.replace(one, cassette="") for one in config.tasks]
-    more = tuple(tasks[1:]) or msgspec.UNSET
-    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+    return with_each_task(config, lambda one: msgspec.structs.replace(one, cassette=""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

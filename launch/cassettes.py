@@ -20,7 +20,7 @@ from dora_pipe.audit.run_cassette import NotReadable, recorded_of
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.catalogue.database import COUNTS, logged_records
 from dora_pipe.config.model import Config, Task
-from dora_pipe.config.several import pool_specs
+from dora_pipe.config.several import pool_specs, with_each_task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError, UsageError
 from dora_pipe.launch.run_dir import OpenRun, RunDir, find_run, opened
@@ -61,9 +61,7 @@ def with_cassettes(config: Config, root: Path) -> Config:
     """The configuration with the file of each cassette: of a run its own, which is made where it is
     missing. Raises ConfigError for a run whose cassette cannot be made, and a strict one that is
     nowhere."""
-    tasks = [_with_file(one, root) for one in config.tasks]
-    more = tuple(tasks[1:]) or msgspec.UNSET
-    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+    return with_each_task(config, lambda one: _with_file(one, root))
 
 
 def _with_file(task: Task, root: Path) -> Task:

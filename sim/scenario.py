@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora_pipe.config.model import Config, RewardUse
+from dora_pipe.config.several import with_each_task
 from dora_pipe.sim.agents import AGENT_HANGS, AGENT_LOST, AGENT_RAISES, AGENT_WANDERS
 from dora_pipe.sim.elastic import with_elastic
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
@@ -489,17 +490,15 @@ def _curriculum(seed: int, config: Config) -> Config:
     chance = Random(f"dora-pipe sim curriculum {seed}")
     if chance.random() >= CURRICULUM_SHARE:
         return config
-    tasks = [
-        msgspec.structs.replace(
+    return with_each_task(
+        config,
+        lambda task: msgspec.structs.replace(
             task,
             sampler=chance.choice(("", "dora_pipe.sim.parts:weights")),
             drop_solved=chance.choice((None, 0.5, 1.0)),
             drop_solved_of=chance.choice((1, 2)),
-        )
-        for task in config.tasks
-    ]
-    more = tuple(tasks[1:]) or msgspec.UNSET
-    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+        ),
+    )
 
 
 def _impatient(seed: int, config: Config, slow: int) -> Config:

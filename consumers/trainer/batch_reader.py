@@ -326,15 +326,20 @@ def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: C
     """The batch of a commit. Raises InvariantBroken for other bytes than trained, BusError."""
     reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
     try:
-        waiting = committed_batch(reader, commit, strict=True)
-        while True:
-            try:
-                next(waiting)
-            except StopIteration as done:
-                batch: TrainBatch = done.value
-                return batch
+        return read_batch(reader, commit, strict=True)
     finally:
         reader.close()
+
+
+def read_batch(reader: BatchReader, commit: StepCommitted, *, strict: bool) -> TrainBatch:
+    """What `committed_batch` comes to, for who has nothing else to do meanwhile."""
+    waiting = committed_batch(reader, commit, strict=strict)
+    while True:
+        try:
+            next(waiting)
+        except StopIteration as done:
+            batch: TrainBatch = done.value
+            return batch
 
 
 def find(

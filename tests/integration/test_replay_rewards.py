@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.rescore import Rescored, raise_if_different, rescore
-from dora_pipe.cli import task_again
 from dora_pipe.config.load import dump_toml
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged
 from dora_pipe.producers.tasks.calls import (
@@ -43,15 +42,14 @@ from tests.support.command_line import Call, caller
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
 from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
+from tests.support.task_again import AssetsNumbers, PoolTasks, ask_here
 from tests.support.worker import VirtualClock
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. Task and tokenizer are in process."""
-    monkeypatch.setattr(task_again, "TaskPool", _Pool)
-    monkeypatch.setattr(task_again, "Tokenizer", _Words)
-    monkeypatch.setattr(task_again, "check_data", lambda facts, run, sources: None)
+    ask_here(monkeypatch, _Pool)
     return caller(monkeypatch, capsys)
 
 
@@ -61,30 +59,12 @@ class _Facts:
     reward_digest = "d" * 64
 
 
-class _Pool(InlineTasks):
+class _Pool(PoolTasks):
     def __init__(self, task: object) -> None:
         super().__init__(reward=reward_by_text)
 
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def wait(self) -> _Facts:
         return _Facts()
-
-
-class _Words(Numbers):
-    stop_ids = (0,)
-    made: ClassVar[list[str]] = []
-
-    def __init__(self, assets: Path) -> None:
-        assert assets.is_dir()
-
-    def reading(self, special_tokens: str) -> _Words:
-        self.made.append(special_tokens)
-        return self
 
 
 def _logged(log: Tamper) -> list[Trajectory]:
@@ -133,9 +113,9 @@ def test_texts_are_encoded_as_the_workers_of_the_run_encoded_them(
     with Cluster(tmp_path / "again", config) as cluster:
         cluster.run()
     (tmp_path / "again" / "config.toml").write_text(dump_toml(config))
-    _Words.made.clear()
+    AssetsNumbers.made.clear()
     code, _, err = call("replay", str(tmp_path / "again"), "--rewards")
-    assert (code, _Words.made) == (0, [special_tokens]), err
+    assert (code, AssetsNumbers.made) == (0, [special_tokens]), err
 
 
 @pytest.mark.parametrize("field", ["dataset_rows", "eval_rows"])

@@ -15,15 +15,13 @@ import pytest
 
 from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.rescored_file import NewReward, RescoredFile
-from dora_pipe.cli import task_again
 from dora_pipe.config import model
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.sim.parts import Numbers
 from tests.support.cluster import reward_by_text
 from tests.support.command_line import Call, caller
-from tests.support.inline_tasks import InlineTasks
 from tests.support.recorded_run import RecordedRun
+from tests.support.task_again import PoolTasks, ask_here
 
 Answer = Callable[[RewardCall], TaskEvent]
 
@@ -56,7 +54,7 @@ class _Facts:
         self.reward_digest = sha256_hex(reward.replace("busy", "inverted").encode())
 
 
-class _Pool(InlineTasks):
+class _Pool(PoolTasks):
     def __init__(self, task: model.Task) -> None:
         super().__init__(reward=self._asked)
         self._reward = task.reward
@@ -65,32 +63,14 @@ class _Pool(InlineTasks):
         asked.append(call)
         return REWARDS[self._reward](call)
 
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def wait(self) -> _Facts:
         return _Facts(self._reward)
-
-
-class _Words(Numbers):
-    stop_ids = (0,)
-
-    def __init__(self, assets: Path) -> None:
-        assert assets.is_dir()
-
-    def reading(self, special_tokens: str) -> _Words:
-        return self
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line; task and tokenizer are in process."""
-    monkeypatch.setattr(task_again, "TaskPool", _Pool)
-    monkeypatch.setattr(task_again, "Tokenizer", _Words)
-    monkeypatch.setattr(task_again, "check_data", lambda facts, run, sources: None)
+    ask_here(monkeypatch, _Pool)
     asked.clear()
     return caller(monkeypatch, capsys)
 

@@ -16,17 +16,16 @@ import pytest
 
 from dora_pipe.audit.rescored_file import RescoredFile
 from dora_pipe.audit.rescored_run import counting_rewards
-from dora_pipe.cli import task_again
 from dora_pipe.config import model
 from dora_pipe.config.load import dump_toml
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.producers.tasks.calls import GroupCall, GroupRewarded, TaskEvent, TaskFailed
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.wire import canonical, sha256_hex
-from dora_pipe.sim.parts import Numbers
 from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
-from tests.support.inline_tasks import InlineTasks, ranked
+from tests.support.inline_tasks import ranked
+from tests.support.task_again import PoolTasks, ask_here
 
 GROUP = '[{use = "exact"}, {use = "judge:%s", group = true}]'
 asked: list[GroupCall] = []
@@ -66,7 +65,7 @@ class _Facts:
         self.reward_digest = sha256_hex(said)
 
 
-class _Pool(InlineTasks):
+class _Pool(PoolTasks):
     def __init__(self, task: model.Task) -> None:
         super().__init__(reward=reward_by_text, group=self._asked)
         self._task = task
@@ -76,24 +75,8 @@ class _Pool(InlineTasks):
         (use,) = (one.use for one in self._task.rewards if one.group)
         return TOGETHER[use](call)
 
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def wait(self) -> _Facts:
         return _Facts(self._task)
-
-
-class _Words(Numbers):
-    stop_ids = (0,)
-
-    def __init__(self, assets: Path) -> None:
-        assert assets.is_dir()
-
-    def reading(self, special_tokens: str) -> _Words:
-        return self
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line; task and tokenizer are in process."""
-    monkeypatch.setattr(task_again, "TaskPool", _Pool)
-    monkeypatch.setattr(task_again, "Tokenizer", _Words)
-    monkeypatch.setattr(task_again, "check_data", lambda facts, run, sources: None)
+    ask_here(monkeypatch, _Pool)
     asked.clear()
     return caller(monkeypatch, capsys)
 

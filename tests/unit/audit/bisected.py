@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dora_pipe.audit.bisect import Ask, Plan, Subject, Values
+from dora_pipe.audit.bisect import Ask, Plan, Subject, Values, carry_out
 
 T = TypeVar("T")
 
@@ -30,13 +30,7 @@ class World:
 
     def run(self, plan: Plan[T]) -> T:
         """Carry a plan out."""
-        try:
-            ask = next(plan)
-            while True:
-                ask = plan.send(self.values(ask))
-        except StopIteration as over:
-            found: T = over.value
-            return found
+        return carry_out(plan, self.values)
 
     @property
     def subjects(self) -> list[str]:

@@ -11,11 +11,11 @@ from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.core.runtime import CaughtUp, Now, StopAsked
 from dora_pipe.orchestrator.batches_again import BatchesAgain, BatchRead, ReadBatch, Standing
-from dora_pipe.schemas.control import BatchRefused, Offender, StepCommitted
-from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.control import BatchRefused, Offender
 from dora_pipe.schemas.rounds import Round, StopRun, TakeBatch, chain_of, decode_round, fold_bytes
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from tests.support.orchestrator_records import committed
 
 TOPICS = Topics("again")
 NOW = Now(mono_ns=1, wall_ns=100)
@@ -23,26 +23,6 @@ NOW = Now(mono_ns=1, wall_ns=100)
 
 def control(offset: int, fact: msgspec.Struct) -> Record:
     return Record(topic=TOPICS.control, partition=0, offset=offset, key=b"", value=encode(fact))
-
-
-def committed(step: int) -> StepCommitted:
-    return StepCommitted(
-        at_ns=1,
-        step=step,
-        attempt=1,
-        role_epoch=0,
-        groups=(),
-        batch_digest="",
-        digest_before="",
-        digest_after="",
-        policy=Manifest(digest="", bytes=0, tensors=()),
-        contributions=Blob(sha256="", bytes=0),
-        figures={},
-        settings={},
-        numerics={},
-        decisions_next=0,
-        compute_s=0.0,
-    )
 
 
 def take(step: int) -> TakeBatch:
@@ -63,7 +43,7 @@ class Stage:
 
 def test_nothing_is_asked_or_decided_before_the_log_is_read() -> None:
     stage = Stage()
-    assert stage.react(control(0, committed(5))) == []
+    assert stage.react(control(0, committed(5, ()))) == []
     assert stage.rounds == []
     assert stage.react(CaughtUp()) == [ReadBatch(step=6)]
 
@@ -74,7 +54,7 @@ def test_a_batch_is_taken_once_the_step_before_it_is_committed() -> None:
     assert stage.react() == []
     assert stage.react(BatchRead(take=take(5))) == []
     assert stage.react() == []
-    assert stage.react(control(4, committed(5))) == [ReadBatch(step=6)]
+    assert stage.react(control(4, committed(5, ()))) == [ReadBatch(step=6)]
     stage.react(BatchRead(take=take(6)))
     assert [one.decisions for one in stage.rounds] == [(take(5),), (take(6),)]
     assert [one.control_next for one in stage.rounds] == [0, 5]
@@ -83,18 +63,18 @@ def test_a_batch_is_taken_once_the_step_before_it_is_committed() -> None:
 
 def test_the_last_commit_ends_the_run() -> None:
     stage = Stage(Standing(step=6, decided=6, ordinal=1))
-    stage.react(CaughtUp(), control(9, committed(6)))
+    stage.react(CaughtUp(), control(9, committed(6, ())))
     (round_,) = stage.rounds
     assert isinstance(round_.decisions[0], StopRun)
     assert round_.ordinal == 2
     assert stage.machine.finished
-    assert stage.react(control(10, committed(6))) == []
+    assert stage.react(control(10, committed(6, ()))) == []
     assert len(stage.rounds) == 1
 
 
 def test_rounds_are_chained_over_the_control_records_that_they_fold() -> None:
     stage = Stage()
-    first = control(2, committed(4))
+    first = control(2, committed(4, ()))
     stage.react(CaughtUp(), first)
     stage.react(BatchRead(take=take(5)))
     (round_,) = stage.rounds
@@ -120,7 +100,7 @@ def test_a_batch_that_the_trainer_refuses_ends_it_by_name() -> None:
 def test_a_commit_of_another_step_is_none_of_its_business() -> None:
     stage = Stage()
     stage.react(CaughtUp())
-    assert stage.react(control(3, committed(9))) == []
+    assert stage.react(control(3, committed(9, ()))) == []
     assert stage.machine.standing.step == 5
 
 

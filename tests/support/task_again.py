@@ -1,0 +1,46 @@
+"""The task of a run that is asked again, in the process of a test: for commands that open it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from dora_pipe.cli import task_again
+from dora_pipe.sim.parts import Numbers
+from tests.support.inline_tasks import InlineTasks
+
+
+class AssetsNumbers(Numbers):
+    """Numbers as texts, in place of a tokenizer that is read from a folder."""
+
+    stop_ids = (0,)
+    made: ClassVar[list[str]] = []
+    """The special tokens that were read, of each."""
+
+    def __init__(self, assets: Path) -> None:
+        assert assets.is_dir()
+
+    def reading(self, special_tokens: str) -> AssetsNumbers:
+        """Itself."""
+        self.made.append(special_tokens)
+        return self
+
+
+class PoolTasks(InlineTasks):
+    """A pool that is open as long as it is used."""
+
+    def __enter__(self) -> PoolTasks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ask_here(monkeypatch: pytest.MonkeyPatch, pool: Callable[[Any], PoolTasks]) -> None:
+    """Commands ask this in place of a task's processes."""
+    monkeypatch.setattr(task_again, "TaskPool", pool)
+    monkeypatch.setattr(task_again, "Tokenizer", AssetsNumbers)
+    monkeypatch.setattr(task_again, "check_data", lambda facts, run, sources: None)

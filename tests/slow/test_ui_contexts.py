@@ -13,7 +13,7 @@ from tests.slow.test_ui_browser import _nothing_goes_wrong, _worker, page, serve
 from tests.support import chromium
 from tests.support.branched_run import ASKED, CONTEXTS, branch
 from tests.support.chromium import Page
-from tests.support.page_checks import AXE, CONTRAST, LABELS, violations
+from tests.support.page_checks import unusable
 from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 
@@ -99,12 +99,7 @@ def test_calls_are_drawn_and_listed_by_caller(page: Page, place: str) -> None:
 def test_the_page_can_be_used_by_all(page: Page, place: str, width: int) -> None:
     page.size(width, 900)
     page.open(place)
-    page.run("document.querySelectorAll('.shared').forEach((one) => { one.open = true; })")
-    assert page.run("document.documentElement.scrollWidth") <= width
-    assert page.run(LABELS) == []
-    assert page.run(CONTRAST) == []
-    if AXE.is_file():
-        assert violations(page) == []
+    assert unusable(page, width) == {}
 
 
 def test_redacted_contexts_show_no_text(

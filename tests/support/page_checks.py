@@ -3,7 +3,7 @@ axe-core, which `make axe` fetches and which is never kept here."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from tests.support.chromium import Page
 from tests.support.tidy import ROOT
@@ -58,9 +58,36 @@ DASHES: Final = """
 """The dashes of the lines of every chart that has several."""
 
 
+UNFOLD: Final = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+
+DRAWN_WIDE: Final = """
+[...document.querySelectorAll('svg')].filter((one) => one.clientWidth > innerWidth)
+  .map((one) => one.getAttribute('aria-label'))
+"""
+"""Charts that are wider than the window."""
+
+
+def unusable(page: Page, width: int) -> dict[str, Any]:
+    """What of this page, everything unfolded, not everybody can use; nothing where all is well.
+    axe is asked where it is there."""
+    page.run(UNFOLD)
+    page.settle()
+    across = page.run("document.documentElement.scrollWidth")
+    found: dict[str, Any] = {
+        "wider than the window": across if across > width else None,
+        "charts wider than the window": page.run(DRAWN_WIDE),
+        "empty tables": page.run(TABLES_EMPTY),
+        "without a name": page.run(LABELS),
+        "without contrast": page.run(CONTRAST),
+        "axe": violations(page) if AXE.is_file() else [],
+    }
+    return {what: which for what, which in found.items() if which}
+
+
 def violations(page: Page) -> list[str]:
     """What axe finds on the page as it is now: rule, and the first element that breaks it."""
-    page.run(f"{AXE.read_text()}; true")
+    if page.run("typeof axe === 'undefined'"):
+        page.run(f"{AXE.read_text()}; true")
     found = page.run(
         "axe.run(document, {resultTypes: ['violations']}).then((told) => told.violations.map("
         "(one) => `${one.id}: ${one.help}: ${one.nodes[0].html.slice(0, 160)} "

@@ -2,7 +2,7 @@
 
 import { diffPage, rescoredPage } from "./counterfactual.js";
 import { embedded, get } from "./data.js";
-import { addressOf, h } from "./dom.js";
+import { addressOf, h, newPage } from "./dom.js";
 import { listPage } from "./lists.js";
 import { comparePage, overviewPage, stateOf } from "./overview.js";
 import { groupPage, stepPage, trajectoryPage, versionPage } from "./pages.js";
@@ -39,6 +39,7 @@ async function drawn({ run, page, id, fields }) {
 async function draw(again = false) {
   const own = ++turn, at = place();
   main.setAttribute("aria-busy", "true");
+  newPage();
   let found;
   try {
     found = await drawn(at);

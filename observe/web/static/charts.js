@@ -230,9 +230,10 @@ function linesTable(title, xLabel, xs, named, band) {
     ...(band ? [`${band.name}: low`, `${band.name}: high`] : [])];
   const rows = xs.map((at, place) => [at, ...shared.map((one) => one.y[place]),
     ...(band ? [band.low[place], band.high[place]] : [])]);
-  return h("div", null, table(0, { columns, rows }, { caption: title }),
+  return h("div", null, rows.length ? table(0, { columns, rows }, { caption: title }) : null,
     apart.map((one) => table(0, { columns: [xLabel, one.name],
-      rows: one.x.map((at, place) => [at, one.y[place]]) }, { caption: one.name })));
+      rows: one.x.map((at, place) => [at, one.y[place]]) },
+    { caption: one.name, name: `${title}: ${one.name}` })));
 }
 
 export function key(name, draw) {
@@ -337,7 +338,7 @@ export function timeline(spec) {
   const work = ["from s", "waited s", "until s", "part", "step", "groups", "tokens"];
   return figure(title, note, draw, () => h("div", null,
     table(0, { columns, rows }, { caption: title }),
-    data.trainer && table(0, { columns: work, rows: data.trainer }, { caption: "The trainer" })));
+    data.trainer && table(0, { columns: work, rows: data.trainer }, { caption: "The trainer", name: `${title}: the trainer` })));
 }
 
 // The trainer's line: parts of a batch side by side in the step's colour, each other one hatched.

@@ -79,20 +79,36 @@ function cell(run, column, value, has) {
   return h("a", { href: address }, String(value));
 }
 
-// A table that scrolls by itself; `has` says which pages there are.
-export function table(run, listed, { caption = "", has = () => true, headers = null } = {}) {
+const regionNames = new Set();
+
+// Before a page is drawn: no name is taken yet.
+export function newPage() {
+  regionNames.clear();
+}
+
+// A part that scrolls by itself, under a name that no other part of the page has: readers who go
+// from part to part hear nothing else of it.
+export function region(name, attributes, ...children) {
+  let own = name;
+  for (let at = 2; regionNames.has(own); at += 1) own = `${name} (${at})`;
+  regionNames.add(own);
+  return h("div", { ...attributes, tabindex: 0, role: "region", "aria-label": own }, ...children);
+}
+
+// A table that scrolls by itself; `has` says which pages there are, `name` what the caption leaves out.
+export function table(run, listed, { caption = "", name = caption || "table",
+  has = () => true, headers = null } = {}) {
   const numeric = listed.columns.map((_, at) =>
     listed.rows.every((row) => row[at] === null || typeof row[at] === "number"));
   const wide = listed.columns.map((_, at) =>
     listed.rows.some((row) => typeof row[at] === "string" && row[at].length > 26));
   const kind = (at) => (numeric[at] ? "n" : wide[at] ? "w" : null);
-  const head = listed.columns.map((name, at) =>
+  const head = listed.columns.map((column, at) =>
     h("th", { scope: "col", class: numeric[at] ? "n" : null },
-      headers ? headers(name) : name.replaceAll("_", " ")));
+      headers ? headers(column) : column.replaceAll("_", " ")));
   const body = listed.rows.map((row) => h("tr", null, row.map((value, at) =>
     h("td", { class: kind(at) }, cell(run, listed.columns[at], value, has)))));
-  const label = caption || "table";
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+  return region(name, { class: "scroll" },
     h("table", null, caption ? h("caption", null, caption) : null,
       h("thead", null, h("tr", null, head)), h("tbody", null, body)));
 }

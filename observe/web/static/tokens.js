@@ -2,7 +2,7 @@
 // Shades go from light to dark, so that they read without colour; what is below is underlined.
 
 import { branches } from "./contexts.js";
-import { h, show } from "./dom.js";
+import { h, region, show } from "./dom.js";
 
 const SHADES = 6;
 
@@ -50,7 +50,7 @@ function visible(text) {
 
 export function tokensOf(run, trajectory, found) {
   const tokens = found.record.tokens;
-  const place = h("div", { class: "tokens", tabindex: 0, role: "region", "aria-label": "tokens" });
+  const place = region("tokens", { class: "tokens" });
   const note = h("p", { class: "note", id: "shading" });
   const chosen = h("p", { role: "status", id: "chosen", class: "chosen" },
     "Choose a token to see its figures.");
@@ -130,7 +130,7 @@ function listed(tokens, row) {
       tokens.from + at, tokens.text ? JSON.stringify(tokens.text[at]) : "",
       tokens.ids ? tokens.ids[at] : "", mask, tokens.logprob[at], tokens.sampler[at],
       MODES.ratio.value(tokens, at, row)].map((one) => h("td", null, show(one)))));
-    data.append(h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "tokens" },
+    data.append(region("tokens and their figures", { class: "scroll" },
       h("table", null, h("thead", null, h("tr", null, ["token", "text", "id", "mask", "log-prob",
         "sampler's log-prob", "ratio"].map((one) => h("th", { scope: "col" }, one)))),
       h("tbody", null, rows))));

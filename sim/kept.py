@@ -103,7 +103,6 @@ class Server:
         self._closed: dict[str, int] = {}
         """Keys of episodes with steps that an attempt has ended, with the attempt."""
         self._tellings: dict[tuple[int, str], _Telling] = {}
-        self._logged: set[str] = set()
 
     def begin(self, call: PromptCall) -> tuple[_Telling, bool]:
         """The episode of a prompt, and whether it was kept."""
@@ -124,7 +123,7 @@ class Server:
     def _not_found(self, call: PromptCall) -> None:
         """Nobody who might have gone on with it has ended it."""
         attempt = self._closed.get(call.key, call.attempt)
-        if call.again and attempt < call.attempt and call.key not in self._logged:
+        if call.again and attempt < call.attempt:
             what = f"{call.key} was ended by attempt {attempt}, attempt {call.attempt} asks for it"
             self._wrong("episode", what)
 
@@ -180,9 +179,8 @@ class Server:
         """An incarnation's request has an episode now."""
         self._tellings[incarnation, request] = telling
 
-    def logged(self, run: str, one: Trajectory, incarnation: int) -> None:
+    def logged(self, one: Trajectory, incarnation: int) -> None:
         """A trajectory is in the log: it has every answer of its environment, each once."""
-        self._logged.add(f"{run}:{one.trajectory}")
         telling = self._tellings.get((incarnation, f"{one.trajectory}/{one.meta.attempt}"))
         if telling is None or one.meta.finish == "error":
             return

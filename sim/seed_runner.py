@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, get_args
 
 from dora_pipe.audit.auditor import audit
@@ -183,7 +182,7 @@ class SeedRun:
             monitor.wrong,
             lambda ns, act: self.injector.world.after(ns, act),
         )
-        monitor.calls.on_trajectory = partial(server.logged, scenario.config.run.name)
+        monitor.calls.on_trajectory = server.logged
         self.injector.server_dies = server.die
         return server
 

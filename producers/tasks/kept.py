@@ -43,16 +43,14 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Turn
 from dora_pipe.producers.tasks.told import EpisodeTaken, ToldEpisode, ToldEpisodes
 
-ASK_S: Final = 1.0
-"""For a process to say whether it has an episode."""
-
-LOOK_S: Final = 5.0
-"""For all of them."""
+ASK_S: Final = 10.0
+"""For a process to say whether it has an episode. One that is only slow has to be waited for: its
+episode would begin a second time elsewhere."""
 
 BEAT_S: Final = 0.2
 """A process without a connection says so often that it keeps episodes."""
 
-SILENT_S: Final = 2.0
+SILENT_S: Final = 10.0
 """One that has not said so for so long keeps none: its loop is held by somebody's code."""
 
 
@@ -254,14 +252,12 @@ class KeptEpisodes:
         self._path.unlink(missing_ok=True)
 
     async def claim(self, key: str, attempt: int) -> ClaimedEpisode | None:
-        """The episode, wherever on this server it is."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                for path in sorted(self._folder.iterdir()):
-                    found = await _claimed(path, Take(key, attempt))
-                    if found is not None:
-                        return found
-        return None
+        """The episode, wherever on this server it is: all of its processes are asked at once."""
+        asked = [_claimed(path, Take(key, attempt)) for path in sorted(self._folder.iterdir())]
+        found = [one for one in await asyncio.gather(*asked) if one is not None]
+        for other in found[1:]:
+            await other.leave()
+        return found[0] if found else None
 
     # What others ask
 

@@ -137,8 +137,8 @@ class TaskHost:
         now_s = time.monotonic()
         if guest.process is not None:
             gone = guest.process.poll() is not None
-            late = guest.ended_s is not None and now_s > guest.ended_s + GOES_S
-            if gone or (late and not self._keeps(guest.process)):
+            silent_s = 0.0 if guest.ended_s is None else now_s - guest.ended_s
+            if gone or (silent_s > GOES_S and not self._keeps(guest.process, silent_s)):
                 self._dismiss(guest)
         elif guest.ended_s is not None or now_s > guest.since_s + TOKEN_S:
             self._dismiss(guest)
@@ -161,11 +161,12 @@ class TaskHost:
         elif len(guest.said) == len(wanted):
             self._welcome(guest)
 
-    def _keeps(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether it has said, a moment ago, that it keeps episodes."""
+    def _keeps(self, process: subprocess.Popen[bytes], since_s: float) -> bool:
+        """Whether it may keep episodes: it has some, and has said so a moment ago, or has not had
+        the time for it. Its connection has ended before so many seconds."""
         with contextlib.suppress(FileNotFoundError):
             said_s = (self._kept / str(process.pid)).stat().st_mtime
-            return time.time() - said_s < SILENT_S
+            return min(since_s, time.time() - said_s) < SILENT_S
         return False
 
     def _welcome(self, guest: _Guest) -> None:

@@ -366,7 +366,7 @@ class WorkerMachine:
         requests.write_progress()
         self.valuations.settle()
         late = self._leaving and now.mono_ns >= self._leave_by_ns
-        idle = not requests.by_key and (self._leaving or not self.scorings)
+        idle = requests.idle and (self._leaving or not self.scorings)
         if late or ((self._leaving or self._draining) and idle):
             self._left(now)
             return

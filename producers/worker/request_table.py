@@ -50,6 +50,9 @@ needs none while no call of it does."""
 REPORTED_MAX: Final = 1000
 """Trajectories that one control record reports."""
 
+REPORT_TAG: Final = "l:"
+"""Tag of a report that something waits for; one of its requests' keys follows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedCalls:
@@ -85,6 +88,10 @@ class RequestTable:
         """Requests that were here and are not any more."""
         self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         """Trajectories that have become durable and are not reported, by version and digest."""
+        self.kept_ends: dict[str, Forget] = {}
+        """What closes the kept episodes of trajectories in `logged`, by the request's key."""
+        self._reporting: dict[str, list[Forget]] = {}
+        """Reports that are not acknowledged, by their tag, and what they close."""
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()  # by pin
         self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
@@ -169,25 +176,50 @@ class RequestTable:
         """Ask a port for something."""
         self.out.effects.append(effect)
 
-    def say(self, key: str, record: Control) -> None:
-        """Publish a fact."""
+    def say(self, key: str, record: Control, *, tag: str = "") -> None:
+        """Publish a fact; with a tag its acknowledgement comes back."""
         append = Append(topic=self.setup.topics.control, key=key.encode(), value=encode(record))
-        self.out.publish.append(Publish(record=append))
+        self.out.publish.append(Publish(record=append, tag=tag))
 
     def report(self, now: Now) -> None:
-        """Say in one record, per version, which trajectories have become durable."""
+        """Say in one record, per version, which trajectories have become durable.
+
+        A kept episode is closed when that is acknowledged: until then the trajectory may be asked
+        of another worker, which would find no episode and make its steps a second time.
+        """
         for (version, digest), entries in self.logged.items():
             for start in range(0, len(entries), REPORTED_MAX):
+                part = entries[start : start + REPORTED_MAX]
                 record = TrajectoriesLogged(
                     at_ns=now.wall_ns,
                     worker=self.setup.worker,
                     epoch=self.setup.epoch,
                     version=version,
                     digest=digest,
-                    trajectories=tuple(entries[start : start + REPORTED_MAX]),
+                    trajectories=tuple(part),
                 )
-                self.say(self.setup.worker, record)
+                self.say(self.setup.worker, record, tag=self._tag_of_report(part))
         self.logged.clear()
+
+    def _tag_of_report(self, part: Sequence[LoggedEntry]) -> str:
+        """Empty where nothing waits for it."""
+        keys = [key_of(entry.trajectory, entry.attempt) for entry in part]
+        ends = [self.kept_ends.pop(key) for key in keys if key in self.kept_ends]
+        if not ends:
+            return ""
+        tag = f"{REPORT_TAG}{ends[0].request}"
+        self._reporting[tag] = ends
+        return tag
+
+    def reported(self, tag: str) -> None:
+        """A report is durable: nobody is asked for its trajectories any more."""
+        for end in self._reporting.pop(tag, ()):
+            self.ask(end)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here, and no episode is open for a report that is under way."""
+        return not self.by_key and not self._reporting
 
     def insert(self, request: RequestState) -> None:
         """One more request, or call."""
@@ -397,6 +429,8 @@ class RequestTable:
         self._handed.clear()
         self.off_engine = OffEngine()
         self.logged.clear()
+        self.kept_ends.clear()
+        self._reporting.clear()
         self._inner = 0
 
     def _note_phase(self, request: RequestState) -> None:

@@ -83,6 +83,7 @@ from dora_pipe.producers.worker.request_records import (
     released_of,
     trajectory_of,
 )
+from dora_pipe.producers.worker.request_table import REPORT_TAG
 from dora_pipe.producers.worker.resume import chain_error, prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume
@@ -124,7 +125,10 @@ class Requests(ProgressRecords):
         self._go_on(_TRANSITIONS.get((request.phase, type(event))), request, event, now)
 
     def handle_published(self, event: Published, now: Now) -> None:
-        """Take an acknowledgement to the request that its tag names."""
+        """Take an acknowledgement to the request that its tag names, or to a report."""
+        if event.tag.startswith(REPORT_TAG):
+            self.reported(event.tag)
+            return
         request = self.by_key.get(event.tag[2:])
         if request is None:
             self.counts["ignored"] += 1
@@ -445,7 +449,7 @@ class Requests(ProgressRecords):
         entries = self.logged.setdefault((spec.version, spec.digest), [])
         entries.append(logged_of(request, offset=event.offset))
         if request.kept:
-            self.ask(Forget(request=request.key, source=request.source))
+            self.kept_ends[request.key] = Forget(request=request.key, source=request.source)
         self.gone(request)
 
     # Progress records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.core.runtime import Outputs
+from dora_pipe.core.runtime import Outputs, Published
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
 from dora_pipe.producers.worker.effects import (
     DropKv,
@@ -39,6 +39,7 @@ from tests.unit.producers.test_sessions import PHASES
 TABLE: dict[tuple[str, str], Phase | None] = {
     ("PROMPTING", "prompted"): Phase.WAITING,
     ("PROMPTING", "episode"): Phase.WAITING,
+    ("PROMPTING", "kept"): Phase.WAITING,
     ("PROMPTING", "task failed"): None,
     ("PROMPTING", "episode lost"): Phase.PROMPTING,
     ("RESUMING", "fetched"): Phase.WAITING,
@@ -157,6 +158,33 @@ def test_transition_asks_its_ports_for_what_comes_next(
     requests.out = Outputs()
     give(requests, event)
     assert [type(effect) for effect in requests.out.effects] == effects
+
+
+def test_a_kept_episode_is_closed_only_when_the_report_of_its_trajectory_is_durable() -> None:
+    requests = after(fresh(), "kept")
+    requests.fill(0)
+    give(requests, "started", "tokens", "stopped", "done", "rewarded", "encoded")
+    requests.out = Outputs()
+    give(requests, "trajectory there")
+    requests.report(NOW)
+    assert requests.out.effects == [], "another worker may still be asked for the trajectory"
+    assert not requests.idle
+    (report,) = requests.out.publish
+    requests.handle_published(
+        Published(tag=report.tag, topic="r.control", partition=0, offset=7), NOW
+    )
+    assert requests.out.effects == [Forget(request=KEY, source="train")]
+    assert requests.idle
+
+
+def test_a_report_that_closes_nothing_is_not_waited_for() -> None:
+    requests = MAKE["LOGGING"]()
+    requests.out = Outputs()
+    give(requests, "trajectory there")
+    requests.report(NOW)
+    (report,) = requests.out.publish
+    assert report.tag == ""
+    assert requests.idle
 
 
 def test_waiting_request_is_handed_to_the_engine_with_prompt_seed_and_settings() -> None:

@@ -61,6 +61,7 @@ class PolicyCheck:
                 self._weights(version.version, version.manifest)
             if version.version == 0 and self._ledger.started is not None:
                 self._assets(self._ledger.started.assets_digest)
+                self._begun_with(self._ledger.started.optimizer)
         if self.storeless:
             return
         with PatchCheck(store, self._findings, self.absent) as patches:
@@ -133,6 +134,17 @@ class PolicyCheck:
                 self._findings.add("policies", who, error.message)
             else:
                 self.absent[who, entry.step + 1] = error.message
+
+    def _begun_with(self, blob: Blob | None) -> None:
+        """The optimizer's state that version 0 begins with stays as long as the run."""
+        if blob is None or self.storeless:
+            return
+        who = "the optimizer's state that version 0 begins with"
+        self._findings.looked["policies"] += 1
+        try:
+            self._sized(who, self._store.verify_blob("optimizer", blob.sha256), blob)
+        except PolicyError as error:
+            self._findings.add("policies", who, error.message)
 
     def _sized(self, who: str, path: Path, blob: Blob) -> None:
         message = "the commit says another size than its file has"

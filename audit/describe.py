@@ -339,7 +339,8 @@ class _Describer:
             parent = None if started is None else started.lineage
             text = "the model the run started with"
             if parent is not None:
-                text = f"run {parent.run}, after step {parent.step} ({parent.digest})"
+                state = ", with its optimizer's state" if parent.optimizer is not None else ""
+                text = f"run {parent.run}, after step {parent.step} ({parent.digest}){state}"
             return {f"made version {version}": text}
         maker = self._ledger.steps.get(version - 1)
         if maker is None:

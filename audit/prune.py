@@ -30,7 +30,7 @@ from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset
-from dora_pipe.schemas.control import Retrained, VersionsDropped
+from dora_pipe.schemas.control import RunStarted, VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.copies import MADE
@@ -149,7 +149,7 @@ def _candidates(
 ) -> Iterator[PruneCandidate]:
     """Files by name: kept, of a dropped version, or nobody's."""
     assert history.run_started is not None
-    named = {history.run_started.assets_digest, *_begun_with(history.run_started.retrained)}
+    named = {history.run_started.assets_digest, *_begun_with(history.run_started)}
     for commit in read_commits(bus, topics, history.notes[history.first_step :], clock):
         named.add(commit.contributions.sha256)
     needed = {name for version in kept for name in _names(history, version)}
@@ -174,8 +174,11 @@ def _candidates(
             yield PruneCandidate(file=file, why=why, version=version)
 
 
-def _begun_with(retrained: Retrained | None) -> Iterator[str]:
-    """Digests of what a run of another's trajectories begins with."""
+def _begun_with(started: RunStarted) -> Iterator[str]:
+    """Digests of what a run begins with that has come from another one."""
+    if started.optimizer is not None:
+        yield started.optimizer.sha256
+    retrained = started.retrained
     if retrained is None:
         return
     yield retrained.policy.digest

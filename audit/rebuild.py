@@ -116,7 +116,7 @@ class Rebuilder:
         goes_on = goes_on and not any(note.checkpoint for note in notes[self._at : version])
         if not goes_on:
             self._base = self._at = load_base(
-                self._store, trainer, history.run_started.policy, notes[:version]
+                self._store, trainer, history.run_started, notes[:version]
             )
         commits = read_commits(self._bus, self._topics, notes[self._at : version], self._clock)
         self._at = -1  # Somewhere in between, until it has come through.

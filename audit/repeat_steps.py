@@ -171,9 +171,10 @@ class StepRepeater:
             self._lead_to(step)
             self._keep(folder, f"before step {step}", moments=True)
             return
-        self._learner.load(
-            folder / WEIGHTS, digest=made.digest, optimizer=folder / OPTIMIZER if step else None
-        )
+        started = self._history.run_started
+        assert started is not None
+        state = folder / OPTIMIZER if step or started.optimizer is not None else None
+        self._learner.load(folder / WEIGHTS, digest=made.digest, optimizer=state)
 
     def _lead_to(self, step: int) -> None:
         started = self._history.run_started
@@ -188,7 +189,7 @@ class StepRepeater:
             base = near[-1]
             self._load(base)
         else:
-            base = load_base(self._store, self._learner, started.policy, notes)
+            base = load_base(self._store, self._learner, started, notes)
         for one in self._again(base, step, self._change(frozenset())):
             self.led += 1
             self._check(one)

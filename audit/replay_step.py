@@ -133,7 +133,7 @@ def replay(
     _check_range(history, first, last)
     started = history.run_started
     assert started is not None
-    base = load_base(store, trainer, started.policy, history.notes[:first])
+    base = load_base(store, trainer, started, history.notes[:first])
     commits = read_commits(bus, topics, history.notes[base:last], clock)
     settings = dict(changed or {})
     if unknown := sorted(settings.keys() - SETTABLE):

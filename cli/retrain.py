@@ -18,6 +18,7 @@ from dora_pipe.audit.retrained import weights_distance
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.cli.replay import open_trainer
+from dora_pipe.cli.then_live import Live, check_live, go_live
 from dora_pipe.consumers.trainer.change_file import named_rows, weighed_rows
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
@@ -105,6 +106,31 @@ def retrain_runs(
     if len(settings) > 1 and not as_json:
         _print_grid(found)
     return True
+
+
+def wants_live(run: str, setting: Setting, name: str, steps: int | None, *, root: Path) -> Live:
+    """The live run behind a setting's run, once everything it needs was found there.
+
+    Raises UsageError, ConfigError, TaskError.
+    """
+    live = Live(
+        name=name or f"{setting.name}-live",
+        retrained=setting.name,
+        overrides=setting.overrides,
+        steps=steps,
+    )
+    with opened(run, root) as source:
+        check_live(source, live, root)
+    return live
+
+
+def go_on_live(run: str, live: Live, *, root: Path) -> None:
+    """Go on from the last version of its run; this process becomes the live one."""
+    with opened(live.retrained, root) as done:
+        version = read_history(done.bus, done.topics, SystemClock()).next_step
+    with opened(run, root) as source:
+        file = source.directory.config_file
+    go_live(file, live, version, root)
 
 
 def _train(source: OpenRun, wanted: Retraining, stop: StopFlag) -> TrainedRun | None:

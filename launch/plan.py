@@ -12,10 +12,9 @@ import importlib.util
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,17 +35,17 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import typed
 from dora_pipe.core.errors import ConfigError, LogTruncated, PolicyError, TopicMissing, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
+from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import worker_engines
 from dora_pipe.launch.run_dir import (
     RunDir,
     create,
     find_run,
-    opened,
     refuse_running,
     run_dir,
     store_config,
 )
-from dora_pipe.observe.lineage import newest_version, policy_after
+from dora_pipe.observe.lineage import newest_version
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.snapshots import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
@@ -67,15 +66,12 @@ from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
-from dora_pipe.store.adapters import base_of, read_adapter, write_merged
 from dora_pipe.store.model_dir import (
     asset_files,
     config_dtype,
     import_model,
     read_config,
-    write_as,
 )
-from dora_pipe.store.safetensors_file import refuse_non_finite_file
 from dora_pipe.store.store import PolicyStore, as_store
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -99,9 +95,17 @@ class Plan:
     """How to go on from a run whose last decision is in its log: there is nothing to start."""
 
 
-def plan_new(config: Config, root: Path, *, parent: str = "", here: bool = False) -> Plan:
+def plan_new(
+    config: Config,
+    root: Path,
+    *,
+    parent: str = "",
+    with_optimizer: bool = False,
+    here: bool = False,
+) -> Plan:
     """Everything a new run needs; its directory and topics exist afterwards, or nothing new does.
 
+    `parent` is `RUN@STEP`, from whose version it starts, `with_optimizer` with that state too.
     `here`: all its workers will be on this machine, so that what they cannot take is refused now.
     """
     config = _with_cassettes(config, root)
@@ -115,7 +119,7 @@ def plan_new(config: Config, root: Path, *, parent: str = "", here: bool = False
             undo.callback(_remove_empty, root)
         if not directory.path.exists():
             undo.callback(_remove_unmade, directory)
-        plan = _plan_new(config, root, parent)
+        plan = _plan_new(config, root, parent, with_optimizer)
         undo.pop_all()
     return plan
 
@@ -139,11 +143,13 @@ def _remove_unmade(directory: RunDir) -> None:
         shutil.rmtree(directory.path, ignore_errors=True)
 
 
-def _plan_new(config: Config, root: Path, parent: str) -> Plan:
+def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool) -> Plan:
     directory = run_dir(config, root)
     with closing(directory.open_bus(config)) as bus:  # refused there, nothing is made here
         store = directory.policies(config)
-        lineage, policy = _inherit(parent, root, store, config) if parent else (None, None)
+        lineage, policy = None, None
+        if parent:
+            lineage, policy = inherit(parent, root, store, config, with_optimizer=with_optimizer)
         model = store.assets(policy[1]) if policy else Path(config.model.path)
         config = with_digest(config, model)
         first = run_started(config, store, policy=policy, lineage=lineage)
@@ -227,57 +233,6 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
             refuse_over(bus, topics, run_dir(wanted, root), root)
             bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
     return Plan(directory=create(wanted, root), config=wanted, first=first)
-
-
-def _inherit(
-    parent: str, root: Path, target: PolicyStore, config: Config
-) -> tuple[Lineage, tuple[Manifest, str]]:
-    """Bring the policy of RUN@STEP into the new run's store, in the type that this publishes."""
-    name, at, step = parent.rpartition("@")
-    if not at or not step.isdigit():
-        raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
-    with opened(name, root) as old:
-        first, manifest = policy_after(old.bus, old.topics, int(step))
-        source = old.policies
-        if not source.has_weights(manifest.digest):  # Training is not for the process that forks.
-            raise PolicyError(
-                f"version {step} of {name} is not in its store any more",
-                hint="make it again first: "
-                + typed("export", name, "--policy", step, "DIR", runs=root),
-            )
-        source.verify(manifest.digest)
-        refuse_non_finite_file(source.weights(manifest.digest))
-        parent_digest = manifest.digest
-        manifest = target.publish_weights(_whole(source, manifest))
-        dtype = published_dtype(config, manifest.dtype)
-        if dtype != manifest.dtype:
-            copied = manifest.digest
-            again = partial(write_as, target.weights(copied), dtype)
-            manifest = target.publish_weights(again)
-            target.drop_weights(copied)
-        files = sorted(source.assets(first.assets_digest).iterdir())
-        assets = target.publish_assets(files)
-    lineage = Lineage(run=first.run, step=int(step), digest=parent_digest)
-    return lineage, (manifest, assets)
-
-
-def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
-    """Writes the weights of a policy; those of an adapter merged into what it stands on."""
-    weights = source.weights(manifest.digest)
-    base = base_of(weights)
-    if base is None:
-        return _copying(weights, manifest)
-    source.verify(base)
-    adapter = read_adapter(weights, digest=manifest.digest)
-    return lambda path: write_merged(source.weights(base), adapter, path)
-
-
-def _copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
-    def write(target: Path) -> Manifest:
-        shutil.copyfile(source, target)
-        return manifest
-
-    return write
 
 
 def topic_specs(config: Config) -> list[TopicSpec]:

@@ -333,12 +333,12 @@ class _Begun:
 
     def optimizer(self, step: int) -> Blob | None:
         """The optimizer's state before a step: a checkpoint, or made again from the nearest one."""
-        if step == 0:
+        kept = self._history.checkpoint(step)
+        if kept is None and step == 0:
             return None
-        note = self._history.notes[step - 1]
         policies = self._source.policies
-        if note.checkpoint is not None and policies.has_blob("optimizer", note.checkpoint.sha256):
-            path = policies.verify_blob("optimizer", note.checkpoint.sha256)
+        if kept is not None and policies.has_blob("optimizer", kept.sha256):
+            path = policies.verify_blob("optimizer", kept.sha256)
             return self.store.publish_blob("optimizer", partial(_copy, path))
         return self.store.publish_blob("optimizer", self._again(step).save_optimizer)
 
@@ -347,7 +347,7 @@ class _Begun:
         source, history, clock = self._source, self._history, SystemClock()
         assert history.run_started is not None
         learner = self._open(source, history.run_started)
-        base = load_base(source.policies, learner, history.run_started.policy, history.notes[:step])
+        base = load_base(source.policies, learner, history.run_started, history.notes[:step])
         commits = read_commits(source.bus, source.topics, history.notes[base:step], clock)
         files = StepFiles(source.policies, history.digest_of)
         for again in replay_steps(

@@ -89,6 +89,9 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step: int
     digest: str
+    optimizer: Blob | None = None
+    """The optimizer's state of that version, which this run's first step goes on with
+    (`--with-optimizer`); none: a fresh one."""
 
 
 class Retrained(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +112,7 @@ class Retrained(msgspec.Struct, frozen=True, kw_only=True):
     policy: Manifest
     """That version; where `first` is 0, the same as `RunStarted.policy`."""
     optimizer: Blob | None
-    """The optimizer's state before `first`; none where that is 0."""
+    """The optimizer's state before `first`; none where that is 0 and the source began afresh."""
     settings: dict[str, float | int | str | bool] = {}
     """Keys whose values are otherwise than in the source's steps."""
     change: Blob | None = None
@@ -155,6 +158,13 @@ class RunStarted(Control, frozen=True, kw_only=True):
     retrained: Retrained | None = None
     """Where it is made of steps of another run: `dora-pipe retrain`. Then `policy` is that run's
     version 0, and its own first version is `retrained.policy`."""
+
+    @property
+    def optimizer(self) -> Blob | None:
+        """The optimizer's state that version 0 begins with; None: a fresh one."""
+        if self.retrained is not None:
+            return None if self.retrained.first else self.retrained.optimizer
+        return None if self.lineage is None else self.lineage.optimizer
 
     def data(self, source: str) -> DataSet | None:
         """The rows of a source; None where there is no such one."""

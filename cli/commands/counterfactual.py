@@ -19,6 +19,32 @@ from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 
+DropRowsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Groups and trajectories that do not count, a line each."),
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Trajectories with a factor of their loss, a line each."),
+]
+GridOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="TOML: a table for each run, with keys as of -o."),
+]
+ThenLiveOption = Annotated[
+    bool,
+    typer.Option(
+        "--then-live", help="Go on with live rollouts, from its last version and optimizer."
+    ),
+]
+LiveNameOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Of the live run; default NEW-live.")
+]
+LiveStepsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Steps of the live run; default as the source's configuration."),
+]
+
 
 def bisect(
     run: RunArgument,
@@ -194,27 +220,24 @@ def retrain(
     rescored: Annotated[
         str, typer.Option(metavar="ID", help="Rewards that `rescore` has found, by their folder.")
     ] = "",
-    drop_rows: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Groups and trajectories that do not count, a line each."
-        ),
-    ] = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Trajectories with a factor of their loss, a line each."),
-    ] = None,
-    grid: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="TOML: a table for each run, with keys as of -o."),
-    ] = None,
+    drop_rows: DropRowsOption = None,
+    weights: WeightsOption = None,
+    grid: GridOption = None,
+    then_live: ThenLiveOption = False,
+    live_name: LiveNameOption = "",
+    live_steps: LiveStepsOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
     rows: a run of its own, without a rollout. The same command goes on where it was."""
-    from dora_pipe.cli.retrain import Setting, grid_of, retrain_runs
+    from dora_pipe.cli.retrain import Setting, go_on_live, grid_of, retrain_runs, wants_live
 
+    if (live_name or live_steps is not None) and not then_live:
+        raise UsageError("--live-name and --live-steps are of --then-live")
+    if then_live and grid is not None:
+        raise UsageError("--then-live goes on with one run: --grid makes several")
+    live = None
     if grid is not None:
         if override or rescored or drop_rows or weights:
             raise UsageError("--grid says what is otherwise: leave the other options out")
@@ -228,6 +251,10 @@ def retrain(
             weights=weights,
         )
         settings = [one]
+    if then_live:
+        live = wants_live(run, settings[0], live_name, live_steps, root=root)
     if not retrain_runs(run, settings, root=root, first=first, end=end, as_json=as_json):
         say("stopped: the same command goes on")
         raise typer.Exit(EXIT_INTERRUPTED)
+    if live is not None:
+        go_on_live(run, live, root=root)

@@ -173,6 +173,9 @@ def run(
         str,
         typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run."),
     ] = "",
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="With --from: and from its optimizer's state.")
+    ] = False,
     adopt: AdoptOption = False,
     paradigm: ParadigmOption = "",
     root: RunsOption = RUNS,
@@ -180,6 +183,8 @@ def run(
     """Start orchestrator, workers and trainer on this machine and watch over them."""
     if resume and from_:
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
+    if with_optimizer and not from_:
+        raise UsageError("--with-optimizer is of the version that --from RUN@STEP names")
     from dora_pipe.launch.plan import plan_new, plan_resume
     from dora_pipe.launch.run import RESUMABLE_CODES, load_again, load_wanted, need_parts, supervise
     from dora_pipe.launch.supervisor import RunFailed
@@ -194,7 +199,7 @@ def run(
             say(f"run {name!r} is over: there is nothing to go on with; {plan.over}")
             return
     else:
-        plan = plan_new(wanted, root, parent=from_, here=True)
+        plan = plan_new(wanted, root, parent=from_, with_optimizer=with_optimizer, here=True)
     resuming = f"go on with: {typed('run', plan.directory.path, '--resume', runs=root)}"
     try:
         finished = supervise(replace(plan, adopt=adopt, resumed=resume))

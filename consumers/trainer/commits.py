@@ -91,9 +91,15 @@ class CommitHistory:
             return self.run_started.policy.digest
         return self.notes[version - 1].digest
 
+    def checkpoint(self, version: int) -> Blob | None:
+        """The optimizer state of a committed version; None where none was kept."""
+        if version:
+            return self.notes[version - 1].checkpoint
+        return None if self.run_started is None else self.run_started.optimizer
+
     def checkpoint_of(self, version: int) -> str:
-        """sha256 of the optimizer state of a committed version; empty where none was kept."""
-        blob = self.notes[version - 1].checkpoint if version else None
+        """Its sha256; empty where none was kept."""
+        blob = self.checkpoint(version)
         return "" if blob is None else blob.sha256
 
     @property

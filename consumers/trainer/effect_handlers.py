@@ -68,8 +68,8 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, SchemaError
 from dora_pipe.core.retry import until_there_is_room
 from dora_pipe.core.runtime import Meter
-from dora_pipe.schemas.control import TakenTrajectory
-from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.control import RunStarted, TakenTrajectory
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
@@ -88,8 +88,8 @@ class HandlersSetup:
     """What the work needs to know of its run."""
 
     topics: Topics
-    initial: Manifest
-    """Version 0."""
+    started: RunStarted
+    """What it begins with: version 0, and the optimizer's state beside it."""
     starts: Mapping[int, int]
     """Positions per partition to read trajectories from."""
     adopt: bool = False
@@ -179,11 +179,11 @@ class EffectHandlers:
         """Newest usable checkpoint, then the committed steps after it, each digest compared."""
         self._fetched = self._trained = None
         learner = self.learner
-        base = load_base(self._store, learner, self._setup.initial, effect.notes)
+        base = load_base(self._store, learner, self._setup.started, effect.notes)
         commits = read_commits(
             self._bus, self._setup.topics, effect.notes[base : effect.step], self._clock
         )
-        digests = [self._setup.initial.digest, *(note.digest for note in effect.notes)]
+        digests = [self._setup.started.policy.digest, *(note.digest for note in effect.notes)]
         files = StepFiles(self._store, digests.__getitem__)
         change = self._setup.change
         again = steps_again(self.reader, learner, commits, files=files, strict=True, change=change)

@@ -91,6 +91,7 @@ class TrainerSetup:
     role_epoch: int
     checkpoint_every: int
     heartbeat_ns: int
+    checkpoint_at: int = -1  # a version that gets one in any case
     keep_every: int = 0  # of the checkpoints; 0 drops nothing
     whole_every: int = 1  # of the versions; others are stored as patches
     limits: Limits = DEFAULT_LIMITS
@@ -299,7 +300,9 @@ class TrainerMachine:
         self.phase = "publishing"
         self._trained = event
         version, every = event.step + 1, self._setup.whole_every
-        checkpoint = version % self._setup.checkpoint_every == 0 or self._adopted
+        setup = self._setup
+        checkpoint = version % setup.checkpoint_every == 0 or version == setup.checkpoint_at
+        checkpoint = checkpoint or self._adopted
         self._out.effects.append(
             PublishPolicy(
                 step=event.step,

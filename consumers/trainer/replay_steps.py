@@ -24,7 +24,7 @@ from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.consumers.trainer.recovery import NOT_HERE
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.schemas.control import RunStarted, StepCommitted
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -127,9 +127,10 @@ def replay_steps(
 
 
 def load_base(
-    store: PolicyStore, learner: Learner, initial: Manifest, notes: Sequence[CommitNote]
+    store: PolicyStore, learner: Learner, started: RunStarted, notes: Sequence[CommitNote]
 ) -> int:
-    """Load the newest usable checkpoint among `notes`, else version 0; the step that comes next.
+    """Load the newest usable checkpoint among `notes`, else version 0 with the state that it begins
+    with; the step that comes next.
 
     Raises PolicyError when version 0 is needed and cannot be used.
     """
@@ -150,8 +151,10 @@ def load_base(
             "any more",
             hint="retrain the same steps of its source again, under another name",
         )
-    weights = store.weights(initial.digest)
-    learner.load(weights, digest=initial.digest, optimizer=None)
+    begun = started.optimizer
+    optimizer = None if begun is None else store.verify_blob("optimizer", begun.sha256)
+    digest = started.policy.digest
+    learner.load(store.weights(digest), digest=digest, optimizer=optimizer)
     return 0
 
 

@@ -162,7 +162,7 @@ def handlers_setup(
     in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
     return HandlersSetup(
         topics=topics,
-        initial=run.policy,
+        started=run,
         starts=dict(history.starts),
         adopt=adopt,
         sampler="" if run.retrained is None else run.retrained.run,
@@ -182,10 +182,13 @@ def _serve(
     stop: Callable[[], bool],
 ) -> None:
     port, timing = ThreadPort(_opener(here, history), meter), here.config.timing
+    retrained = here.run.retrained
     setup = TrainerSetup(
         topics=here.topics,
         role_epoch=role_epoch,
         checkpoint_every=here.config.trainer.checkpoint_every,
+        # A live run may go on from the last version of one that was trained again.
+        checkpoint_at=-1 if retrained is None else retrained.last + 1,
         keep_every=here.config.store.keep_every,
         whole_every=here.config.policies.whole_every,
         heartbeat_ns=int(timing.heartbeat_s * 1e9),

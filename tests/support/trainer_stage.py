@@ -299,7 +299,7 @@ class StagedTrainer:
         self.handlers = EffectHandlers(
             HandlersSetup(
                 topics=stage.topics,
-                initial=history.run_started.policy,
+                started=history.run_started,
                 starts=dict(history.starts),
                 adopt=adopt,
                 **bounds,

@@ -95,7 +95,8 @@ def replayed(stage: TrainerStage, commits: list[StepCommitted], first: int) -> l
     """Replay from the nearest checkpoint; what came out from step `first` on."""
     history = read_history(stage.bus, stage.topics, stage.clock)
     trainer = SimulatedLearner()
-    base = load_base(stage.store, trainer, stage.policy, history.notes[:first])
+    assert history.run_started is not None
+    base = load_base(stage.store, trainer, history.run_started, history.notes[:first])
     assert base <= first
     steps = replay_steps(
         stage.bus,

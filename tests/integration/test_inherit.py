@@ -1,0 +1,160 @@
+"""A run that starts from a version of another one with its optimizer's state: its first step is the
+one that the other run would have made, and who begins at version 0 begins with that state.
+
+Method: the recorded run without torch; a retrained step of it ends with a state by itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.audit.prune import plan_prune
+from dora_pipe.bus.port import Append
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
+from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.launch.inherit import inherit
+from dora_pipe.launch.plan import create_topics
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.observe.lineage import policy_after
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from dora_pipe.store.store import PolicyStore
+from tests.support.recorded_run import RecordedRun
+from tests.support.retrained import CLOCK, NAME, commits, retrained
+
+CHILD = "child"
+AGAIN = "again"
+VERSION = 8
+"""Behind the steps that were trained again."""
+
+
+@pytest.fixture(scope="module")
+def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded run, and steps 5 to 7 of it trained again with nothing otherwise."""
+    root = tmp_path_factory.mktemp("runs")
+    recorded.copy(root / NAME)
+    retrained(root, AGAIN)
+    return root
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PolicyStore:
+    """Of a new run."""
+    return PolicyStore(tmp_path / "policies")
+
+
+def child_of(root: Path, store: PolicyStore, *, with_optimizer: bool = True) -> RunStarted:
+    """The first record of a run that starts from there."""
+    with opened(NAME, root) as source:
+        first, _ = policy_after(source.bus, source.topics, 0)
+        parent = f"{AGAIN}@{VERSION}"
+        lineage, (policy, assets) = inherit(
+            parent, root, store, source.config, with_optimizer=with_optimizer
+        )
+    return msgspec.structs.replace(
+        first, run=CHILD, policy=policy, assets_digest=assets, lineage=lineage
+    )
+
+
+def first_step_is_the_sources(root: Path, store: PolicyStore, started: RunStarted) -> bool:
+    """Whether a trainer of the child makes of the source's batch what the source made of it."""
+    learner = SimulatedLearner()
+    assert load_base(store, learner, started, []) == 0
+    with opened(NAME, root) as source:
+        history = read_history(source.bus, source.topics, CLOCK)
+        notes = history.notes[VERSION : VERSION + 1]
+        files = StepFiles(source.policies, history.digest_of)
+        steps = read_commits(source.bus, source.topics, notes, CLOCK)
+        (again,) = replay_steps(source.bus, source.topics, learner, steps, files=files, clock=CLOCK)
+    return again.equal
+
+
+def test_with_its_state_the_first_step_is_what_the_source_would_have_made(
+    root: Path, store: PolicyStore
+) -> None:
+    started = child_of(root, store)
+    assert started.lineage is not None and started.optimizer is not None
+    assert (started.lineage.run, started.lineage.step) == (AGAIN, VERSION)
+    assert commits(root, AGAIN)[-1].checkpoint == started.optimizer
+    assert first_step_is_the_sources(root, store, started)
+
+
+def test_without_it_the_optimizer_begins_afresh(root: Path, store: PolicyStore) -> None:
+    started = child_of(root, store, with_optimizer=False)
+    assert started.optimizer is None
+    assert not first_step_is_the_sources(root, store, started)
+
+
+def test_a_lost_state_is_refused_and_never_replaced_by_a_fresh_one(
+    root: Path, store: PolicyStore
+) -> None:
+    started = child_of(root, store)
+    assert started.optimizer is not None
+    store.drop_blob("optimizer", started.optimizer.sha256)
+    with pytest.raises(PolicyError):
+        load_base(store, SimulatedLearner(), started, [])
+
+
+def test_pruning_leaves_the_state_that_a_run_begins_with(
+    root: Path, store: PolicyStore, tmp_path: Path
+) -> None:
+    started, topics = child_of(root, store), Topics(CHILD)
+    assert started.optimizer is not None
+    with opened(NAME, root) as source:
+        config = source.config
+    run = msgspec.structs.replace(config.run, name=CHILD)
+    with closing(SqliteBus(tmp_path / "log.sqlite")) as bus:
+        create_topics(bus, msgspec.structs.replace(config, run=run))
+        with closing(bus.writer()) as writer:
+            writer.append([Append(topic=topics.control, value=encode(started))])
+        plan = plan_prune(bus, topics, store, keep_every=1, stopped=True, clock=CLOCK)
+        assert plan.candidates == ()
+        history = read_history(bus, topics, CLOCK)
+    assert history.checkpoint_of(0) == started.optimizer.sha256
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer", "muon"), ("kind", "deepspeed"), ("dtype", "bfloat16")]
+)
+def test_a_state_of_another_optimizer_is_refused_by_name(
+    root: Path, store: PolicyStore, key: str, value: str
+) -> None:
+    with opened(NAME, root) as source:
+        trainer = msgspec.structs.replace(source.config.trainer, **{key: value})
+        config = msgspec.structs.replace(source.config, trainer=trainer)
+    with pytest.raises(ConfigError, match=rf"is of trainer\.{key} = ") as refused:
+        inherit(f"{AGAIN}@{VERSION}", root, store, config, with_optimizer=True)
+    assert "begins afresh" in (refused.value.hint or "")
+
+
+def test_an_adapters_state_is_refused_by_name(root: Path, store: PolicyStore) -> None:
+    with opened(NAME, root) as source:
+        lora = msgspec.structs.replace(source.config.lora, rank=4)
+        config = msgspec.structs.replace(source.config, lora=lora)
+    with pytest.raises(ConfigError, match="adapter"):
+        inherit(f"{AGAIN}@{VERSION}", root, store, config, with_optimizer=True)
+
+
+def test_where_there_is_no_state_the_command_that_makes_it_is_named(
+    root: Path, store: PolicyStore, tmp_path: Path
+) -> None:
+    runs = shutil.copytree(root, tmp_path / "runs")
+    with opened(NAME, runs) as source:
+        history = read_history(source.bus, source.topics, CLOCK)
+        version = next(n for n in range(1, 9) if history.checkpoint(n) is None)
+        with pytest.raises(PolicyError, match=f"state of version {version}") as refused:
+            inherit(f"{NAME}@{version}", runs, store, source.config, with_optimizer=True)
+    hint = refused.value.hint or ""
+    assert f"retrain {NAME} --name NEW --from {version - 1} --to {version}" in hint
+    with opened(NAME, runs) as source, pytest.raises(PolicyError) as refused:
+        inherit(f"{NAME}@0", runs, store, source.config, with_optimizer=True)
+    assert "version 0 begins with a fresh one" in (refused.value.hint or "")

@@ -281,8 +281,7 @@ def copy_policies(directory: Path, topics: Topics, source: PolicyStore) -> Copie
     with closing(ArchiveBus(directory)) as bus:
         for fact in _facts(bus, TopicPartition(topics.control, 0)):
             if isinstance(fact, RunStarted):
-                copied.weights("version 0", fact.policy.digest)
-                copied.assets(fact.assets_digest)
+                copied.started(fact)
             else:
                 copied.step(fact)
     return copied.done
@@ -304,6 +303,14 @@ class _Copier:
         self._source = source
         self._target = target
         self.done = Copied()
+
+    def started(self, fact: RunStarted) -> None:
+        """What a run begins with."""
+        self.weights("version 0", fact.policy.digest)
+        self.assets(fact.assets_digest)
+        if fact.optimizer is not None:
+            who = "the optimizer's state that version 0 begins with"
+            self._blob(who, "optimizer", fact.optimizer.sha256)
 
     def step(self, fact: StepCommitted) -> None:
         """What a commit names."""

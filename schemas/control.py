@@ -83,7 +83,7 @@ class Control(
     at_ns: int
 
 
-class Lineage(msgspec.Struct, frozen=True, kw_only=True):
+class Lineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a run's initial weights came from: `run --from RUN@STEP`."""
 
     run: str

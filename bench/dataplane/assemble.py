@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from dora_pipe.bench.dataplane.pipe import open_plane
 from dora_pipe.bench.dataplane.process import WARM, Assemble, Done, Inside
-from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of
+from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of, run_started
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.consumers.learners.port import Learner
@@ -27,7 +27,6 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken
 from dora_pipe.core.runtime import Meter
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
-from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -69,11 +68,8 @@ class Assembler:
         self._noted = _Noted(bus)
         self.meter = Meter()
         topics = Topics(task.run)
-        setup = HandlersSetup(
-            topics=topics, initial=Manifest(digest=DIGESTS[3], bytes=0, tensors=()), starts={}
-        )
         self._work = EffectHandlers(
-            setup,
+            HandlersSetup(topics=topics, started=run_started(task.run), starts={}),
             bus=self._noted,
             store=PolicyStore(folder),
             make_learner=_nobody,

@@ -14,11 +14,14 @@ import numpy as np
 from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append
+from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.fast_encode import write_trajectory
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
+from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import header_pairs
+from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}
 """Weights digest of each version that is sampled."""
@@ -30,6 +33,26 @@ _SEED: Final = 21
 
 DEADLINE: Final = 1_000_000
 """Every step of the bench may train every trajectory of it."""
+
+
+def run_started(run: str) -> RunStarted:
+    """The first record of a run; nobody reads more of it than its name."""
+    return RunStarted(
+        at_ns=0,
+        run=run,
+        schema_version=SCHEMA_VERSION,
+        config={},
+        config_digest="",
+        dataset_digest="",
+        dataset_rows=0,
+        eval_digest="",
+        eval_rows=0,
+        seed=_SEED,
+        policy=Manifest(digest=DIGESTS[3], bytes=0, tensors=()),
+        assets_digest="",
+        planner="",
+        package="",
+    )
 
 
 class Source:

@@ -151,10 +151,9 @@ def load_base(
             "any more",
             hint="retrain the same steps of its source again, under another name",
         )
-    begun = started.optimizer
-    optimizer = None if begun is None else store.verify_blob("optimizer", begun.sha256)
-    digest = started.policy.digest
-    learner.load(store.weights(digest), digest=digest, optimizer=optimizer)
+    begun, digest = started.optimizer, started.policy.digest
+    state = None if begun is None else store.verify_blob("optimizer", begun.sha256)
+    learner.load(store.weights(digest), digest=digest, optimizer=state)
     return 0
 
 

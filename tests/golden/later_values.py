@@ -237,6 +237,14 @@ STARTED_TOGETHER = msgspec.structs.replace(
 )
 """The siblings of every group are scored together."""
 
+STARTED_WITH_OPTIMIZER = msgspec.structs.replace(
+    _STARTED,
+    lineage=control.Lineage(
+        run="before", step=12, digest=DIGEST, optimizer=Blob(sha256=SHA256, bytes=1024)
+    ),
+)
+"""A run that begins with another one's version and its optimizer's state."""
+
 STARTED_RETRAINED = msgspec.structs.replace(
     _STARTED,
     retrained=control.Retrained(

@@ -7,14 +7,17 @@ Method: the recorded run without torch; a retrained step of it ends with a state
 from __future__ import annotations
 
 import shutil
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from dora_pipe.audit.archive import POLICIES, Archiver, copy_policies
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune
-from dora_pipe.bus.port import Append
+from dora_pipe.bus.port import Append, Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
@@ -104,22 +107,50 @@ def test_a_lost_state_is_refused_and_never_replaced_by_a_fresh_one(
         load_base(store, SimulatedLearner(), started, [])
 
 
+@contextmanager
+def log_of(started: RunStarted, root: Path, folder: Path) -> Iterator[Bus]:
+    """A log that holds the first record alone."""
+    with opened(NAME, root) as source:
+        config = source.config
+    run = msgspec.structs.replace(config.run, name=CHILD)
+    with closing(SqliteBus(folder / "log.sqlite")) as bus:
+        create_topics(bus, msgspec.structs.replace(config, run=run))
+        with closing(bus.writer()) as writer:
+            writer.append([Append(topic=Topics(CHILD).control, value=encode(started))])
+        yield bus
+
+
 def test_pruning_leaves_the_state_that_a_run_begins_with(
     root: Path, store: PolicyStore, tmp_path: Path
 ) -> None:
     started, topics = child_of(root, store), Topics(CHILD)
     assert started.optimizer is not None
-    with opened(NAME, root) as source:
-        config = source.config
-    run = msgspec.structs.replace(config.run, name=CHILD)
-    with closing(SqliteBus(tmp_path / "log.sqlite")) as bus:
-        create_topics(bus, msgspec.structs.replace(config, run=run))
-        with closing(bus.writer()) as writer:
-            writer.append([Append(topic=topics.control, value=encode(started))])
+    with log_of(started, root, tmp_path) as bus:
         plan = plan_prune(bus, topics, store, keep_every=1, stopped=True, clock=CLOCK)
         assert plan.candidates == ()
         history = read_history(bus, topics, CLOCK)
     assert history.checkpoint_of(0) == started.optimizer.sha256
+
+
+def test_an_archive_with_policies_has_the_state_that_a_run_begins_with(
+    root: Path, store: PolicyStore, tmp_path: Path
+) -> None:
+    started, to = child_of(root, store), tmp_path / "archive"
+    with log_of(started, root, tmp_path) as bus, closing(Archiver(bus, Topics(CHILD), to)) as over:
+        over.once()
+    assert not copy_policies(to, Topics(CHILD), store).absent
+    assert first_step_is_the_sources(root, PolicyStore(to / POLICIES), started)
+
+
+def test_audit_misses_a_state_that_is_gone(root: Path, store: PolicyStore, tmp_path: Path) -> None:
+    started = child_of(root, store)
+    assert started.optimizer is not None
+    with log_of(started, root, tmp_path) as bus:
+        before = audit(bus, Topics(CHILD), store)
+        store.drop_blob("optimizer", started.optimizer.sha256)
+        after = audit(bus, Topics(CHILD), store)
+    new = [one.line for one in after.violations if one not in before.violations]
+    assert len(new) == 1 and "the optimizer's state that version 0 begins with" in new[0]
 
 
 @pytest.mark.parametrize(

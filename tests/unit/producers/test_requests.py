@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.core.runtime import Outputs, Published
+from dora_pipe.core.runtime import Outputs
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
 from dora_pipe.producers.worker.effects import (
     DropKv,
@@ -170,9 +170,7 @@ def test_a_kept_episode_is_closed_only_when_the_report_of_its_trajectory_is_dura
     assert requests.out.effects == [], "another worker may still be asked for the trajectory"
     assert not requests.idle
     (report,) = requests.out.publish
-    requests.handle_published(
-        Published(tag=report.tag, topic="r.control", partition=0, offset=7), NOW
-    )
+    requests.reported(report.tag)
     assert requests.out.effects == [Forget(request=KEY, source="train")]
     assert requests.idle
 

@@ -83,7 +83,6 @@ from dora_pipe.producers.worker.request_records import (
     released_of,
     trajectory_of,
 )
-from dora_pipe.producers.worker.request_table import REPORT_TAG
 from dora_pipe.producers.worker.resume import chain_error, prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume
@@ -125,10 +124,7 @@ class Requests(ProgressRecords):
         self._go_on(_TRANSITIONS.get((request.phase, type(event))), request, event, now)
 
     def handle_published(self, event: Published, now: Now) -> None:
-        """Take an acknowledgement to the request that its tag names, or to a report."""
-        if event.tag.startswith(REPORT_TAG):
-            self.reported(event.tag)
-            return
+        """Take an acknowledgement to the request that its tag names."""
         request = self.by_key.get(event.tag[2:])
         if request is None:
             self.counts["ignored"] += 1

@@ -65,10 +65,19 @@ class ComparedLogs:
             "configuration": count(found.config),
             "made of": count(found.made_of),
             "versions": found.versions.words("version"),
-            "dispatched": found.dispatched.words("group"),
+            "dispatched": self._dispatched_words(),
             "batches": found.batches.words("step"),
             "trajectories": self._first_words(),
         }
+
+    def _dispatched_words(self) -> str:
+        one, other = (run.borrows for run in self.runs)
+        if one and other:
+            return "neither has groups of its own: both were trained again"
+        if one or other:
+            who = "the first" if one else "the other"
+            return f"{who} has no groups of its own: it was trained again"
+        return self.found.dispatched.words("group")
 
     def _first_words(self) -> str:
         first, compared = self.first, self.compared

@@ -17,6 +17,7 @@ import msgspec
 from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.lent_ledger import borrow
 from dora_pipe.audit.reading import record_at
 from dora_pipe.audit.tracing import Traces
 from dora_pipe.bus.logged import fault_of, logged_trajectory
@@ -24,6 +25,7 @@ from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
+from dora_pipe.consumers.trainer.change_file import stored_change
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
@@ -78,7 +80,7 @@ def describe(
     decode = None
     if ledger.started is not None:
         decode = decoder(store.assets(ledger.started.assets_digest))
-    describer = _Describer(bus, topics, ledger, store, decode)
+    describer = _Describer(bus, topics, ledger, store, decode, _lender(bus, ledger, store))
     if found := _STEP.match(wanted):
         return describer.step(int(found[1]))
     if _GROUP.match(wanted) and wanted in ledger.accounts.groups:
@@ -89,6 +91,17 @@ def describe(
         f"{wanted!r} is not in run {topics.run}",
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
     )
+
+
+def _lender(bus: Bus, ledger: Ledger, store: PolicyStore) -> Ledger | None:
+    """The books of the run whose groups this one has trained, which are booked here too; None for a
+    run with groups of its own. Raises PolicyError where it is not known what of them counts."""
+    retrained = None if ledger.started is None else ledger.started.retrained
+    if retrained is None:
+        return None
+    lender = build_ledger(bus, Topics(retrained.run))
+    borrow(ledger, lender, stored_change(store, retrained.change))
+    return lender
 
 
 def _is_over(ledger: Ledger, wanted: str) -> bool:
@@ -107,13 +120,19 @@ class _Describer:
         ledger: Ledger,
         store: PolicyStore,
         decode: Decode | None,
+        lender: Ledger | None,
     ) -> None:
         self._bus = bus
         self._topics = topics
         self._ledger = ledger
         self._store = store
         self._decode = decode
-        self._traces = Traces(bus, topics, ledger)
+        self._lender = lender
+        self._traces = (
+            Traces(bus, topics, ledger)
+            if lender is None
+            else Traces(bus, Topics(lender.run), lender)
+        )
 
     def step(self, number: int) -> Description:
         """A training step: what it was made of and what it made."""
@@ -152,7 +171,8 @@ class _Describer:
             ],
             "trajectories": self._contributions(entry),
             "lineage": self._lineage_of_version(number) | self._descendants(number + 1),
-            TRACE: self._traces.step(entry),
+            # Of a retrained run: its groups were sampled in another one, whose trace they have.
+            TRACE: self._traces.step(entry) if self._lender is None else [],
         }
 
     def _group_row(self, name: str, step: int) -> dict[str, Any]:
@@ -178,7 +198,7 @@ class _Describer:
 
     def group(self, group: GroupEntry) -> Description:
         """A group: dispatch, siblings, fate."""
-        trace = self._traces.group(group)
+        trace = self._traces.group(self._sampled(group))
         damage = self._traces.damage.lines
         return {
             "group": self._dispatch(group),
@@ -204,7 +224,10 @@ class _Describer:
         description["records"] = self._records(name)
         if entry.bound is not None:
             try:
-                description |= self._made(self._read(entry.bound))
+                trajectory = self._read(entry.bound)
+                description |= self._made(trajectory)
+                if self._lender is not None and entry.bound.fact.reward != trajectory.reward:
+                    description["counts here"] = {"reward": entry.bound.fact.reward}
                 if group.scoring and (scored := group.scoring.siblings.get(name)):
                     description["scored together"] = {
                         "reward": scored.reward,
@@ -217,13 +240,19 @@ class _Describer:
             description["fate"] = {"fate": entry.left, "why": _WHY_LEFT[entry.left]}
         description["contribution"] = self._contribution(name, group)
         description["lineage"] = self._lineage(group)
-        description[TRACE] = self._traces.group(group, only=name)
+        description[TRACE] = self._traces.group(self._sampled(group), only=name)
         return description
 
+    def _sampled(self, group: GroupEntry) -> GroupEntry:
+        """The group in the run that sampled it."""
+        lender = self._lender
+        return group if lender is None else lender.accounts.groups[group.spec.group]
+
     def _dispatch(self, group: GroupEntry) -> dict[str, Any]:
-        spec = group.spec
+        spec, lender = group.spec, self._lender
         return {
             "group": spec.group,
+            **({} if lender is None else {"sampled by run": lender.run}),
             "purpose": spec.purpose,
             **({"task": spec.task} if spec.task else {}),
             **({"evaluation": spec.evaluation} if spec.evaluation else {}),
@@ -342,7 +371,9 @@ class _Describer:
                 state = ", with its optimizer's state" if parent.optimizer is not None else ""
                 text = f"run {parent.run}, after step {parent.step} ({parent.digest}){state}"
             return {f"made version {version}": text}
-        maker = self._ledger.steps.get(version - 1)
+        maker, lender = self._ledger.steps.get(version - 1), self._lender
+        if maker is None and lender is not None and version - 1 in lender.steps:
+            return {f"made version {version}": f"step {version - 1} of run {lender.run}"}
         if maker is None:
             return {f"made version {version}": "no commit in the log"}
         stale = Counter(staleness_of(maker.step, group.version) for group in maker.fact.groups)

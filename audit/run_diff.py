@@ -11,12 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.schemas.trajectory import Trajectory
+
+T = TypeVar("T")
 
 Cause = Literal["prompt", "sampling", "numerics", "reward"]
 
@@ -38,6 +40,8 @@ BATCHES: Final = """
     select step, list(group_id order by group_id) from groups where fate = 'trained'
     group by step order by step"""
 
+RETRAINED: Final = "select retrained_from from runs"
+
 STEPS: Final = "select step, reward, seconds, staleness_mean from steps order by step"
 
 EVALUATIONS: Final = """
@@ -57,12 +61,14 @@ class ComparedRun:
     again from a later one on."""
     groups: Sequence[tuple[str, int, int]]
     """(group, row, version) of training, in the order of dispatch."""
-    batches: Sequence[tuple[str, ...]]
-    """The groups that each step has trained."""
+    batches: Sequence[tuple[str, ...] | None]
+    """The groups that each step has trained, from step 0 on; None for those that a run has not."""
     steps: Sequence[tuple[int, float | None, float | None, float]]
     """(step, reward, seconds, staleness)."""
     evaluations: Mapping[tuple[str, int], float | None]
     """Mean reward by (evaluation, version)."""
+    borrows: bool = False
+    """It was trained again on another run's trajectories: none of its groups is its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +120,18 @@ class Difference:
 def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
     """A run by its tables; `config` has plain values by dotted key."""
     (made_of,), (workers,) = tables.records(MADE_OF), tables.records(WORKERS)
+    ((source,),) = tables.query(RETRAINED)
     return ComparedRun(
         config=config,
-        made_of={**made_of, **workers},
+        made_of=made_of if source else {**made_of, **workers},
         versions=_by_number(tables.query("select version, digest from versions")),
-        groups=list(tables.query(GROUPS)),
-        batches=[tuple(groups) for _, groups in tables.query(BATCHES)],
+        groups=[] if source else list(tables.query(GROUPS)),
+        batches=_by_number((step, tuple(own)) for step, own in tables.query(BATCHES)),
         steps=list(tables.query(STEPS)),
         evaluations={
             (name, version): reward for name, version, reward in tables.query(EVALUATIONS)
         },
+        borrows=bool(source),
     )
 
 
@@ -131,24 +139,36 @@ def diff(one: ComparedRun, other: ComparedRun) -> RunDiff:
     """Where they part."""
     return RunDiff(
         config=_differing(one.config, other.config),
-        made_of=_differing(one.made_of, other.made_of),
-        versions=parting(
-            _filled(one.versions, other.versions), _filled(other.versions, one.versions)
-        ),
+        made_of=_made_otherwise(one, other),
+        versions=_numbered(one.versions, other.versions),
         dispatched=parting(one.groups, other.groups),
-        batches=parting(one.batches, other.batches),
+        batches=_numbered(one.batches, other.batches),
     )
 
 
-def _by_number(rows: Iterable[Sequence[Any]]) -> list[str | None]:
-    found = {version: digest for version, digest in rows}
-    return [found.get(version) for version in range(max(found, default=-1) + 1)]
+def _made_otherwise(one: ComparedRun, other: ComparedRun) -> dict[str, tuple[Any, Any]]:
+    """What they are made of otherwise; who samples is no question of a run that borrows."""
+    keys = {*one.made_of, *other.made_of}
+    if one.borrows or other.borrows:
+        keys = {*one.made_of} & {*other.made_of}
+    here, there = ({key: run.made_of.get(key) for key in keys} for run in (one, other))
+    return _differing(here, there)
 
 
-def _filled(one: Sequence[str | None], other: Sequence[str | None]) -> list[str | None]:
-    """These versions, with the other's where there are none: they cannot be compared."""
+def _by_number(rows: Iterable[tuple[int, T]]) -> list[T | None]:
+    found = dict(rows)
+    return [found.get(number) for number in range(max(found, default=-1) + 1)]
+
+
+def _numbered(one: Sequence[T | None], other: Sequence[T | None]) -> Parting:
+    """What both have under a number, versions and batches; what one has not cannot be compared."""
+    return parting(_filled(one, other), _filled(other, one))
+
+
+def _filled(one: Sequence[T | None], other: Sequence[T | None]) -> list[T | None]:
+    """The other's where there is none."""
     return [
-        other[at] if digest is None and at < len(other) else digest for at, digest in enumerate(one)
+        other[at] if found is None and at < len(other) else found for at, found in enumerate(one)
     ]
 
 

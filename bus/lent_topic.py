@@ -7,7 +7,7 @@ written goes into the run's own log, never into the other's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dora_pipe.bus.base import BusWrapper
@@ -23,11 +23,19 @@ class LentTopicBus(BusWrapper):
     """
 
     def __init__(
-        self, own: Bus, lender: Bus, *, lent: Mapping[str, str], others: tuple[str, ...] = ()
+        self,
+        own: Bus,
+        lender: Bus,
+        *,
+        lent: Mapping[str, str],
+        others: tuple[str, ...] = (),
+        change: Callable[[str], bytes] | None = None,
     ) -> None:
-        """`lent` are names here and there; `others` are read under the lender's names."""
+        """`lent` are names here and there; `others` are read under the lender's names; `change`
+        gives the file, by its sha256, that says what of the lent records counts otherwise."""
         super().__init__(own)
         self.lender = lender
+        self.change = change
         self._names = {**{name: name for name in others}, **lent}
         """Of the lender's topics, by what they are called here."""
 
@@ -63,6 +71,13 @@ class LentTopicBus(BusWrapper):
     def close(self) -> None:
         self.inner.close()
         self.lender.close()
+
+
+def lent_topic(bus: Bus) -> LentTopicBus | None:
+    """The log, whatever is around it, if it borrows a topic."""
+    while isinstance(bus, BusWrapper) and not isinstance(bus, LentTopicBus):
+        bus = bus.inner
+    return bus if isinstance(bus, LentTopicBus) else None
 
 
 class _LentReader(Reader):

@@ -21,6 +21,7 @@ from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory
 from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, arrival, batch_of, computed
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
+from dora_pipe.catalogue.worker_history import WorkerGone, WorkerHistory
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -95,6 +96,10 @@ class GroupHistory:
     """It was open for too long."""
     left: dict[int, SiblingFate] = field(default_factory=dict)
     """What became of the siblings that it did not wait for."""
+    lent: bool = False
+    """Another run has dispatched and sampled it: moments before its batch are those of that run."""
+    left_out: bool = False
+    """It was lent, and does not count here although it is in a batch."""
 
     @property
     def closed(self) -> bool:
@@ -122,27 +127,6 @@ class GroupHistory:
     def last(self) -> TrajectoryLogged | None:
         """The record that came last."""
         return max(self.results, key=arrival, default=None)
-
-
-@dataclass(slots=True, kw_only=True)
-class WorkerHistory:
-    """An incarnation of a worker, from when it joined on."""
-
-    joined: WorkerJoined
-    epoch: int
-    target: int = -1
-    """The version it was assigned; -1: none yet."""
-    hosted: int = -1
-    """The version it reported ready last."""
-    assigned: dict[int, int] = field(default_factory=dict)
-    """When it was told to load the versions that it has not loaded yet."""
-    draining: bool = False
-    gone: WorkerGone | None = None
-
-    @property
-    def name(self) -> str:
-        """What all its incarnations are called."""
-        return self.joined.worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,16 +235,6 @@ class RecordLogged:
     """Of the report in control."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGone:
-    """An incarnation of a worker is out."""
-
-    epoch: int
-    how: Literal["left", "fenced"]
-    why: str
-    at_ns: int
-
-
 Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded
 
 
@@ -313,6 +287,10 @@ class RunAccount:
             self.workers[epoch] = self.named[joined.worker] = WorkerHistory(
                 joined=joined, epoch=epoch
             )
+
+    def lend(self, group: GroupHistory) -> None:
+        """A group of another run that the next round takes into a batch."""
+        self.open[group.spec.group] = group
 
     def present(self) -> list[WorkerHistory]:
         """Workers that are not gone, by name."""
@@ -535,7 +513,8 @@ class RunAccount:
             return RecordLogged(fact=fact, standing="superseded", offset=offset)
         request, attempt = found
         group.valid += fact.reward is not None
-        request.logged, attempt.outcome, attempt.ended_ns = fact, "logged", fact.at_ns
+        request.logged, request.offset = fact, offset
+        attempt.outcome, attempt.ended_ns = "logged", fact.at_ns
         return RecordLogged(fact=fact, standing="bound", offset=offset)
 
     def _asked_to_move(self, decision: Move, now_ns: int) -> None:
@@ -583,8 +562,19 @@ class RunAccount:
             return []  # it does not count: its batch was ended meanwhile
         self.batch, self.free_ns = None, fact.at_ns
         popped = (self.open.pop(one.group, None) for one in fact.groups)
-        groups = tuple(one for one in popped if one is not None)
-        events: list[Event] = [
+        met = [one for one in popped if one is not None]
+        groups = tuple(one for one in met if not one.left_out)
+        out: list[Event] = [
+            GroupEnded(
+                group=one,
+                fate="filtered",
+                why=f"left out of step {fact.step}",
+                ended_ns=fact.at_ns,
+            )
+            for one in met
+            if one.left_out
+        ]
+        trained: list[Event] = [
             GroupEnded(
                 group=one,
                 fate="trained",
@@ -595,4 +585,5 @@ class RunAccount:
             )
             for one in groups
         ]
-        return [*events, StepEnded(fact=fact, offset=offset, batch=batch, groups=groups)]
+        ended = StepEnded(fact=fact, offset=offset, batch=batch, groups=groups)
+        return [*out, *trained, ended]

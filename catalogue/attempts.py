@@ -39,6 +39,8 @@ class RequestHistory:
     trajectory: str
     attempts: list[Attempt] = field(default_factory=list)
     logged: TrajectoryLogged | None = None
+    offset: int = -1
+    """Of the report in control that says so."""
 
     @property
     def moved(self) -> bool:

@@ -19,8 +19,6 @@ from dora_pipe.catalogue.account import (
     RecordLogged,
     RunAccount,
     StepEnded,
-    WorkerGone,
-    WorkerHistory,
     mean,
     rewards_of,
 )
@@ -46,6 +44,7 @@ from dora_pipe.catalogue.tables import (
     VersionRow,
     WorkerRow,
 )
+from dora_pipe.catalogue.worker_history import WorkerGone, WorkerHistory
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -141,6 +140,15 @@ class CatalogueBuilder:
             case _:
                 pass
         self._happened(self.account.fact(offset, fact))
+
+    def lent(self, group: GroupHistory) -> None:
+        """A group of another run that the next round takes, and its records that count."""
+        self.account.lend(group)
+        for request in group.requests.values():
+            if request.logged is not None:
+                fact, offset = request.logged, request.offset
+                logged = RecordLogged(fact=fact, standing="bound", offset=offset)
+                self._rows.append(_record_row(logged))
 
     def round(self, round_: Round, offset: int) -> None:
         """A round, after the facts that it folds."""
@@ -241,7 +249,7 @@ class CatalogueBuilder:
             self._said(event.at_ns, "worker-left", worker.name, event.why)
 
     def _run_row(self, fact: RunStarted) -> RunRow:
-        lineage = fact.lineage
+        lineage, retrained = fact.lineage, fact.retrained
         return _row(
             RunRow,
             fact,
@@ -253,6 +261,9 @@ class CatalogueBuilder:
             config=canonical(fact.config).decode(),
             lineage_run=None if lineage is None else lineage.run,
             lineage_step=None if lineage is None else lineage.step,
+            retrained_from=None if retrained is None else retrained.run,
+            retrained_first=None if retrained is None else retrained.first,
+            retrained_last=None if retrained is None else retrained.last,
         )
 
 

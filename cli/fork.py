@@ -115,6 +115,7 @@ def fork_trajectory(
     Raises UsageError, ConfigError, TaskError, PolicyError, InvariantBroken for a record that is not
     the one that was logged, ReplayDiverged for an environment that answers otherwise.
     """
+    run.check_sampled_here(f"fork {{run}} {trajectory}")
     started, _ = policy_after(run.bus, run.topics, 0)
     with closing(run.tables()) as tables:
         recorded = recorded_trajectory(run.bus, run.topics, tables, trajectory)

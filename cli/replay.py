@@ -126,6 +126,7 @@ def replay_trajectories(
     """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
     from dora_pipe.producers.worker.role import params_by_source
 
+    run.check_sampled_here("replay {run} --random N")
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)

@@ -56,6 +56,12 @@ def answer(run: OpenRun, asked: Asked) -> None:
         _print_summary(run, asked)
     elif asked.slots:
         _print_slots(run, asked)
+    elif asked.at and run.directory.lender:
+        raise UsageError(
+            f"{run.topics.run} was trained on the trajectories of {run.directory.lender}: nobody "
+            "but its trainer has waited",
+            hint=f"--summary, --step N, or `why {run.directory.lender}`",
+        )
     elif asked.at:
         moment_ns = _moment_ns(run, asked.at)
         _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked)
@@ -67,7 +73,7 @@ def answer(run: OpenRun, asked: Asked) -> None:
 
 def _print_present(run: OpenRun, asked: Asked) -> None:
     end = run.bus.end(TopicPartition(run.topics.decisions, 0))
-    if run_is_over(run.bus, run.topics, end, SystemClock()):
+    if run.directory.lender or run_is_over(run.bus, run.topics, end, SystemClock()):
         _print_summary(run, asked)
         return
     if full := full_disk(run.directory.path, run.store):
@@ -86,14 +92,25 @@ def _print_present(run: OpenRun, asked: Asked) -> None:
 
 
 def _print_step(run: OpenRun, step: int, asked: Asked) -> None:
+    if run.directory.lender:  # Its roles decide and wait for nothing but the step before.
+        wait = _wait_of(run, step)
+        emit_json({"waits_of_step": _plain(wait)}) if asked.as_json else emit_line(wait.text())
+        return
     found = why_step(run.bus, run.topics, step=step)
-    with closing(run.tables()) as tables:
-        (wait,) = [one for one in waits_of(tables) if one.step == step]
+    wait = _wait_of(run, step)
     if asked.as_json:
         emit_json({"waits_of_step": _plain(wait), **asdict(found)})
         return
     emit_line(wait.text())
     _print_answer(found, asked)
+
+
+def _wait_of(run: OpenRun, step: int) -> StepWait:
+    with closing(run.tables()) as tables:
+        for one in waits_of(tables):
+            if one.step == step:
+                return one
+    raise UsageError(f"step {step} was not taken yet")
 
 
 def _print_answer(found: WhyAnswer, asked: Asked) -> None:

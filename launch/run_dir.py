@@ -301,6 +301,14 @@ class OpenRun:
         """
         return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=told)
 
+    def check_sampled_here(self, command: str) -> None:
+        """Raises UsageError for a run that has no rollouts of its own; `command` asks of them."""
+        if lender := self.directory.lender:
+            raise UsageError(
+                f"the trajectories of {self.topics.run} were sampled by run {lender}",
+                hint=f"dora-pipe {command.format(run=lender)}",
+            )
+
     @property
     def has_policies(self) -> bool:
         """Whether there can be a policy store: an archive may have been made without."""

@@ -43,7 +43,7 @@ class RunProgress(RunStats):
         self._since_step = GroupsSinceStep()
         self._say_at = 0
         """Groups without a step that are said next."""
-        self._follower = LogFollower(bus, topics, self)
+        self._follower = LogFollower(bus, topics, self, lent=self.account.lend)
         self._unreadable = 0
         self._lines: list[str] = []
 

@@ -22,8 +22,6 @@ from dora_pipe.catalogue.account import (
     RecordLogged,
     RunAccount,
     StepEnded,
-    WorkerGone,
-    WorkerHistory,
     mean,
     rewards_of,
 )
@@ -38,6 +36,7 @@ from dora_pipe.catalogue.statuses import (
     epoch_of,
     role_of,
 )
+from dora_pipe.catalogue.worker_history import WorkerGone, WorkerHistory
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -383,13 +382,32 @@ class RunStats:
         return 0 if self.commit is None else self.commit.step + 1
 
     @property
+    def done(self) -> int:
+        """Steps that were committed here: a retrained run has begun at a later version."""
+        retrained = None if self.started is None else self.started.retrained
+        return max(0, self.version - (0 if retrained is None else retrained.first))
+
+    @property
+    def planned(self) -> int | None:
+        """How many there shall be, as far as that is known."""
+        retrained = None if self.started is None else self.started.retrained
+        return self.steps_planned if retrained is None else retrained.last + 1 - retrained.first
+
+    @property
     def over(self) -> bool:
         """The round that stops the run was read."""
         return self.account.over
 
     def follow(self, bus: Bus, topics: Topics) -> LogFollower:
         """Who tells these numbers all of a log, statuses too."""
-        return LogFollower(bus, topics, self, statuses=self.status, meter=self.meter)
+        return LogFollower(
+            bus,
+            topics,
+            self,
+            statuses=self.status,
+            lent=self.account.lend,
+            meter=self.meter,
+        )
 
     def status(self, status: AnyMetrics) -> None:
         """A record of the metrics topic; what an incarnation says that is out is history."""

@@ -19,6 +19,7 @@ from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
+from dora_pipe.store.store import PolicyStore
 
 
 class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,18 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
             there = lender.open()
             stack.pop_all()
         lent = {topics.trajectories: theirs.trajectories}
-        return LentTopicBus(own, there, lent=lent, others=theirs.all())
+        return LentTopicBus(own, there, lent=lent, others=theirs.all(), change=self._change)
+
+    def _change(self, sha256: str) -> bytes:
+        """The file of the run's store that says what of the lent records counts otherwise. Raises
+        PolicyError, ResourceError."""
+        remote = None
+        if self.store_url:
+            from dora_pipe.store.arrow_files import open_files
+
+            remote = open_files(self.store_url, folder=self.run)
+        store = PolicyStore(Path(self.claims).parent, remote)
+        return store.verify_blob("change", sha256).read_bytes()
 
     def _own(self) -> Bus:
         security = None if self.bus is None else KafkaSecurity.of(self.bus)

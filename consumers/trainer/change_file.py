@@ -10,26 +10,18 @@ import msgspec
 
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
-from dora_pipe.core.errors import PolicyError, UsageError
+from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
+from dora_pipe.schemas.changed_rows import ChangedRows, decode_changed_rows
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import canonical
 from dora_pipe.store.store import PolicyStore
-
-
-class ChangeFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What it says. Example: ``{"rewards": {}, "weights": {}, "without": ["g0000000042"]}``"""
-
-    without: list[str]
-    """Sorted."""
-    rewards: dict[str, float]
-    weights: dict[str, float]
 
 
 def publish_change(store: PolicyStore, change: BatchChange) -> Blob | None:
     """Keep a change in the store; None, and no file, where nothing is otherwise. Raises OSError."""
     if change == UNCHANGED:
         return None
-    said = ChangeFile(
+    said = ChangedRows(
         without=sorted(change.without), rewards=dict(change.rewards), weights=dict(change.weights)
     )
 
@@ -51,9 +43,9 @@ def stored_change(store: PolicyStore, blob: Blob | None) -> BatchChange:
         return UNCHANGED
     path = store.verify_blob("change", blob.sha256)
     try:
-        said = msgspec.json.decode(path.read_bytes(), type=ChangeFile)
-    except msgspec.DecodeError as error:
-        raise PolicyError(f"{path} is no change of batches: {error}") from None
+        said = decode_changed_rows(path.read_bytes())
+    except SchemaError as error:
+        raise PolicyError(f"{path}: {error.message}") from None
     return BatchChange(without=frozenset(said.without), rewards=said.rewards, weights=said.weights)
 
 

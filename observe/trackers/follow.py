@@ -95,7 +95,7 @@ class Tracking:
 
     def _open(self) -> tuple[FigureStats, LogFollower]:
         stats = FigureStats(self._topics.run, self._contributions, begin=self._begin)
-        return stats, LogFollower(self._bus, self._topics, stats)
+        return stats, LogFollower(self._bus, self._topics, stats, lent=stats.account.lend)
 
     def _begin(self, fact: RunStarted) -> int:
         """How many rows are not wanted; the log may be read from its beginning again."""

@@ -157,9 +157,10 @@ def utilisation(view: RunView) -> dict[str, Any]:
     tokens = dict(
         view.rows(
             """select (logged_ns - ?) // ? as slice, sum(tokens)::bigint from trajectories
-               where logged_ns is not null group by slice""",
+               where logged_ns >= ? group by slice""",
             view.first_ns,
             width_ns,
+            view.first_ns,  # what was logged before is another run's
         )
     )
     count = max(-(-(view.last_ns - view.first_ns) // width_ns), max(tokens, default=-1) + 1)

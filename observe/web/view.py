@@ -164,5 +164,6 @@ def short(value: float | None, digits: int = 4) -> float | None:
 
 
 def seconds(at_ns: int | None, first_ns: int) -> float | None:
-    """A moment in seconds of the run, to the millisecond; None for one that never was."""
-    return round((at_ns - first_ns) / 1e9, 3) if at_ns else None
+    """A moment in seconds of the run, to the millisecond; None for one that never was, or was
+    before: of another run's groups."""
+    return round((at_ns - first_ns) / 1e9, 3) if at_ns and at_ns >= first_ns else None

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory
+from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory, WorkerGone, WorkerHistory
 from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, arrival, batch_of, computed
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
-from dora_pipe.catalogue.worker_history import WorkerGone, WorkerHistory
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,

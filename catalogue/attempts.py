@@ -1,11 +1,11 @@
-"""What became of one sibling: its attempts, and the record that counts; only values."""
+"""What became of one sibling, of its attempts, and of an incarnation of a worker; only values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.control import TrajectoryLogged, WorkerJoined
 
 Outcome = Literal["", "logged", "moved", "left", "fenced", "failed", "cancelled"]
 """How an attempt ended: with its record, because its request moved, with its worker, in an error,
@@ -46,3 +46,34 @@ class RequestHistory:
     def moved(self) -> bool:
         """Whether it went from worker to worker."""
         return len(self.attempts) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone:
+    """An incarnation of a worker is out."""
+
+    epoch: int
+    how: Literal["left", "fenced"]
+    why: str
+    at_ns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerHistory:
+    """An incarnation of a worker, from when it joined on."""
+
+    joined: WorkerJoined
+    epoch: int
+    target: int = -1
+    """The version it was assigned; -1: none yet."""
+    hosted: int = -1
+    """The version it reported ready last."""
+    assigned: dict[int, int] = field(default_factory=dict)
+    """When it was told to load the versions that it has not loaded yet."""
+    draining: bool = False
+    gone: WorkerGone | None = None
+
+    @property
+    def name(self) -> str:
+        """What all its incarnations are called."""
+        return self.joined.worker

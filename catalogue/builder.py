@@ -22,7 +22,7 @@ from dora_pipe.catalogue.account import (
     mean,
     rewards_of,
 )
-from dora_pipe.catalogue.attempts import Attempt, RequestHistory
+from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerGone, WorkerHistory
 from dora_pipe.catalogue.batches import Batch
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
@@ -44,7 +44,6 @@ from dora_pipe.catalogue.tables import (
     VersionRow,
     WorkerRow,
 )
-from dora_pipe.catalogue.worker_history import WorkerGone, WorkerHistory
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,

@@ -16,9 +16,8 @@ from typing import Final, Protocol, TypeVar
 from dora_pipe.bus.lent_topic import lent_topic
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.catalogue.account import GroupHistory
-from dora_pipe.catalogue.lent_groups import UNCHANGED, LentGroups
+from dora_pipe.catalogue.lent_groups import UNCHANGED, LentGroups, decode_changed_rows
 from dora_pipe.core.errors import BusError, LogTruncated, SchemaError
-from dora_pipe.schemas.changed_rows import decode_changed_rows
 from dora_pipe.schemas.control import AnyControl, Retrained, RunStarted, decode_control
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, StopRun, TakeBatch, decode_round

@@ -25,6 +25,7 @@ from dora_pipe.catalogue.account import (
     mean,
     rewards_of,
 )
+from dora_pipe.catalogue.attempts import WorkerGone, WorkerHistory
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
 from dora_pipe.catalogue.group_scores import parts_by_task
@@ -36,7 +37,6 @@ from dora_pipe.catalogue.statuses import (
     epoch_of,
     role_of,
 )
-from dora_pipe.catalogue.worker_history import WorkerGone, WorkerHistory
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.schemas.control import (
     AnyControl,

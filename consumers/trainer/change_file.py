@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from dora_pipe.catalogue.lent_groups import ChangedRows, decode_changed_rows
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
-from dora_pipe.schemas.changed_rows import ChangedRows, decode_changed_rows
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import canonical
 from dora_pipe.store.store import PolicyStore

@@ -19,10 +19,9 @@ from dora_pipe.catalogue.account import (
     GroupEnded,
     StepEnded,
 )
-from dora_pipe.catalogue.attempts import Attempt, RequestHistory
+from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerHistory
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
-from dora_pipe.catalogue.worker_history import WorkerHistory
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id
 from dora_pipe.observe.traces.span import (

@@ -8,7 +8,6 @@ than by that command, and what goes on after a kill is `run --resume`.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,9 +19,9 @@ from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import ConfigError, UsageError
-from dora_pipe.launch.plan import facts_of, started
+from dora_pipe.launch.plan import facts_of, planned, started
 from dora_pipe.launch.run import need_parts
-from dora_pipe.launch.run_dir import OpenRun, RunDir, refuse_running, run_dir
+from dora_pipe.launch.run_dir import OpenRun, run_dir
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics, check_run_name
 
@@ -104,10 +103,6 @@ def go_live(source: Path, live: Live, version: int, root: Path) -> NoReturn:
                 hint="another name: --live-name NAME",
             )
         words = ["run", str(directory.path), "--resume"]
-    elif directory.exists():
-        # Killed before its first record: nothing is lost that this does not make again.
-        refuse_running(directory)
-        shutil.rmtree(directory.path)
     say(f"goes on live: {typed(*words, runs=root)}")
     line = [sys.executable, "-c", MAIN, *words, "--runs", str(root)]
     sys.stdout.flush()
@@ -116,9 +111,9 @@ def go_live(source: Path, live: Live, version: int, root: Path) -> NoReturn:
 
 
 def _begun(config: Config, root: Path) -> RunStarted | None:
-    """The first record of the live run, where it has one."""
-    directory: RunDir = run_dir(config, root)
+    """The first record of the live run, or what it will be; None where there is no such run."""
+    directory = run_dir(config, root)
     if not directory.exists():
         return None
     with closing(directory.open_bus(config)) as bus:
-        return started(bus, Topics(config.run.name))
+        return started(bus, Topics(config.run.name)) or planned(directory)

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe import __version__
+from dora_pipe.audit.line_file import write_whole
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config.changes import LOGGED
@@ -38,6 +39,7 @@ from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import worker_engines
 from dora_pipe.launch.run_dir import (
+    BEGINS_WITH,
     RunDir,
     create,
     find_run,
@@ -158,6 +160,8 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool) -> 
             raise ConfigError(refused.text, hint=refused.hint)
         if config.bus.url:
             _make_topics(bus, config)
+        directory.path.mkdir(parents=True, exist_ok=True)
+        write_whole(directory.path / BEGINS_WITH, first)
         create(config, root)
         if not config.bus.url:
             _make_topics(bus, config)
@@ -198,8 +202,7 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
         check_log(directory, wanted, bus)
         first = started(bus, topics)
         if first is None:
-            first = run_started(wanted, directory.policies(wanted))
-            return Plan(directory=directory, config=wanted, first=first)
+            return _plan_unbegun(directory, wanted, bus)
         check_topics(bus, wanted)
         commands = resume_commands(directory.config(), wanted)
         if commands:
@@ -213,6 +216,30 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
             bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
     store_config(directory, wanted)
     return Plan(directory=directory, config=wanted, first=first)
+
+
+def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
+    """A run whose start was killed before its first record: it begins with what it was made with."""
+    resume_commands(directory.config(), wanted)  # raises: frozen are its keys all the same
+    create_topics(bus, wanted)
+    store, made = directory.policies(wanted), planned(directory)
+    if made is None:
+        first = run_started(wanted, store)
+    else:
+        policy = made.policy, made.assets_digest
+        first = run_started(wanted, store, policy=policy, lineage=made.lineage)
+    store_config(directory, wanted)
+    return Plan(directory=directory, config=wanted, first=first)
+
+
+def planned(directory: RunDir) -> RunStarted | None:
+    """The first record as the start of a run has planned it; None where that says nothing of it.
+
+    Raises SchemaError for what is no such record.
+    """
+    note = directory.path / BEGINS_WITH
+    fact = decode_control(note.read_bytes()) if note.is_file() else None
+    return fact if isinstance(fact, RunStarted) else None
 
 
 def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:

@@ -11,6 +11,7 @@ runs/NAME/
   lock            held by who runs it (`locked`)
   archived-to     where `dora-pipe archive` put its segments, if it did
   retrained-from  the run beside it whose trajectories it was trained on, if `retrain` made it
+  begins-with     the first record as the start has planned it
 
 An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log. A
 run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
@@ -62,6 +63,9 @@ ARCHIVED_TO = "archived-to"
 
 RETRAINED_FROM = "retrained-from"
 """File in a run's directory that names the run whose log has its trajectories."""
+
+BEGINS_WITH = "begins-with"
+"""File in a run's directory: what the first record is made of where a start was killed before it."""
 
 ON_KAFKA = "kafka://"
 """How an address of a run begins that is no name and no path."""

@@ -1,0 +1,96 @@
+"""A run that was made and killed before its first record begins as it was made.
+
+Method: the plan of a start is what such a start has left; nothing is started.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Append
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.launch.plan import Plan, plan_new, plan_resume
+from dora_pipe.launch.run import load_again, load_wanted
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+pytest.importorskip("torch")
+
+from tests.support.models import make_llama_gqa
+from tests.support.user_run import furnish
+
+ROOT = Path("runs")
+CHILD = ("run.name=child", "model.path=other")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, which is the working folder, with a second model."""
+    monkeypatch.chdir(tmp_path)
+    make_llama_gqa(tmp_path / "other", scale=3.0)
+    return furnish(tmp_path)
+
+
+def made(*overrides: str, parent: str = "") -> Plan:
+    """What a start has left that was killed before its first record."""
+    return plan_new(load_wanted(Path("config.toml"), overrides), ROOT, parent=parent)
+
+
+def begun(*overrides: str) -> RunStarted:
+    """A run that has its first record."""
+    plan = made(*overrides)
+    with closing(plan.directory.open_bus(plan.config)) as bus, closing(bus.writer()) as writer:
+        control = Topics(plan.config.run.name).control
+        writer.append([Append(topic=control, value=encode(plan.first))])
+    return plan.first
+
+
+def resumed(run: str, *overrides: str) -> Plan:
+    """The same run, as `--resume` finds it."""
+    return plan_resume(load_again(ROOT / run, overrides, "", ROOT), ROOT, here=True)
+
+
+def begins_with(first: RunStarted) -> object:
+    """What of a first record is from elsewhere."""
+    return first.lineage, first.policy, first.assets_digest
+
+
+def test_a_run_from_a_version_of_another_one_begins_there_and_not_with_the_model_of_its_file() -> (
+    None
+):
+    mother = begun()
+    before, after = made(*CHILD, parent="tiny@0").first, resumed("child").first
+    assert before.policy == mother.policy and before.lineage is not None
+    assert begins_with(after) == begins_with(before)
+
+
+def test_a_run_of_a_model_begins_with_what_that_was_when_the_run_was_made(place: Path) -> None:
+    before = made().first
+    shutil.rmtree(place / "model")
+    shutil.copytree(place / "other", place / "model")
+    assert begins_with(resumed("tiny").first) == begins_with(before)
+
+
+def test_a_logged_key_is_in_the_first_record_and_in_what_is_stored_and_a_frozen_one_is_refused() -> (
+    None
+):
+    made()
+    plan = resumed("tiny", "run.steps=7")
+    assert (plan.config.run.steps, plan.first.config["run"]["steps"]) == (7, 7)
+    assert plan.directory.config() == plan.config
+    with pytest.raises(ConfigError, match=r"cannot change run\.seed"):
+        resumed("tiny", "run.seed=5")
+
+
+def test_topics_that_the_start_has_not_made_are_made() -> None:
+    directory = made().directory
+    for file in directory.path.glob("log.sqlite*"):
+        file.unlink()
+    plan = resumed("tiny")
+    with closing(directory.open_bus(plan.config)) as bus:
+        assert set(Topics("tiny").all()) <= set(bus.topics())

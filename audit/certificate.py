@@ -10,7 +10,7 @@ changes nothing. Fields that the log says once are as true as who wrote it (docs
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -175,6 +175,22 @@ class Made(PredicatePart, frozen=True, kw_only=True):
     trained: Trained
 
 
+class TrainedAgain(PredicatePart, frozen=True, kw_only=True):
+    """What a version is made of whose run is steps of another one, trained again (`retrain`)."""
+
+    source: str
+    """The run whose batches they had; it follows in the lineage."""
+    first: int
+    """The first of these steps, which began with that version of the source."""
+    steps: int
+    digest: str
+    """Of these steps, as `Trained.digest`."""
+    settings: dict[str, float | int | str | bool]
+    """That were otherwise than in the source."""
+    change: str
+    """sha256 (hex) of the rows, rewards and weights of rows that were; empty: none."""
+
+
 class Parent(PredicatePart, frozen=True, kw_only=True):
     """The run that the one before it began with (`run --from`)."""
 
@@ -183,7 +199,14 @@ class Parent(PredicatePart, frozen=True, kw_only=True):
     digest: str
     """Weights digest of that version, as the child's log has it."""
     made: Made | None
-    """None where its log was not there."""
+    """None where its log was not there, or has no rounds."""
+    again: TrainedAgain | msgspec.UnsetType = msgspec.UNSET
+    """In place of `made`, where its log has no rounds: `retrain` made it."""
+
+    @property
+    def known(self) -> Made | TrainedAgain | None:
+        """What it is made of; None where its log was not there."""
+        return self.made if isinstance(self.again, msgspec.UnsetType) else self.again
 
 
 class Audited(PredicatePart, frozen=True, kw_only=True):
@@ -393,18 +416,24 @@ class _Books:
             )
             for version, figures in sorted(self._by_version.items())
         )
-        lines = (
-            canonical([one.step, one.batch_digest, one.digest_before, one.digest_after]) + b"\n"
-            for one in self._steps
-        )
         return Trained(
             steps=len(self._steps),
-            digest=sha256_hex(*lines),
+            digest=steps_digest(self._steps),
             adopted=tuple(one.step for one in self._steps if one.adopted),
             versions=() if mixed else tuple(shares),
             mixed=mixed,
             **figures_of(total),
         )
+
+
+def steps_digest(steps: Iterable[StepCommitted]) -> str:
+    """sha256 (hex) over what each step was trained on, from which weights, to which."""
+    return sha256_hex(
+        *(
+            canonical([one.step, one.batch_digest, one.digest_before, one.digest_after]) + b"\n"
+            for one in steps
+        )
+    )
 
 
 def figures_of(found: Counter[str]) -> dict[str, int]:

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from dora_pipe.audit.certificate import Audited, Made, Parent, differences
+import msgspec
+
+from dora_pipe.audit.certificate import Audited, Made, Parent, TrainedAgain, differences
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.audit.statement import Statement, files_of, weights_of
 
@@ -67,7 +69,8 @@ def check_files(statement: Statement, found: Mapping[str, str | None]) -> Iterat
 
 def check_made(certified: Made, found: Made) -> Iterator[Check]:
     """Everything that the log says of the version, computed again."""
-    yield from _compared("log", certified, found, "")
+    words = f"chain {found.log.chain} at round {found.log.round}"
+    yield from _compared("log", certified, found, "", words)
 
 
 def check_lineage(certified: Sequence[Parent], found: Sequence[Parent]) -> Iterator[Check]:
@@ -75,7 +78,7 @@ def check_lineage(certified: Sequence[Parent], found: Sequence[Parent]) -> Itera
     for at, one in enumerate(certified):
         name = f"{one.run}@{one.version}"
         again = found[at] if at < len(found) else None
-        if again is None and at and found[-1].made is None:
+        if again is None and at and found[-1].known is None:
             yield Check(what="lineage", holds=None, words=f"{name}: not reached from here")
         elif again is None or (one.run, one.version, one.digest) != (
             again.run,
@@ -85,18 +88,30 @@ def check_lineage(certified: Sequence[Parent], found: Sequence[Parent]) -> Itera
             there = "nothing" if again is None else f"{again.run}@{again.version} {again.digest}"
             words = f"{name}: certified {one.digest}, the log has {there}"
             yield Check(what="lineage", holds=False, words=words)
-        elif again.made is None:
-            yield Check(what="lineage", holds=None, words=f"{name}: its log is not here")
-        elif one.made is None:
-            words = f"{name}: its log was not there when this was certified"
-            yield Check(what="lineage", holds=None, words=words)
         else:
-            yield from _compared("lineage", one.made, again.made, f"{name}: ")
+            yield from _parents_compared(name, one.known, again.known)
     if len(found) > len(certified):
         extra = found[len(certified)]
-        beyond = not certified or certified[-1].made is not None
+        beyond = not certified or certified[-1].known is not None
         words = f"{extra.run}@{extra.version}: is not in the certificate"
         yield Check(what="lineage", holds=False if beyond else None, words=words)
+
+
+def _parents_compared(
+    name: str, certified: Made | TrainedAgain | None, found: Made | TrainedAgain | None
+) -> Iterator[Check]:
+    if found is None:
+        yield Check(what="lineage", holds=None, words=f"{name}: its log is not here")
+    elif certified is None:
+        words = f"{name}: its log was not there when this was certified"
+        yield Check(what="lineage", holds=None, words=words)
+    elif isinstance(found, Made):
+        words = f"chain {found.log.chain} at round {found.log.round}"
+        yield from _compared("lineage", certified, found, f"{name}: ", words)
+    else:
+        last = found.first + found.steps - 1
+        words = f"steps {found.first} to {last} of {found.source}, trained again: {found.digest}"
+        yield from _compared("lineage", certified, found, f"{name}: ", words)
 
 
 def check_audit(certified: Audited, found: AuditReport, chain: str) -> Iterator[Check]:
@@ -111,15 +126,17 @@ def check_audit(certified: Audited, found: AuditReport, chain: str) -> Iterator[
         yield Check(what="audit", holds=True, words=words)
 
 
-def _compared(what: What, certified: Made, found: Made, before: str) -> Iterator[Check]:
+def _compared(
+    what: What, certified: msgspec.Struct, found: msgspec.Struct, before: str, words: str
+) -> Iterator[Check]:
+    """Every leaf that differs, or `words` of two that are equal."""
     wrong = False
     for path, one, other in differences(certified, found):
         wrong = True
-        words = f"{before}{path}: certified {_shown(one)}, the log has {_shown(other)}"
-        yield Check(what=what, holds=False, words=words)
+        said = f"{before}{path}: certified {_shown(one)}, the log has {_shown(other)}"
+        yield Check(what=what, holds=False, words=said)
     if not wrong:
-        words = f"{before}chain {found.log.chain} at round {found.log.round}"
-        yield Check(what=what, holds=True, words=words)
+        yield Check(what=what, holds=True, words=f"{before}{words}")
 
 
 def _shown(value: Any) -> str:

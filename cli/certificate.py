@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of_package
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from dora_pipe.audit.certificate import (
     GENERATIONS_MAX,
     Audited,
-    Made,
     Parent,
     Predicate,
     made_of,
 )
+from dora_pipe.audit.certificate_again import again_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.audit.signatures import Signed, Signer
 from dora_pipe.audit.statement import enveloped, statement_bytes, subjects_of
@@ -28,6 +29,8 @@ from dora_pipe.cli.audit import AuditSession
 from dora_pipe.cli.export import version_of, write_policy
 from dora_pipe.cli.options import may_write_file, may_write_folder
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, ResourceError, UsageError
 from dora_pipe.launch.fork_server import ForkedHelpers
@@ -127,31 +130,38 @@ def certify(
 def parents_of(lineage: Lineage | None, root: Path) -> tuple[Parent, ...]:
     """The runs that a run came from, the nearest first, up to one whose log is not here.
 
-    Raises InvariantBroken where a run of that name here does not have those weights.
+    Raises InvariantBroken, UsageError where a run of that name here does not have those weights, or
+    not yet the round that folds them.
     """
     found: list[Parent] = []
     while lineage is not None and len(found) < GENERATIONS_MAX:
-        made, above = _parent(lineage, root)
-        found.append(
-            Parent(run=lineage.run, version=lineage.step, digest=lineage.digest, made=made)
-        )
-        lineage = above
+        parent, lineage = _parent(lineage, root)
+        found.append(parent)
     return tuple(found)
 
 
-def _parent(lineage: Lineage, root: Path) -> tuple[Made | None, Lineage | None]:
-    try:
-        with opened(lineage.run, root) as run:
+def _parent(lineage: Lineage, root: Path) -> tuple[Parent, Lineage | None]:
+    named = Parent(run=lineage.run, version=lineage.step, digest=lineage.digest, made=None)
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(opened(lineage.run, root))
+        except UsageError:
+            return named, None
+        clock = SystemClock()
+        history = read_history(run.bus, run.topics, clock)
+        again, digest, above = again_of(run.bus, run.topics, history, lineage.step, clock)
+        if again is not None:
+            found = replace(named, again=again)
+        else:
             made, above = made_of(run.bus, run.topics, lineage.step)
-    except UsageError:
-        return None, None
-    if made.weights.digest != lineage.digest:
+            found, digest = replace(named, made=made), made.weights.digest
+    if digest != lineage.digest:
         raise InvariantBroken(
             f"lineage: version {lineage.step} of {lineage.run} has the weights "
-            f"{made.weights.digest} here, and the run began with {lineage.digest}",
+            f"{digest} here, and the run began with {lineage.digest}",
             hint="is it another run of that name? --runs DIR says where runs lie",
         )
-    return made, above
+    return found, above
 
 
 def audited_of(report: AuditReport, chain: str) -> Audited:
@@ -214,7 +224,7 @@ def _warn(out: Path, signed: Signed | None, parents: tuple[Parent, ...]) -> None
     if signed is None:
         say(f"UNSIGNED: anybody could have written {out}; --key FILE signs it")
     for one in parents:
-        if one.made is None:
+        if one.known is None:
             say(f"note: the log of {one.run}, which it came from, is not here: it is only named")
 
 

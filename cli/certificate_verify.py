@@ -148,7 +148,7 @@ def check_run(
         yield from check_made(predicate.made, made)
         try:
             yield from check_lineage(predicate.lineage, parents_of(lineage, root))
-        except InvariantBroken as error:
+        except (InvariantBroken, UsageError) as error:
             yield Check(what="lineage", holds=False, words=error.message)
     with tempfile.TemporaryDirectory(prefix="dora-pipe-") as folder:
         # What is remembered beside a run is as good as who could write there.

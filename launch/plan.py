@@ -219,7 +219,7 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
 
 
 def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
-    """A run whose start was killed before its first record: it begins with what it was made with."""
+    """A run whose start was killed before its first record: it begins as it was made."""
     resume_commands(directory.config(), wanted)  # raises: frozen are its keys all the same
     create_topics(bus, wanted)
     store, made = directory.policies(wanted), planned(directory)

@@ -65,7 +65,7 @@ RETRAINED_FROM = "retrained-from"
 """File in a run's directory that names the run whose log has its trajectories."""
 
 BEGINS_WITH = "begins-with"
-"""File in a run's directory: what the first record is made of where a start was killed before it."""
+"""File in a run's directory: what its first record is made of, if a start was killed before it."""
 
 ON_KAFKA = "kafka://"
 """How an address of a run begins that is no name and no path."""

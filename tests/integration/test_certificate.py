@@ -36,6 +36,7 @@ from dora_pipe.schemas.wire import sha256_hex
 from tests.support import damage
 from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
+from tests.support.retrained import retrained
 from tests.support.tamper import Tamper
 from tests.support.user_run import call_here
 
@@ -385,10 +386,10 @@ def test_a_bare_statement_holds_against_files_and_against_no_key(
     assert "signature  DOES NOT HOLD  UNSIGNED" in out
 
 
-def with_parent(child: RecordedRun, digest: str) -> None:
+def with_parent(child: RecordedRun, digest: str, run: str = "recorded", at: int = VERSION) -> None:
     with Tamper(child) as log:
         ((row, fact),) = log.facts(RunStarted)
-        lineage = Lineage(run="recorded", step=VERSION, digest=digest)
+        lineage = Lineage(run=run, step=at, digest=digest)
         log.rewrite(row, msgspec.structs.replace(fact, lineage=lineage))
         log.mend()
 
@@ -406,6 +407,45 @@ def test_a_run_that_came_from_another_has_that_ones_log_in_its_certificate(
     code, out, _ = call("certificate", "verify", file, "--run", copy.directory, "--runs", runs)
     assert code == 0
     assert f"recorded@{VERSION}: chain {parent['log']['chain']}" in out
+
+
+def test_a_run_that_came_from_a_retrained_one_has_its_steps_and_the_log_of_its_source(
+    recorded: RecordedRun, copy: RecordedRun, call: Call, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    recorded.copy(runs / "recorded")
+    steps = retrained(runs, "again", first=5, last=6, overrides=("trainer.learning_rate=0.5",))
+    with_parent(copy, steps[-1].digest_after, "again", 7)
+    file = tmp_path / "child.json"
+    code, _, err = call("certificate", f"{copy.directory}@3", "--out", file, "--runs", runs)
+    assert code == 0, err
+    assert "is not here" not in err
+    again, source = json.loads(file.read_text())["predicate"]["lineage"]
+    assert (again["run"], again["version"], again["made"]) == ("again", 7, None)
+    said = again["again"]
+    assert (said["source"], said["first"], said["steps"]) == ("recorded", 5, 2)
+    assert said["settings"] == {"trainer.learning_rate": 0.5}
+    assert (source["run"], source["version"], source["made"]["version"]) == ("recorded", 5, 5)
+    verify = ("certificate", "verify", file, "--run", copy.directory, "--runs", runs)
+    code, out, _ = call(*verify)
+    assert code == 0, out
+    assert "again@7: steps 5 to 6 of recorded, trained again" in out
+    shutil.rmtree(runs / "again")
+    code, out, _ = call(*verify)
+    assert code == 0, out
+    assert "again@7: its log is not here" in out
+    retrained(runs, "again", first=5, last=6)
+    code, out, _ = call(*verify)
+    assert code == 5
+    assert "version 7 of again has the weights" in out
+
+
+def test_a_version_that_a_run_here_does_not_have_is_not_taken_for_a_log_that_is_elsewhere(
+    certified: Certified,
+) -> None:
+    lineage = Lineage(run="recorded", step=99, digest="ab" * 32)
+    with pytest.raises(UsageError, match="no version 99"):
+        parents_of(lineage, certified.run.directory.parent)
 
 
 def test_a_parent_whose_log_is_not_here_is_only_named(tmp_path: Path) -> None:

@@ -76,9 +76,7 @@ def test_a_run_of_a_model_begins_with_what_that_was_when_the_run_was_made(place:
     assert begins_with(resumed("tiny").first) == begins_with(before)
 
 
-def test_a_logged_key_is_in_the_first_record_and_in_what_is_stored_and_a_frozen_one_is_refused() -> (
-    None
-):
+def test_a_logged_key_is_recorded_and_stored_as_it_is_now_and_a_frozen_one_is_refused() -> None:
     made()
     plan = resumed("tiny", "run.steps=7")
     assert (plan.config.run.steps, plan.first.config["run"]["steps"]) == (7, 7)

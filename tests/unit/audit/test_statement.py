@@ -23,6 +23,7 @@ from dora_pipe.audit.certificate import (
     Predicate,
     SettingsFrom,
     Trained,
+    TrainedAgain,
     VersionShare,
     differences,
 )
@@ -91,6 +92,7 @@ AUDIT = Audited(
     records=9,
 )
 PARENT = Parent(run="before", version=12, digest=B, made=None)
+AGAIN = TrainedAgain(source="first", first=3, steps=2, digest=A, settings={}, change="")
 PREDICATE = Predicate(made=MADE, lineage=(PARENT,), audit=AUDIT)
 SUBJECTS = [
     Subject(name="demo@2", digest={WEIGHTS: A}),
@@ -155,7 +157,15 @@ def test_a_lineage_is_compared_as_far_as_logs_are_here() -> None:
     known = msgspec.structs.replace(PARENT, made=MADE)
     above = Parent(run="first", version=3, digest=C, made=None)
     other = msgspec.structs.replace(PARENT, digest=D)
+    again = msgspec.structs.replace(PARENT, again=AGAIN)
+    longer = msgspec.structs.replace(PARENT, again=msgspec.structs.replace(AGAIN, steps=3))
     cases = [
+        ((again,), (again,), [True]),
+        ((again,), (longer,), [False]),
+        ((again,), (PARENT,), [None]),
+        ((PARENT,), (again,), [None]),
+        ((again, above), (again, above), [True, None]),
+        ((again,), (again, above), [True, False]),
         ((PARENT,), (PARENT,), [None]),
         ((known,), (known,), [True]),
         ((known,), (PARENT,), [None]),

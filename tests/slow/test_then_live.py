@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,15 +31,24 @@ def done(place: Path, run: str) -> int:
     return 0
 
 
-def test_a_retrained_run_goes_on_live_with_its_optimizer_and_so_it_does_after_a_kill(
+def killed_when(place: Path, reached: Callable[[], bool]) -> None:
+    """Begin the command, or go on with it, and kill it there."""
+    process = start(place, *WORDS)
+    until(lambda: reached() or process.poll() is not None)
+    assert process.poll() is None, (place / "said").read_text()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_retrained_run_goes_on_live_with_its_optimizer_and_so_it_does_after_every_kill(
     place: Path,
 ) -> None:
-    killed = start(place, *WORDS)
-    until(lambda: done(place, "again-live") >= 1 or killed.poll() is not None)
-    assert killed.poll() is None, (place / "said").read_text()
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
+    live = place / "runs/again-live/config.toml"
+    killed_when(place, lambda: done(place, "again") == 1)
+    killed_when(place, live.is_file)  # Its first record may not be there yet.
+    killed_when(place, lambda: done(place, "again-live") >= 1)
     assert call(place, *WORDS) == 0, (place / "said").read_text()
+    assert steps(place, "again") == [1, 2]
     assert steps(place, "again-live") == [0, 1, 2]
     (begun,) = [fact for fact in facts(place, "again-live") if isinstance(fact, RunStarted)]
     last = [fact for fact in facts(place, "again") if isinstance(fact, StepCommitted)][-1]

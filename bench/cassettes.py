@@ -1,16 +1,21 @@
 """Measures a cassette by its size: opening it, a call that it has, one that it records, memory;
 decides nothing.
 
-The cassette has calls of one tool, eight siblings to a row, each with an answer of its own.
+The cassette has calls of one tool, eight siblings to a row, each with an answer of its own. Beside
+it: what the same costs an agent's own process, and a command that stands behind
+`dora-pipe cassette call`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,11 +25,13 @@ import msgspec
 from dora_pipe.producers.tasks.cassette import Recorded, row_digest, tool_call
 from dora_pipe.producers.tasks.cassette_file import CassetteFile
 from dora_pipe.producers.tasks.tape import Cassette, EpisodeTape
+from dora_pipe.producers.tasks.tape_door import cassette_variables, open_door
 
 SIBLINGS: Final = 8
 ANSWER_CHARACTERS: Final = 200
 LOOKED_UP: Final = 5_000
 RECORDED: Final = 2_000
+COMMANDS: Final = 20
 
 _MEMORY: Final = """
 import sys
@@ -35,6 +42,30 @@ before = rss()
 file = CassetteFile(Path(sys.argv[1]), writes=False)
 print(rss() - before)
 """
+
+_AGENT: Final = """
+import os, sys, time
+from dora_pipe.producers.tasks.tape_client import client_here
+tape, calls, text = client_here(), int(sys.argv[1]), "x" * int(sys.argv[2])
+began = time.perf_counter()
+for at in range(calls):
+    call = tape.begin("search", {"query": f"word {at}"})
+    if call.found is None:
+        call.answered({"value": text})
+print(calls / (time.perf_counter() - began))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorFigures:
+    """What calls of an agent's own process cost."""
+
+    door_ms: float
+    """To open one, and to close it: once in a trajectory."""
+    looked_up_per_s: float
+    recorded_per_s: float
+    command_ms: float
+    """A command whose answer is there: `cassette call` begins and ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +107,56 @@ def bench_cassette(calls: int) -> CassetteFigures:
         looked_up_per_s=looked_up,
         recorded_per_s=recorded,
     )
+
+
+def bench_door() -> DoorFigures:
+    """Figures of one agent on a cassette of its own. Raises ResourceError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = CassetteFile(Path(folder, "tools.jsonl"))
+
+        def tape(run: str) -> EpisodeTape:
+            cassette = Cassette(file=file, mode="record", run=run)
+            return EpisodeTape(cassette, {"n": 1}, by="g0000000000-000", where="a row")
+
+        program = (sys.executable, "-c", _AGENT, str(RECORDED), str(ANSWER_CHARACTERS))
+        recorded = float(asyncio.run(_through(tape("before"), program)))
+        looked_up = float(asyncio.run(_through(tape("now"), program)))
+        command = (str(Path(sys.executable).parent / "dora-pipe"), "cassette", "call", "--", "true")
+        for run in ("before", "now"):
+            began = time.perf_counter()
+            asyncio.run(_through(tape(run), command, times=COMMANDS))
+            command_s = (time.perf_counter() - began) / COMMANDS
+        began = time.perf_counter()
+        asyncio.run(_doors(tape("now")))
+        door_s = (time.perf_counter() - began) / RECORDED
+        file.close()
+    return DoorFigures(
+        door_ms=door_s * 1e3,
+        looked_up_per_s=looked_up,
+        recorded_per_s=recorded,
+        command_ms=command_s * 1e3,
+    )
+
+
+async def _through(tape: EpisodeTape, program: Sequence[str], *, times: int = 1) -> str:
+    """What a program of an agent prints."""
+    said = b""
+    async with open_door(tape):
+        for _ in range(times):
+            process = await asyncio.create_subprocess_exec(
+                *program,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, **cassette_variables()},
+            )
+            said, _ = await process.communicate()
+            assert process.returncode == 0
+    return said.decode()
+
+
+async def _doors(tape: EpisodeTape) -> None:
+    for _ in range(RECORDED):
+        async with open_door(tape):
+            pass
 
 
 def _fill(path: Path, calls: int) -> None:

@@ -443,11 +443,13 @@ def cassettes(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What recorded answers of environments and tools cost: opening, asking, recording, memory."""
-    from dora_pipe.bench.cassettes import bench_cassette
+    """What recorded answers of environments and tools cost: opening, asking, recording, memory;
+    and asking from processes that an agent starts."""
+    from dora_pipe.bench.cassettes import bench_cassette, bench_door
 
     figures = [bench_cassette(count) for count in calls or (10_000, 100_000)]
     _emit_figures(figures, as_json=as_json)
+    _emit_figures([bench_door()], as_json=as_json)
 
 
 def endpoint(

@@ -16,6 +16,7 @@ COMMANDS: Final[Panels] = {
         "worker": ("cli.commands.start:worker", "Start one rollout worker of a run."),
         "trainer": ("cli.commands.start:trainer", "Start a run's trainer."),
         "task": ("cli.app:task", "Serve a task to workers on other machines."),
+        "cassette": ("cli.app:cassette", "Have a recording answer an agent's command or server."),
         "create-topics": ("cli.commands.start:create_topics", "Create or check a run's topics."),
         "up": ("cli.commands.machine:up", "Start a broker and dashboards in containers."),
         "down": ("cli.commands.machine:down", "Stop what `up` started."),
@@ -106,6 +107,19 @@ task = lazy_app(
     {"Commands": {"serve": ("cli.commands.start:serve_task", "Serve a task until stopped.")}},
     name="task",
     help="Serve a task to workers on other machines.",
+)
+cassette = lazy_app(
+    {
+        "Commands": {
+            "call": (
+                "cli.commands.start:cassette_call",
+                "-- COMMAND: what it once wrote, or now does.",
+            ),
+            "mcp": ("cli.commands.start:cassette_mcp", "-- COMMAND: the MCP server that it is."),
+        }
+    },
+    name="cassette",
+    help="In front of what an agent starts: answered by the cassette of its run, or recorded.",
 )
 certificate = lazy_app(
     {

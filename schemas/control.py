@@ -6,7 +6,7 @@ A worker's role epoch is the offset of its own `worker joined`. `at_ns` is the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -73,6 +73,16 @@ def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
 def cassette_in_control(use: CassetteUse | None) -> CassetteUse | None:
     """As control repeats it: without its turns."""
     return None if use is None else msgspec.structs.replace(use, turns=())
+
+
+def sum_of_uses(uses: Sequence[CassetteUse]) -> CassetteUse:
+    """Of an episode, and of what has scored it."""
+    return CassetteUse(
+        answers=sum(one.answers for one in uses),
+        asked=sum(one.asked for one in uses),
+        oldest_ns=min((one.oldest_ns for one in uses if one.oldest_ns), default=0),
+        turns=tuple(turn for one in uses for turn in one.turns),
+    )
 
 
 class Control(

@@ -14,28 +14,25 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe import __version__
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.json_endpoint import variable
 from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.adapters.mcp_wire import (
-    PROTOCOL,
+    CONNECT_S,
     HttpWire,
     ProcessWire,
     ServerAway,
     ServerLate,
     ServerRefused,
     Wire,
+    greeted,
 )
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
 from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
 from dora_pipe.producers.tasks.tape import outside
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 from dora_pipe.schemas.wire import canonical
-
-CONNECT_S: Final = 30.0
-"""For a server to start and say what it has."""
 
 PAGES_MAX: Final = 32
 """Of a list of tools."""
@@ -84,22 +81,13 @@ class McpSession:
             if self._wire is None:
                 wire = self._server.connect()
                 try:
-                    self.about = _greeted(wire)
+                    self.about = greeted(wire)
                 except (ServerAway, ServerRefused):
                     self._server.left()
                     wire.close()
                     raise
                 self._wire = wire
             return self._wire
-
-
-def _greeted(wire: Wire) -> dict[str, Any]:
-    """Shake hands; what the server says of itself."""
-    me = {"name": "dora-pipe", "version": __version__}
-    params = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": me}
-    about = wire.ask("initialize", params, CONNECT_S)
-    wire.tell("notifications/initialized", CONNECT_S)
-    return about
 
 
 class Server:

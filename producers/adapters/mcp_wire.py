@@ -18,11 +18,15 @@ from typing import IO, Any, Final, Protocol
 
 import msgspec
 
+from dora_pipe import __version__
 from dora_pipe.core.errors import ResourceError, TaskError
 
 PROTOCOL: Final = "2025-11-25"
 MESSAGE_BYTES_MAX: Final = 4 << 20
 """Of one message of a server."""
+
+CONNECT_S: Final = 30.0
+"""For a server to start and say what it has."""
 
 CLOSE_S: Final = 2.0
 """For a server that was started here to go when its input ends; then it is killed."""
@@ -53,6 +57,15 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
+
+
+def greeted(wire: Wire, protocol: str = PROTOCOL) -> dict[str, Any]:
+    """Shake hands; what the server says of itself. Raises ServerAway, ServerRefused."""
+    me = {"name": "dora-pipe", "version": __version__}
+    params = {"protocolVersion": protocol, "capabilities": {}, "clientInfo": me}
+    about = wire.ask("initialize", params, CONNECT_S)
+    wire.tell("notifications/initialized", CONNECT_S)
+    return about
 
 
 def _message(method: str, params: Mapping[str, Any], number: int | None) -> dict[str, Any]:

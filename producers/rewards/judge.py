@@ -3,7 +3,8 @@
 It decides what is asked (a template over row, text, turns and messages), what of an answer is the
 score, and what of a failure passes: an endpoint that is busy, away, or gives no score is asked
 again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content of their
-question, so that the same question has one answer for ever, and costs once.
+question, so that the same question has one answer for ever, and costs once. A cassette of the run
+(`tasks.tape`) is asked before them; one that is `refresh`ed asks the endpoint again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -36,7 +37,9 @@ from dora_pipe.core.json_endpoint import (
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.rewards.texts import last_block
+from dora_pipe.producers.tasks.cassette import tool_call
 from dora_pipe.producers.tasks.port import Message, Retry, Reward, Row
+from dora_pipe.producers.tasks.tape import TAPE, nobody_is_asked
 from dora_pipe.schemas.wire import canonical
 
 if TYPE_CHECKING:
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 SCORE: Final = r"(?i)\bscore\b\W{0,9}?(-?\d+(?:\.\d+)?)"
 """What counts as a score by default: "Score: 7", "**score** = 0.5"."""
 
+TOOL_NAME: Final = "judge"
+"""What a cassette calls it."""
+
 ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_CHARACTERS_MAX: Final = 20_000
 """Of the judge's words, in which the score is looked for."""
@@ -52,6 +58,7 @@ ANSWER_CHARACTERS_MAX: Final = 20_000
 _OBJECT: Final = re.compile(r"\{[^{}]*\}")
 
 Count = Annotated[int, Meta(ge=1)]
+T = TypeVar("T")
 
 
 class Judge(Options, frozen=True, kw_only=True):
@@ -143,8 +150,8 @@ class JudgeClient:
         self._template = _template(where, options.template(where, context))
         self._endpoint = JsonEndpoint(
             "the judge",
-            options.url or variable(f"{where}: ", "url_env", options.url_env),
-            key=variable(f"{where}: ", "key_env", options.key_env) if options.key_env else "",
+            options.url or _variable(where, "url_env", options.url_env),
+            key=_variable(where, "key_env", options.key_env) if options.key_env else "",
             timeout_s=options.timeout_s,
             at_once=options.at_once,
             bytes_max=ANSWER_BYTES_MAX,
@@ -158,7 +165,7 @@ class JudgeClient:
         kept = Path(options.cache).expanduser() if options.cache else cache_folder()
         self._kept = Path(context.directory) / kept
         self._threads = ThreadPoolExecutor(options.at_once, thread_name_prefix="judge")
-        self._asked: dict[str, asyncio.Future[Reward]] = {}
+        self._asked: dict[str, asyncio.Future[JudgeAnswer]] = {}
 
     async def score(
         self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
@@ -167,14 +174,36 @@ class JudgeClient:
         endpoint refuses."""
         prompt = self._template.render(row=row, text=text, turns=turns, messages=messages)
         question = self._question(prompt)
+        tape = TAPE.get()
+        if tape is None:
+            return await self._scored(await self._answered(question))
+        # What was asked before is no part of it: a judge has no state.
+        begun = tape.begin(tool_call(TOOL_NAME, question), stateless=True)
+        if begun.found is None:
+            answer = await self._answered(question, anew=tape.mode == "refresh")
+            begun.answered({"value": msgspec.to_builtins(answer)})
+            return await self._scored(answer)
+        try:
+            return await self._scored(msgspec.convert(begun.found["value"], JudgeAnswer))
+        except Retry as error:  # it would say the same again
+            raise TaskError(f"on the cassette: {error}") from None
+
+    async def _answered(self, question: Mapping[str, Any], *, anew: bool = False) -> JudgeAnswer:
+        """The answer that is kept, or the endpoint's."""
         name = hashlib.sha256(canonical(question)).hexdigest()
         asked = self._asked.get(name)  # Siblings often say the same, at the same time.
         if asked is None:
-            loop = asyncio.get_running_loop()
-            asked = loop.run_in_executor(self._threads, self._judged, question, name)
+            asked = self._in_thread(self._judged, question, name, anew)
             self._asked[name] = asked
             asked.add_done_callback(lambda _: self._asked.pop(name))
         return await asyncio.shield(asked)
+
+    async def _scored(self, answer: JudgeAnswer) -> Reward:
+        """Reading an answer may take as long as the limits of `bounded` allow."""
+        return await self._in_thread(self._reward, answer)
+
+    def _in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
         """Let go of connections and threads."""
@@ -192,15 +221,19 @@ class JudgeClient:
             **options.body,
         }
 
-    def _judged(self, question: Mapping[str, Any], name: str) -> Reward:
+    def _judged(self, question: Mapping[str, Any], name: str, anew: bool) -> JudgeAnswer:
         path = self._kept / name[:2] / f"{name}.json"
-        judged = _kept(path)
-        if judged is None:
-            asked = self._ask(question)
-            self._read(asked.said)  # What has no score is not kept.
-            judged = _keep(path, asked)
-        value = self._read(judged.said)
-        spent = (judged.prompt_tokens, judged.completion_tokens)
+        kept = None if anew else _kept(path)
+        if kept is not None:
+            return kept
+        asked = self._ask(question)
+        self._read(asked.said)  # What has no score is not kept.
+        return asked if anew else _keep(path, asked)
+
+    def _reward(self, answer: JudgeAnswer) -> Reward:
+        """Raises Retry where there is no score in it."""
+        value = self._read(answer.said)
+        spent = (answer.prompt_tokens, answer.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
         if any(self._options.price):
             prices = zip(spent, self._options.price, strict=True)
@@ -229,6 +262,11 @@ class JudgeClient:
         except EndpointRefused as error:
             raise TaskError(error.message) from None
         return _judge_answer(body)
+
+
+def _variable(where: str, option: str, name: str) -> str:
+    """As `variable`; empty where a cassette has every answer. Raises ConfigError."""
+    return "" if nobody_is_asked() else variable(f"{where}: ", option, name)
 
 
 def cache_folder() -> Path:

@@ -4,7 +4,7 @@ what it is given, and what of it is an answer.
 A function is called with those of `base_url`, `api_key` and `row` that it names. A command line has
 them in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `DORA_PIPE_ROW` as JSON), and may
 write what it gives back as JSON into the file `DORA_PIPE_RESULT`: null, a text, a number, or an
-object with the fields of a `Reward`.
+object with the fields of a `Reward`. Where there is a cassette, `DORA_PIPE_CASSETTE` is its door.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dora_pipe.core.own_code import load_attribute
 from dora_pipe.producers.tasks.background import call_user_code
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Reward, Row, Task
+from dora_pipe.producers.tasks.tape_door import cassette_variables
 
 GIVEN: Final = ("base_url", "api_key", "row")
 """What an agent's function may take, by name."""
@@ -113,6 +114,7 @@ class CommandAgent:
                 "OPENAI_API_KEY": asked.api_key,
                 "DORA_PIPE_ROW": msgspec.json.encode(dict(asked.row)).decode(),
                 "DORA_PIPE_RESULT": str(result),
+                **cassette_variables(),
             }
             process = await asyncio.create_subprocess_exec(
                 *self._command,

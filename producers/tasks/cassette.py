@@ -195,6 +195,8 @@ def said(call: Call, characters: int = CALL_CHARACTERS) -> str:
         case {"kind": "step", "turn": dict(turn)}:
             calls = [f"{one.get('name')}" for one in turn.get("tool_calls", ())]
             text = f"the turn {turn.get('text', '')!r}{' with ' * bool(calls)}{', '.join(calls)}"
+        case {"kind": "outside", "of": of, "asked": what}:
+            text = f"what {of} says of `{what}`"
         case {"kind": "reset"}:
             text = "the beginning of the episode"
         case {"kind": "reward" | "logged-reward", "text": ended}:

@@ -40,6 +40,7 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer, traceback_of
 from dora_pipe.producers.tasks.tape import CASSETTE, open_cassette
+from dora_pipe.producers.tasks.tape_client import VARIABLE
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 
 SERVED: Final = "DORA_PIPE_SERVED_TASK"
@@ -82,6 +83,7 @@ def main() -> None:
         own = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
         setup = msgspec.structs.replace(own, run=setup.run)
     die_with(setup.parent_pid)
+    os.environ.pop(VARIABLE, None)  # of an agent that has started all this
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
     TOOL_LIMIT_S.set(setup.task.tool_timeout_s or setup.task.environment_timeout_s)

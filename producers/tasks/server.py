@@ -16,9 +16,8 @@ import itertools
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,7 +95,8 @@ from dora_pipe.producers.tasks.port import (
     Task,
 )
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
-from dora_pipe.producers.tasks.tape import CASSETTE, TAPE, EpisodeTape, sum_of
+from dora_pipe.producers.tasks.tape import CASSETTE, TAPE, EpisodeTape, taping
+from dora_pipe.producers.tasks.tape_door import open_door
 from dora_pipe.producers.tasks.taped_environment import (
     TapedEnvironment,
     has_environment,
@@ -104,6 +104,7 @@ from dora_pipe.producers.tasks.taped_environment import (
 )
 from dora_pipe.producers.tasks.told import EpisodeTaken
 from dora_pipe.producers.tasks.tools import ToolEnvironment
+from dora_pipe.schemas.control import sum_of_uses
 from dora_pipe.schemas.identity import derive_seed
 
 TRACEBACKS_MAX: Final = 20
@@ -393,7 +394,9 @@ class TaskServer:
             self._tapes[number] = tape
         return self._with_use(ready, tape)
 
-    def _tape(self, call: PromptCall | AgentCall | RewardCall, row: Row) -> EpisodeTape | None:
+    def _tape(
+        self, call: PromptCall | AgentCall | RewardCall | GroupCall, row: Row
+    ) -> EpisodeTape | None:
         """What the cassette has of an episode, where there is one."""
         if self._cassette is None:
             return None
@@ -404,25 +407,12 @@ class TaskServer:
         """Of the episode that a call is for."""
         return None if call.episode is None else self._tapes.get(call.episode)
 
-    @contextmanager
-    def _taping(self, tape: EpisodeTape | None) -> Iterator[None]:
-        """Functions that are marked (`taped`) ask it. What it has refused is raised, whatever an
-        agent has made of that."""
-        before = TAPE.set(tape)
-        try:
-            yield
-        finally:
-            with suppress(ValueError):  # it has gone on in the loop, which has a context of its own
-                TAPE.reset(before)
-            if tape is not None and tape.missed is not None:
-                raise tape.missed
-
     def _with_use(self, event: E, *tapes: EpisodeTape | None) -> E:
         """With what a cassette has answered so far."""
         uses = [one.use for one in tapes if one is not None]
         if event.cassette is not None:
             uses.append(event.cassette)
-        return msgspec.structs.replace(event, cassette=sum_of(uses)) if uses else event
+        return msgspec.structs.replace(event, cassette=sum_of_uses(uses)) if uses else event
 
     async def _claim(self, number: int, call: Claim) -> PromptReady | NotKept:
         if not in_loop():
@@ -444,7 +434,7 @@ class TaskServer:
         row = self._row(call.split, call.index)
         said = Completion(text=call.text, turns=call.turns, messages=call.messages)
         tape = self._tape(call, row)
-        with self._taping(tape):
+        with taping(tape):
             if tape is not None:
                 tape.add({"kind": REWARD, "text": call.text})
             found = await call_user_code(self._task.score, row, said)
@@ -453,7 +443,11 @@ class TaskServer:
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
         row = self._row(call.split, call.index)
         said = [await self._completion(row, one) for one in call.completions]
-        found = await call_user_code(self._task.score_group, row, said)
+        tape = self._tape(call, row)
+        with taping(tape):
+            if tape is not None:
+                tape.add({"kind": REWARD, "texts": [one.text for one in call.completions]})
+            found = await call_user_code(self._task.score_group, row, said)
         return scored_together(call.request, found, len(said))
 
     async def _run_agent(self, call: AgentCall) -> AgentEnded:
@@ -464,8 +458,9 @@ class TaskServer:
         row = self._row(call.split, call.index)
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
         tape = self._tape(call, row)
-        with self._taping(tape):
-            ended = agent_ended(call.request, await self._agent.run(asked))
+        with taping(tape):
+            async with open_door(tape):
+                ended = agent_ended(call.request, await self._agent.run(asked))
         return self._with_use(ended, tape)
 
     async def _describe(self, call: RowCall) -> RowDescribed:

@@ -2,18 +2,20 @@
 
 Everything that a cassette may answer goes through `EpisodeTape`: the beginning, every step and the
 reward of an environment (`taped_environment`), every call of a tool, whatever is behind it
-(`tools.call_tools`), and the calls of functions that an agent's author has marked (`taped`).
+(`tools.call_tools`), the calls of functions that an agent's author has marked (`taped`), those of
+an agent's own processes (`tape_door`), and the questions of the reward `judge`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
 import msgspec
 
@@ -123,6 +125,12 @@ class AskedCall:
     """The row, in words."""
 
 
+def nobody_is_asked() -> bool:
+    """Whether the cassette of this process must have every answer: no key is needed then."""
+    cassette = CASSETTE.get()
+    return cassette is not None and cassette.mode == "strict"
+
+
 def open_cassette(task: model.Task, run: str) -> Cassette | None:
     """That of a task, if it has one. Raises ConfigError, ResourceError."""
     if not task.cassette:
@@ -134,6 +142,20 @@ def open_cassette(task: model.Task, run: str) -> Cassette | None:
 CASSETTE: ContextVar[Cassette | None] = ContextVar("cassette of this process", default=None)
 TAPE: ContextVar[EpisodeTape | None] = ContextVar("tape of this episode", default=None)
 """Of the agent, or the reward, that runs in this context."""
+
+
+@contextmanager
+def taping(tape: EpisodeTape | None) -> Iterator[None]:
+    """Functions that are marked (`taped`) ask it. What it has refused, or could not record, is
+    raised, whatever an agent has made of that."""
+    before = TAPE.set(tape)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # it has gone on in the loop, which has a context of its own
+            TAPE.reset(before)
+        if tape is not None and tape.failed is not None:
+            raise tape.failed
 
 
 class EpisodeTape:
@@ -150,8 +172,13 @@ class EpisodeTape:
         self._oldest_ns = 0
         self._turns: list[int] = []
         self._turn = 0
-        self.missed: CassetteMiss | None = None
-        """What was refused: an agent may have caught it."""
+        self.failed: CassetteMiss | Retry | None = None
+        """What was refused, or could not be recorded: an agent may have caught it."""
+
+    @property
+    def mode(self) -> Mode:
+        """Of its cassette."""
+        return self._cassette.mode
 
     @property
     def use(self) -> CassetteUse:
@@ -179,10 +206,12 @@ class EpisodeTape:
         try:
             found = self._cassette.find(asked)
         except CassetteMiss as error:
-            self.missed = error
+            self.failed = error
             raise
         if found is None:
             return None
+        if asked.call["kind"] == OUTSIDE:
+            return found.answer
         self._answers += 1
         self._oldest_ns = min(self._oldest_ns or found.at_ns, found.at_ns)
         return found.answer
@@ -193,9 +222,28 @@ class EpisodeTape:
         return None if found is None else found.answer
 
     def record(self, asked: AskedCall, answer: Answer, seconds: float) -> None:
-        """What the real one has answered."""
-        self._asked += 1
-        self._cassette.record(asked, answer, seconds)
+        """What the real one has answered. Raises Retry where it cannot be written now."""
+        self._asked += asked.call["kind"] != OUTSIDE
+        try:
+            self._cassette.record(asked, answer, seconds)
+        except Retry as error:
+            self.failed = error
+            raise
+
+    def begin(self, call: Call, *, stateless: bool = False) -> Begun:
+        """A call of an agent or a reward, behind all that it has begun before; `stateless`: no
+        later call stands behind it. Raises CassetteMiss."""
+        asked = self.ask(call)
+        if not stateless:
+            self.add(call)
+        return Begun(self.find(asked), Asking(self, asked))
+
+    def begin_outside(self, of: str, what: Mapping[str, Any]) -> Begun:
+        """A question that is of no episode (`outside`), and counted in none. Raises
+        CassetteMiss."""
+        call = {"kind": OUTSIDE, "of": of, **what}
+        asked = AskedCall(row="", history="", call=call, nth=0, by="", where=self._where)
+        return Begun(self.find(asked), Asking(self, asked))
 
     def asking(self, asked: AskedCall) -> Asking:
         """Around what asks the real one."""
@@ -210,16 +258,6 @@ class EpisodeTape:
         if given:
             self._turns.append(self._turn)
         self._turn += 1
-
-
-def sum_of(uses: Sequence[CassetteUse]) -> CassetteUse:
-    """Of an episode, and of what has scored it."""
-    return CassetteUse(
-        answers=sum(one.answers for one in uses),
-        asked=sum(one.asked for one in uses),
-        oldest_ns=min((one.oldest_ns for one in uses if one.oldest_ns), default=0),
-        turns=tuple(turn for one in uses for turn in one.turns),
-    )
 
 
 class Asking:
@@ -238,8 +276,20 @@ class Asking:
         self._tape.record(self._asked, answer, time.monotonic() - self._started)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, Retry):
+        if is_answer(error):
             self.answered(raised(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call that was begun: what the cassette has, or else whom to tell what the real one says."""
+
+    found: Answer | None
+    asking: Asking
+
+    def answered(self, answer: Answer) -> None:
+        """What the real one has answered. Raises Retry where it cannot be written now."""
+        self.asking.answered(answer)
 
 
 class TapedTurn:
@@ -303,6 +353,11 @@ def outside(of: str, what: Mapping[str, Any], ask: Callable[[], Any]) -> Any:
     value = msgspec.json.decode(msgspec.json.encode(ask()))
     cassette.record(asked, {"value": value}, time.monotonic() - started)
     return value
+
+
+def is_answer(error: BaseException | None) -> TypeGuard[Exception | SystemExit]:
+    """Whether what a call raises is what it answers: not where something outside has failed."""
+    return isinstance(error, Exception | SystemExit) and not isinstance(error, Retry)
 
 
 def raised(error: BaseException) -> Answer:

@@ -13,9 +13,10 @@ from typing import Any, Final, Literal
 from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.producers.worker.effects import AgentEnded
 from dora_pipe.producers.worker.sequence import Exchange, TokenSequence
 from dora_pipe.producers.worker.session import Continuation, OpenCall, Session, Valuing
-from dora_pipe.schemas.control import CassetteUse, FinishReason, Resume
+from dora_pipe.schemas.control import CassetteUse, FinishReason, Resume, sum_of_uses
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
@@ -226,6 +227,8 @@ class RequestState:
     reward_error: str | None = None
     cassette: CassetteUse | None = None
     """What a cassette has answered of its environment and tools."""
+    agent_cassette: CassetteUse | None = None
+    """What of that its agent has asked, which its reward knows nothing of."""
     sha256: str = ""
     value_bytes: int = 0
 
@@ -319,8 +322,13 @@ def note_cassette(requests: Mapping[str, RequestState], event: Any) -> None:
     """What a cassette has answered of an episode up to an event of its task."""
     use: CassetteUse | None = getattr(event, "cassette", None)
     request = None if use is None else requests.get(event.request)
-    if request is not None:
-        request.cassette = use
+    if use is None or request is None:
+        return
+    if isinstance(event, AgentEnded):
+        request.agent_cassette = use
+    elif request.agent_cassette is not None:
+        use = sum_of_uses((request.agent_cassette, use))
+    request.cassette = use
 
 
 def key_of(trajectory: str, attempt: int) -> str:

@@ -26,10 +26,13 @@ from dora_pipe.producers.tasks.calls import (
     AgentEnded,
     EnvObserved,
     EnvStep,
+    GroupCall,
+    GroupRewarded,
     PromptCall,
     PromptReady,
     RewardCall,
     Rewarded,
+    Said,
     TaskCall,
     TaskEvent,
     TaskFailed,
@@ -95,6 +98,10 @@ class Judged(Tools):
         return []
     async def score(self, row, completion):
         return float(len((await judge(completion.text))["why"]))
+
+class Ranked(Judged):
+    async def score_group(self, row, completions):
+        return [len((await judge(one.text))["why"]) for one in completions]
 
 class Worlds(Rows):
     def environment(self, row):
@@ -349,6 +356,24 @@ def test_a_marked_judge_of_a_reward_is_answered_without_its_key(folder: Path) ->
     assert again.cassette is not None
     assert (again.cassette.answers, again.cassette.asked) == (1, 0)
     missed = scored("third", "strict", "bad")
+    assert isinstance(missed, TaskFailed)
+    assert missed.error == "CassetteMiss"
+
+
+@pytest.mark.slow
+def test_a_marked_judge_of_all_answers_together_is_answered_too(folder: Path) -> None:
+    def ranked(run: str, mode: str, *texts: str) -> TaskEvent:
+        said = tuple(Said(text=one, turns=(one,)) for one in texts)
+        with pool_of(folder, "mine:Ranked", mode, run) as pool:
+            call = GroupCall(request="g0000000000", split="train", index=1, completions=said)
+            return ask(pool, call)[0]
+
+    first = ranked("first", "record", "good", "better")
+    assert made(folder) == ["judge", "judge"]
+    assert isinstance(first, GroupRewarded)
+    assert ranked("second", "strict", "good", "better") == first
+    assert made(folder) == []
+    missed = ranked("third", "strict", "better", "good")
     assert isinstance(missed, TaskFailed)
     assert missed.error == "CassetteMiss"
 

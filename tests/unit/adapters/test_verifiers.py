@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,12 +26,21 @@ from dora_pipe.producers.adapters.verifiers import VerifiersError, reward_of
 from dora_pipe.producers.adapters.verifiers_rollouts import (
     SessionInterception,
     missing_of,
+    run_programs_here,
     session_client,
 )
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded, TaskEvent
+from dora_pipe.producers.tasks.cassette_file import CassetteFile
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Retry, Reward
+from dora_pipe.producers.tasks.tape import Cassette, EpisodeTape
+from dora_pipe.producers.tasks.tape_client import VARIABLE
+from dora_pipe.producers.tasks.tape_door import (
+    cassette_variables,
+    for_no_trajectory,
+    open_door,
+)
 from dora_pipe.producers.worker.effects import AnswerCall, CallAsked
 from tests.support.adapters_of_others import installed, task_of
 from tests.support.chat_models import write_chat_model
@@ -181,6 +190,49 @@ def test_what_a_limit_of_the_run_has_cut_is_stopped(
                 return bool(stop(SimpleNamespace(calls=[call])))
 
     assert asyncio.run(play()) is stopped
+
+
+class Started:
+    """As verifiers' runtimes, noting with which environment something is started."""
+
+    logs: ClassVar[dict[str, str]] = {}
+
+    class SubprocessRuntime:
+        async def run(self, argv: list[str], env: dict[str, str]) -> dict[str, str]:
+            return env
+
+        async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+            Started.logs[log] = env[VARIABLE]
+
+        async def open_process(self, argv: list[str], env: dict[str, str]) -> dict[str, str]:
+            return env
+
+
+def test_programs_of_an_episode_find_its_cassette_and_servers_of_all_find_none(
+    tmp_path: Path,
+) -> None:
+    runtimes: Any = SimpleNamespace(SubprocessRuntime=Started.SubprocessRuntime)
+    run_programs_here(runtimes)
+    runtime = runtimes.SubprocessRuntime()
+    cassette = Cassette(file=CassetteFile(tmp_path / "c.jsonl"), mode="record", run="one")
+    tape = EpisodeTape(cassette, {"n": 1}, by="g-001", where="row 1 of train")
+
+    async def shared() -> dict[str, str]:
+        for_no_trajectory()
+        return dict(await runtime.run(["serve"], {"A": "1"}))
+
+    async def play() -> None:
+        async with open_door(tape):
+            door = cassette_variables()
+            assert await runtime.run(["program"], {"A": "1"}) == {"A": "1", **door}
+            assert await runtime.open_process(["program"], {}) == door
+            await runtime.run_background(["serve"], {}, "log")
+            assert Started.logs == {"log": door[VARIABLE]}
+            assert await asyncio.create_task(shared()) == {"A": "1"}
+            assert cassette_variables() == door
+
+    asyncio.run(play())
+    assert cassette_variables() == {}
 
 
 def trace(seat: str, *, metrics: dict[str, float] | None = None, **rewards: float | None) -> Any:

@@ -1,8 +1,9 @@
 """Proves a run that was trained again on another's trajectories: from its log and the source's.
 
 What there is to prove is less than of an ordinary run, and something else. Its rounds decide
-nothing but batches: each is the source's of that step, with its records unchanged, and with the
-settings that the run says. Every commit is of the batch that was taken, starts from the weights
+nothing but batches: each is the source's of that step, or what is taken again from the source's
+groups by the change and the rules of the run, with its records unchanged, and with the settings
+that the run says. Every commit is of the batch that was taken, starts from the weights
 that the one before it left, and names files that are there; what each trajectory was worth follows
 from its reward, or from the one that the change gives it. Who sampled what, and that nothing is
 abandoned, is the source's to prove: `audit` of it says so.
@@ -23,11 +24,13 @@ import numpy as np
 
 from dora_pipe.audit.check_policies import PolicyCheck, close_to
 from dora_pipe.audit.entries import Moment, StepEntry, VersionEntry
+from dora_pipe.audit.expected_batches import KEPT, ExpectedBatches
 from dora_pipe.audit.findings import Check, Findings, Violation
 from dora_pipe.audit.ledger import Ledger, key_of
 from dora_pipe.audit.replay_step import FLOATS
 from dora_pipe.audit.report import CheckLine
 from dora_pipe.audit.round_reader import Fact, FoldedRound, folded_rounds
+from dora_pipe.audit.taken_again import rules_of
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.settings import advantage_rule, changed_settings
@@ -35,7 +38,7 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.consumers.trainer.change_file import stored_change
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
-from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ConfigError, PolicyError, SchemaError
 from dora_pipe.schemas.batch import batch_digest, staleness_of
@@ -64,7 +67,7 @@ HOLDS: Final[dict[Check, str]] = {
     "C1": "every trained trajectory names the version of its group, with the source's digest of it",
     "C3": "every group is trained at a step not beyond its deadline, in the steps of the source",
     "steps": "steps are contiguous and unique, each starts from the weights the last one left",
-    "batches": "every batch is the source's of that step, and was trained as it was taken",
+    "batches": KEPT,
     "rounds": "the chain of rounds is whole",
     "decisions": "every decision takes the batch of the next step, with the settings it shall have",
     "control": "every fact can be read, is of this run, and of the run that it names as its source",
@@ -101,6 +104,8 @@ class RetrainedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories with another reward."""
     weights: int
     """Trajectories with a weight."""
+    again: dict[str, int | bool] | None
+    """The rules by which batches were taken again; None: they are the source's."""
     checks: tuple[CheckLine, ...]
     violations: tuple[Violation, ...]
     violations_total: int
@@ -145,9 +150,8 @@ class _Audit:
         self._started = started
         self._retrained: Retrained = started.retrained
         self._source = read_history(bus, Topics(self._retrained.run), clock)
-        notes = self._source.notes[self._retrained.first : self._retrained.last + 1]
-        self._commits = read_commits(bus, Topics(self._retrained.run), notes, clock)
-        self._most = logged_config(started.config).sampling.max_tokens
+        self._batches = ExpectedBatches(bus, self._retrained, self._source, clock)
+        self._rules = logged_config(started.config)
         self._records = PlaceReader(bus, topics.trajectories, clock, gap=GAP)
         self._seen = 0
         self._bytes = 0
@@ -163,6 +167,8 @@ class _Audit:
         ledger = Ledger(topics.run, self.findings)
         ledger.started = started
         self._policies = _Policies(ledger, self.change)
+        if store is not None or self._retrained.change is None:
+            self._batches.take_again(self._rules, self.change, self.findings)
         self._beginning(store)
 
     def close(self) -> None:
@@ -183,7 +189,7 @@ class _Audit:
         lines = [
             CheckLine(
                 check=check,
-                holds=holds,
+                holds=self._batches.holds if check == "batches" else holds,
                 looked=findings.looked[check],
                 violations=findings.count[check],
             )
@@ -202,6 +208,7 @@ class _Audit:
             without=len(self.change.without),
             rewards=len(self.change.rewards),
             weights=len(self.change.weights),
+            again=None if retrained.rounds is None else rules_of(self._rules.groups),
             checks=tuple(lines),
             violations=tuple(findings.violations),
             violations_total=findings.total,
@@ -280,24 +287,16 @@ class _Audit:
         findings = self.findings
         message = "takes the batch of another step than the next one"
         findings.same("decisions", who, message, expected=self._next, found=take.step)
-        theirs = self._of_source(take.step)
         self._take = take, offset
+        theirs = self._batches.check(take, findings)
         if theirs is None:
-            findings.add("batches", f"step {take.step}", "is none of the source's steps")
             return
         who = f"step {take.step}"
-        same: dict[str, tuple[object, object]] = {
-            "groups": (theirs.groups, take.groups),
-            "parts": (theirs.parts, take.parts),
-        }
-        for name, (one, other) in same.items():
-            message = f"its batch has other {name} than the source's"
-            findings.same("batches", who, message, expected=one, found=other)
         try:
             settings = dict(theirs.settings)
             if self._retrained.settings:
                 changed = changed_settings(
-                    settings, self._retrained.settings, max_tokens=self._most
+                    settings, self._retrained.settings, max_tokens=self._rules.sampling.max_tokens
                 )
                 settings = dict(changed)
         except ConfigError as error:
@@ -305,13 +304,6 @@ class _Audit:
             return
         message = "has other settings than the source's with those of the run laid over them"
         findings.same("decisions", who, message, expected=settings, found=take.settings)
-
-    def _of_source(self, step: int) -> StepCommitted | None:
-        """The source's commit of a step; they are read in order."""
-        for commit in self._commits:
-            if commit.step == step:
-                return commit
-        return None
 
     # What was done
 

@@ -232,7 +232,7 @@ def print_retrained(report: RetrainedReport) -> None:
             "source": f"{report.source}, steps {report.first} to {report.last}",
             "steps": report.steps,
             "settings": settings or "as they were",
-            "batches": f"as they were; {changed}",
+            "batches": f"{_batches(report)}; {changed}",
             "trajectory records": f"{report.records}, {report.record_bytes / 1e6:.1f} MB, "
             f"in the log of {report.source}",
         }
@@ -244,6 +244,12 @@ def print_retrained(report: RetrainedReport) -> None:
     _violations(report)
     _checks(report)
     _unseen(report)
+
+
+def _batches(report: RetrainedReport) -> str:
+    if report.again is None:
+        return "as they were"
+    return "taken again by " + ", ".join(f"{key} = {value}" for key, value in report.again.items())
 
 
 def _checks(report: AuditReport | RetrainedReport) -> None:

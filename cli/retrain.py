@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import msgspec
 from dora_pipe.audit.rescored_file import RescoredFile
 from dora_pipe.audit.rescored_run import FOLDER
 from dora_pipe.audit.retrained import weights_distance
+from dora_pipe.audit.taken_again import BesideSource, EndedGroups, beside_source
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.cli.replay import open_trainer
@@ -26,7 +27,7 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.launch.retrain import train_again
-from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, plan_retrain
+from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, groups_again, plan_retrain
 from dora_pipe.launch.roles import StopFlag
 from dora_pipe.launch.run_dir import OpenRun, locked, opened
 from dora_pipe.schemas.control import StepCommitted
@@ -36,8 +37,22 @@ from dora_pipe.store.store import PolicyStore
 FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
 """Of a step, in the tables; `--json` has every one."""
 
-OF_GRID: Final = frozenset({"rescored", "drop", "weights"})
+OF_GRID: Final = frozenset({"batches", "rescored", "drop", "weights"})
 """Keys of a setting in a grid that are no keys of a configuration."""
+
+
+KEPT: Final = "kept"
+AGAIN: Final = "again"
+BATCHES: Final = (KEPT, AGAIN)
+"""Where batches come from: as they were, or taken again under the rewards and rules that count."""
+
+ONE_OF: Final = f"one of: {', '.join(BATCHES)}"
+
+
+ENDS: Final = (
+    "no whole batch is left for step {step}, within deadlines: fewer than {many} groups; "
+    "the run ends before it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +61,8 @@ class Setting:
 
     name: str
     overrides: tuple[str, ...] = ()
+    batches: str = KEPT
+    """Those of the source, or taken again: one of `BATCHES`."""
     rescored: str = ""
     drop: Path | None = None
     weights: Path | None = None
@@ -62,6 +79,8 @@ class TrainedRun:
     distance: float | None
     """Of the last weights from the source's: norm of the difference over theirs; None where either
     is not there."""
+    again: BesideSource | None = None
+    """Its batches beside the source's, where they were taken again."""
 
     @property
     def first_other(self) -> int | None:
@@ -89,14 +108,7 @@ def retrain_runs(
     last = None if end is None else end - 1
     for setting in settings:
         with opened(run, root) as source:
-            change = change_of_setting(source, setting, first, last)
-            wanted = Retraining(
-                name=setting.name,
-                first=first,
-                last=last,
-                overrides=setting.overrides,
-                change=change,
-            )
+            wanted = wanted_of(source, setting, first, last)
             done = _train(source, wanted, stop)
             if done is None:
                 return False
@@ -141,6 +153,8 @@ def _train(source: OpenRun, wanted: Retraining, stop: StopFlag) -> TrainedRun | 
         stack.enter_context(locked(plan.directory))
         if not _is_over(plan):
             many = plan.retrained.last + 1 - wanted.first
+            if plan.ends_early:
+                say(ENDS.format(step=plan.retrained.last + 1, many=plan.config.groups.per_step))
             if plan.goes_on:
                 say(f"{wanted.name} began before: it goes on where it was")
             over = train_again(
@@ -150,7 +164,13 @@ def _train(source: OpenRun, wanted: Retraining, stop: StopFlag) -> TrainedRun | 
             )
             if not over:
                 return None
-        return _trained(source, plan)
+        return replace(_trained(source, plan), again=_beside(wanted, plan))
+
+
+def _beside(wanted: Retraining, plan: RetrainPlan) -> BesideSource | None:
+    if wanted.again is None or plan.batches is None:
+        return None
+    return beside_source(wanted.again, list(plan.batches.values()))
 
 
 def _is_over(plan: RetrainPlan) -> bool:
@@ -214,9 +234,12 @@ def _setting(file: Path, name: str, key: str, value: object) -> Setting:
     own = {one: value[one] for one in OF_GRID & value.keys()}
     if odd := [one for one, given in sorted(own.items()) if not isinstance(given, str)]:
         raise ConfigError(f"{file}: {key}.{odd[0]} is no text")
+    if (batches := own.get("batches", KEPT)) not in BATCHES:
+        raise ConfigError(f"{file}: {key}.batches is {batches!r}", hint=ONE_OF)
     return Setting(
         name=f"{name}-{key}",
         overrides=tuple(f"{dotted}={json.dumps(plain)}" for dotted, plain in _flat(of_run)),
+        batches=batches,
         rescored=own.get("rescored", ""),
         drop=file.parent / own["drop"] if "drop" in own else None,
         weights=file.parent / own["weights"] if "weights" in own else None,
@@ -231,15 +254,32 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def wanted_of(source: OpenRun, setting: Setting, first: int, last: int | None) -> Retraining:
+    """What one run shall be. Raises UsageError, ConfigError."""
+    wanted = Retraining(name=setting.name, first=first, last=last, overrides=setting.overrides)
+    again = groups_again(source, wanted) if setting.batches == AGAIN else None
+    change = change_of_setting(source, setting, first, last, again)
+    return replace(wanted, change=change, again=again)
+
+
 def change_of_setting(
-    source: OpenRun, setting: Setting, first: int, last: int | None
+    source: OpenRun,
+    setting: Setting,
+    first: int,
+    last: int | None,
+    again: EndedGroups | None = None,
 ) -> BatchChange:
-    """What of the batches shall be otherwise. Raises UsageError."""
+    """What of the batches, or of the groups that they are taken from, shall be otherwise. Raises
+    UsageError."""
     without = frozenset(named_rows(setting.drop)) if setting.drop is not None else frozenset[str]()
     weights = weighed_rows(setting.weights) if setting.weights is not None else {}
     rewards: dict[str, float] = {}
     if setting.rescored:
-        rewards, lost = _rewards(source, setting.rescored, _trained_rows(source, first, last))
+        if again is None:
+            rows = _trained_rows(source, first, last)
+        else:
+            rows = {name for group in again.groups for name in group.rewards}
+        rewards, lost = _rewards(source, setting.rescored, rows)
         without |= lost
     return BatchChange(without=without, rewards=rewards, weights=weights)
 
@@ -304,6 +344,12 @@ def _print(done: TrainedRun, *, as_json: bool) -> None:
         for one, digest in zip(done.steps, done.digests, strict=True)
     ]
     emit_table(("step", *FIGURES, "compute s", "weights"), rows)
+    if (again := done.again) is not None:
+        emit_line(
+            f"batches taken again: {again.groups} groups, {again.moved} of them at another step "
+            f"than in the source, {again.untrained} that it has not trained; {again.left} that it "
+            "trained at these steps are left out"
+        )
     first = done.first_other
     if first is None:
         emit_line("every step gave the weights of the source")
@@ -339,6 +385,7 @@ def _plain(done: TrainedRun) -> dict[str, Any]:
         "run": done.name,
         "first_other": done.first_other,
         "distance": done.distance,
+        "again": None if done.again is None else asdict(done.again),
         "steps": [
             {
                 "step": one.step,

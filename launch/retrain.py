@@ -27,7 +27,7 @@ from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.retry import retry_bus
 from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Meter, Runtime
-from dora_pipe.launch.retrain_plan import RetrainPlan, taken_again
+from dora_pipe.launch.retrain_plan import RetrainPlan, settings_again
 from dora_pipe.orchestrator.batches_again import BatchesAgain, BatchRead, ReadBatch, Standing
 from dora_pipe.schemas.control import RoleStarted, StepCommitted, decode_control
 from dora_pipe.schemas.rounds import TakeBatch, decode_round
@@ -38,12 +38,17 @@ ROLE_STARTED: Final = b'"role-started"'
 
 WHY: Final = "step {step} of {run} is trained again"
 
+WHY_AGAIN: Final = (
+    "groups of {run} that are there by its step {step}; the earliest deadlines go first"
+)
+
 Told = Callable[[int], None]
 """Hears of every step whose batch is taken."""
 
 
 class SourceBatches:
-    """Port: the batch of each step as the source's commit has it, in order."""
+    """Port: the batch of each step as the source's commit has it, or as it is taken again, in
+    order."""
 
     effects: tuple[type, ...] = (ReadBatch,)
 
@@ -71,16 +76,17 @@ class SourceBatches:
 
     def _take(self, step: int) -> TakeBatch:
         commit = self._next(step)
-        retrained = self._plan.retrained
+        retrained, batches = self._plan.retrained, self._plan.batches
         most = self._plan.config.sampling.max_tokens
+        batch, why = (commit, WHY) if batches is None else (batches[step], WHY_AGAIN)
         self._told(step)
         return TakeBatch(
-            reason=WHY.format(step=step, run=retrained.run),
+            reason=why.format(step=step, run=retrained.run),
             step=step,
             attempt=1,
-            groups=commit.groups,
-            settings=dict(taken_again(commit, retrained.settings, most)),
-            parts=commit.parts,
+            groups=batch.groups,
+            settings=dict(settings_again(commit, retrained.settings, most)),
+            parts=batch.parts,
         )
 
     def _next(self, step: int) -> StepCommitted:

@@ -21,11 +21,13 @@ from typing import Any
 import msgspec
 
 from dora_pipe import __version__
+from dora_pipe.audit.ended_groups import ended_groups
 from dora_pipe.audit.rebuild import Rebuilder
 from dora_pipe.audit.replay_step import SETTABLE
+from dora_pipe.audit.taken_again import AGAIN_KEYS, BatchTaken, EndedGroups, taken_again
 from dora_pipe.bus.port import Append
 from dora_pipe.config.load import changed_keys, load_config, plain_overrides
-from dora_pipe.config.logged import REFERENCE
+from dora_pipe.config.logged import REFERENCE, logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner, Settings
 from dora_pipe.consumers.learners.registry import learner_kind
@@ -67,6 +69,8 @@ class Retraining:
     overrides: tuple[str, ...] = ()
     """`key=value`: settings of the steps, and what is free of this machine."""
     change: BatchChange = UNCHANGED
+    again: EndedGroups | None = None
+    """What batches are taken again from; None: they are the source's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,10 @@ class RetrainPlan:
     started: RunStarted
     goes_on: bool
     """It began before."""
+    batches: Mapping[int, BatchTaken] | None = None
+    """Those that are taken again, by step."""
+    ends_early: bool = False
+    """There are none for the last steps that were asked for."""
 
     @property
     def retrained(self) -> Retrained:
@@ -105,12 +113,24 @@ def plan_retrain(source: OpenRun, wanted: Retraining, open_learner: OpenLearner)
     directory = RunDir(source.directory.path.parent / wanted.name)
     config = _config(source, wanted, last)
     _check_learner(config, wanted.change)
+    asked = last
+    batches = None if wanted.again is None else _batches(wanted.again, wanted, config)
+    if batches is not None:
+        last = max(batches)
+        config = _config(source, wanted, last)
     commits = read_commits(source.bus, source.topics, history.notes[wanted.first : last + 1], clock)
     most = config.sampling.max_tokens
     references = _looked_through(commits, wanted, settings, most)
     there = _goes_on(directory, config)
     if there is not None:
-        plan = RetrainPlan(directory=directory, config=config, started=there, goes_on=True)
+        plan = RetrainPlan(
+            directory=directory,
+            config=config,
+            started=there,
+            goes_on=True,
+            batches=batches,
+            ends_early=last < asked,
+        )
         _check_same(plan, first_record, wanted, last, settings)
         return plan
     _make(directory, config, source)
@@ -129,16 +149,50 @@ def plan_retrain(source: OpenRun, wanted: Retraining, open_learner: OpenLearner)
             for version in sorted(references)
             if 0 < version < wanted.first
         },
+        rounds=None if wanted.again is None else wanted.again.rounds,
     )
     begun.version(0)
     begun.assets(first_record.assets_digest)
     record = _run_started(first_record, config, retrained)
     with closing(directory.open_bus(config)) as bus, closing(bus.writer()) as writer:
         writer.append([Append(topic=Topics(wanted.name).control, value=encode(record))])
-    return RetrainPlan(directory=directory, config=config, started=record, goes_on=False)
+    return RetrainPlan(
+        directory=directory,
+        config=config,
+        started=record,
+        goes_on=False,
+        batches=batches,
+        ends_early=last < asked,
+    )
 
 
-def taken_again(commit: StepCommitted, settings: Settings, max_tokens: int) -> Settings:
+def groups_again(source: OpenRun, wanted: Retraining) -> EndedGroups:
+    """What the steps may be made of where batches are taken again: as much of the source as the
+    run has read that is there by this name. Raises as `plan_retrain`."""
+    history = read_history(source.bus, source.topics, SystemClock())
+    if history.run_started is None:
+        raise InvariantBroken(f"{source.topics.control} has no `run started`")
+    last = _checked(source, history.run_started, history, wanted)
+    run = msgspec.structs.replace(source.config.run, name=wanted.name)
+    config = msgspec.structs.replace(source.config, run=run)
+    there = _goes_on(RunDir(source.directory.path.parent / wanted.name), config)
+    rounds = None if there is None or there.retrained is None else there.retrained.rounds
+    return ended_groups(source.bus, source.topics, first=wanted.first, last=last, rounds=rounds)
+
+
+def _batches(again: EndedGroups, wanted: Retraining, config: Config) -> Mapping[int, BatchTaken]:
+    """The batches, for as long as there are whole ones. Raises UsageError for none."""
+    rules, parts = config.groups, config.trainer.parts
+    found = {one.step: one for one in taken_again(again, rules, wanted.change, parts=parts)}
+    if not found:
+        raise UsageError(
+            f"no batch of {rules.per_step} groups can be taken again for step {wanted.first}",
+            hint="too few would be trained by these rewards and rules, within their deadlines",
+        )
+    return found
+
+
+def settings_again(commit: StepCommitted, settings: Settings, max_tokens: int) -> Settings:
     """The settings of a step of the source as they are in force when it is trained again."""
     if not settings:
         return commit.settings
@@ -192,11 +246,15 @@ def _config(source: OpenRun, wanted: Retraining, last: int) -> Config:
     file = source.directory.config_file
     config = load_config(file, overrides, stored=True, another=True)
     frozen, logged, _ = changed_keys(source.config, config)
-    odd = sorted((frozen - {"run.name"}) | (logged - SETTABLE - {"run.steps"}))
+    free = {"run.name"} if wanted.again is None else {"run.name", *AGAIN_KEYS}
+    odd = sorted((frozen - free) | (logged - SETTABLE - {"run.steps"}))
     if odd:
+        there = SETTABLE if wanted.again is None else SETTABLE | AGAIN_KEYS
         raise ConfigError(
             f"{odd[0]} is no setting of a training step that can be another",
-            hint=f"there are: {', '.join(sorted(SETTABLE))}",
+            hint="it may be another where batches are taken again: --batches again"
+            if odd[0] in AGAIN_KEYS
+            else f"there are: {', '.join(sorted(there))}",
         )
     return config
 
@@ -219,14 +277,16 @@ def _looked_through(
     named = {*change.without, *change.rewards, *change.weights}
     # Other rewards may be of all texts of the source, trained or not.
     unknown = {*change.without, *change.weights}
+    for group in () if wanted.again is None else wanted.again.groups:
+        unknown -= {group.taken.group, *group.rewards}
     for commit in commits:
-        found = taken_again(commit, settings, max_tokens)
+        found = settings_again(commit, settings, max_tokens)
         if (version := found.get(REFERENCE)) is not None:
             references.add(int(version))
         if named:
-            for group in commit.groups:
-                unknown.discard(group.group)
-                unknown.difference_update(one.trajectory for one in group.trajectories)
+            for taken in commit.groups:
+                unknown.discard(taken.group)
+                unknown.difference_update(one.trajectory for one in taken.trajectories)
     if unknown:
         raise UsageError(
             f"{min(unknown)} is trained in none of the steps",
@@ -259,9 +319,11 @@ def _check_same(
     asked: dict[str, tuple[Any, Any]] = {
         "source": ((found.run, found.started_ns), (source.run, source.at_ns)),
         "first step": (found.first, wanted.first),
-        "last step": (found.last, last),
         "settings": (found.settings, dict(settings)),
+        "batches": (found.rounds, None if wanted.again is None else wanted.again.rounds),
+        "rules for groups": (logged_config(plan.started.config).groups, plan.config.groups),
         "rows": (_sha256(found.change), _sha256(publish_change(store, wanted.change))),
+        "last step": (found.last, last),
     }
     for what, (there, here) in asked.items():
         if there != here:

@@ -46,6 +46,7 @@ __all__ = [
     "fold_inputs",
     "fold_records",
     "fold_round",
+    "follow_chain",
     "is_digest_due",
     "note_slots",
     "read_control",
@@ -84,6 +85,11 @@ def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]
     """
     fold_inputs(state, round_, control)
     fold_decisions(state, round_)
+    follow_chain(state, round_, control)
+
+
+def follow_chain(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
+    """A round that led to `state` ends the chain. Raises InvariantBroken."""
     folded = b"".join(fold_bytes(offset, value) for offset, value in control)
     if chain_of(state.chain, folded, round_) != round_.chain:
         raise InvariantBroken(

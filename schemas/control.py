@@ -104,7 +104,7 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (`--with-optimizer`); none: a fresh one."""
 
 
-class Retrained(msgspec.Struct, frozen=True, kw_only=True):
+class Retrained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a run is made of that has no rollouts: steps of another run, trained again otherwise.
 
     Its steps and versions have the numbers that they have there; the log of that run has the
@@ -129,6 +129,9 @@ class Retrained(msgspec.Struct, frozen=True, kw_only=True):
     """A file in the store: rows that do not count, other rewards, weights of rows."""
     references: dict[str, str] = {}
     """Digests of earlier versions that the steps name as their reference, by version."""
+    rounds: int | None = None
+    """Where its batches were taken again: so many rounds of the source say which groups there are.
+    None: its batches are the source's."""
 
 
 class DataSet(msgspec.Struct, frozen=True, kw_only=True):

@@ -217,6 +217,14 @@ def retrain(
         typer.Option("--to", metavar="B", help="The first step left out; default the end."),
     ] = None,
     override: OverrideOption = None,
+    batches: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="kept: those of the source. again: taken anew from its groups, by the rewards and "
+            "the rules of groups that count now.",
+        ),
+    ] = "kept",
     rescored: Annotated[
         str, typer.Option(metavar="ID", help="Rewards that `rescore` has found, by their folder.")
     ] = "",
@@ -231,21 +239,33 @@ def retrain(
 ) -> None:
     """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
     rows: a run of its own, without a rollout. The same command goes on where it was."""
-    from dora_pipe.cli.retrain import Setting, go_on_live, grid_of, retrain_runs, wants_live
+    from dora_pipe.cli.retrain import (
+        BATCHES,
+        KEPT,
+        ONE_OF,
+        Setting,
+        go_on_live,
+        grid_of,
+        retrain_runs,
+        wants_live,
+    )
 
+    if batches not in BATCHES:
+        raise UsageError(f"--batches is {batches!r}", hint=ONE_OF)
     if (live_name or live_steps is not None) and not then_live:
         raise UsageError("--live-name and --live-steps are of --then-live")
     if then_live and grid is not None:
         raise UsageError("--then-live goes on with one run: --grid makes several")
     live = None
     if grid is not None:
-        if override or rescored or drop_rows or weights:
+        if override or rescored or drop_rows or weights or batches != KEPT:
             raise UsageError("--grid says what is otherwise: leave the other options out")
         settings = grid_of(grid, name)
     else:
         one = Setting(
             name=name,
             overrides=tuple(override or ()),
+            batches=batches,
             rescored=rescored,
             drop=drop_rows,
             weights=weights,

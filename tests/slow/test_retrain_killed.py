@@ -52,34 +52,37 @@ def command(root: Path, *words: str) -> list[str]:
     return [str(program), "retrain", "small", "--runs", str(root), *words]
 
 
-def test_a_killed_retraining_goes_on_at_the_next_step_with_equal_weights(root: Path) -> None:
-    words = command(root, "--name", "again", "--from", "1")
+@pytest.mark.parametrize("batches", ["kept", "again"])
+def test_a_killed_retraining_goes_on_at_the_next_step_with_equal_weights(
+    root: Path, batches: str
+) -> None:
+    words = command(root, "--name", batches, "--from", "1", "--batches", batches)
     began = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     give_up_s = time.monotonic() + WAIT_S
-    while not _committed(root) and began.poll() is None and time.monotonic() < give_up_s:
+    while not _committed(root, batches) and began.poll() is None and time.monotonic() < give_up_s:
         time.sleep(0.02)
     os.kill(began.pid, signal.SIGKILL)
     began.wait()
-    there = _committed(root)
+    there = _committed(root, batches)
     assert 1 <= there < STEPS - 1
     done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "goes on where it was" in done.stderr
     assert "every step gave the weights of the source" in done.stdout
     theirs = [one.digest_after for one in commits(root, "small")[1:]]
-    assert [one.digest_after for one in commits(root, "again")] == theirs
-    report = audited(root, "again")
+    assert [one.digest_after for one in commits(root, batches)] == theirs
+    report = audited(root, batches)
     assert report.holds, [one.line for one in report.violations]
     again = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert again.returncode == 0, again.stderr
 
 
-def _committed(root: Path) -> int:
+def _committed(root: Path, name: str) -> int:
     """Steps that the run has by now; 0 while its log is being made."""
-    if not (root / "again" / "log.sqlite").is_file():
+    if not (root / name / "log.sqlite").is_file():
         return 0
     with suppress(DoraError):
-        return len(commits(root, "again"))
+        return len(commits(root, name))
     return 0
 
 

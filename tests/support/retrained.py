@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.launch.retrain import Told, train_again
-from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, plan_retrain
+from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, groups_again, plan_retrain
 from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.control import StepCommitted
@@ -36,10 +37,13 @@ def planned(
     change: BatchChange = UNCHANGED,
     overrides: tuple[str, ...] = (),
     source: str = NAME,
+    again: bool = False,
 ) -> RetrainPlan:
-    """A run beside its source, which has begun or goes on."""
+    """A run beside its source, which has begun or goes on; its batches taken again, or kept."""
     wanted = Retraining(name=name, first=first, last=last, overrides=overrides, change=change)
     with opened(source, root) as run:
+        if again:
+            wanted = replace(wanted, again=groups_again(run, wanted))
         return plan_retrain(run, wanted, lambda of, started: SimulatedLearner())
 
 

@@ -210,6 +210,20 @@ def _distance(own: PolicyStore, digest: str, theirs: PolicyStore, other: str) ->
 # What is otherwise.
 
 
+def asked_settings(one: Setting, grid: Path | None) -> list[Setting]:
+    """The settings of a command: its own one, or those of its grid.
+
+    Raises UsageError, ConfigError.
+    """
+    if one.batches not in BATCHES:
+        raise UsageError(f"--batches is {one.batches!r}", hint=ONE_OF)
+    if grid is None:
+        return [one]
+    if one != Setting(name=one.name):
+        raise UsageError("--grid says what is otherwise: leave the other options out")
+    return grid_of(grid, one.name)
+
+
 def grid_of(file: Path, name: str) -> list[Setting]:
     """The settings of a grid: a table each, whose runs are called ``NAME-TABLE``. Raises
     ConfigError."""

@@ -108,31 +108,24 @@ def plan_retrain(source: OpenRun, wanted: Retraining, open_learner: OpenLearner)
     first_record = history.run_started
     if first_record is None:
         raise InvariantBroken(f"{source.topics.control} has no `run started`")
-    last = _checked(source, first_record, history, wanted)
+    asked = _checked(source, first_record, history, wanted)
     settings = _settings(wanted.overrides)
     directory = RunDir(source.directory.path.parent / wanted.name)
-    config = _config(source, wanted, last)
+    config = _config(source, wanted, asked)
     _check_learner(config, wanted.change)
-    asked = last
     batches = None if wanted.again is None else _batches(wanted.again, wanted, config)
-    if batches is not None:
-        last = max(batches)
-        config = _config(source, wanted, last)
+    last = asked if batches is None else max(batches)
+    config = config if last == asked else _config(source, wanted, last)
+    plan = partial(
+        RetrainPlan, directory=directory, config=config, batches=batches, ends_early=last < asked
+    )
     commits = read_commits(source.bus, source.topics, history.notes[wanted.first : last + 1], clock)
-    most = config.sampling.max_tokens
-    references = _looked_through(commits, wanted, settings, most)
+    references = _looked_through(commits, wanted, settings, config.sampling.max_tokens)
     there = _goes_on(directory, config)
     if there is not None:
-        plan = RetrainPlan(
-            directory=directory,
-            config=config,
-            started=there,
-            goes_on=True,
-            batches=batches,
-            ends_early=last < asked,
-        )
-        _check_same(plan, first_record, wanted, last, settings)
-        return plan
+        goes_on = plan(started=there, goes_on=True)
+        _check_same(goes_on, first_record, wanted, last, settings)
+        return goes_on
     _make(directory, config, source)
     begun = _Begun(source, history, directory.policies(config), open_learner)
     retrained = Retrained(
@@ -156,14 +149,7 @@ def plan_retrain(source: OpenRun, wanted: Retraining, open_learner: OpenLearner)
     record = _run_started(first_record, config, retrained)
     with closing(directory.open_bus(config)) as bus, closing(bus.writer()) as writer:
         writer.append([Append(topic=Topics(wanted.name).control, value=encode(record))])
-    return RetrainPlan(
-        directory=directory,
-        config=config,
-        started=record,
-        goes_on=False,
-        batches=batches,
-        ends_early=last < asked,
-    )
+    return plan(started=record, goes_on=False)
 
 
 def groups_again(source: OpenRun, wanted: Retraining) -> EndedGroups:

@@ -19,6 +19,14 @@ from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 
+BatchesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND",
+        help="kept: those of the source. again: taken anew from its groups, by the rewards and the "
+        "rules of groups that count now.",
+    ),
+]
 DropRowsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Groups and trajectories that do not count, a line each."),
@@ -217,14 +225,7 @@ def retrain(
         typer.Option("--to", metavar="B", help="The first step left out; default the end."),
     ] = None,
     override: OverrideOption = None,
-    batches: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND",
-            help="kept: those of the source. again: taken anew from its groups, by the rewards and "
-            "the rules of groups that count now.",
-        ),
-    ] = "kept",
+    batches: BatchesOption = "kept",
     rescored: Annotated[
         str, typer.Option(metavar="ID", help="Rewards that `rescore` has found, by their folder.")
     ] = "",
@@ -239,38 +240,22 @@ def retrain(
 ) -> None:
     """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
     rows: a run of its own, without a rollout. The same command goes on where it was."""
-    from dora_pipe.cli.retrain import (
-        BATCHES,
-        KEPT,
-        ONE_OF,
-        Setting,
-        go_on_live,
-        grid_of,
-        retrain_runs,
-        wants_live,
-    )
+    from dora_pipe.cli.retrain import Setting, asked_settings, go_on_live, retrain_runs, wants_live
 
-    if batches not in BATCHES:
-        raise UsageError(f"--batches is {batches!r}", hint=ONE_OF)
     if (live_name or live_steps is not None) and not then_live:
         raise UsageError("--live-name and --live-steps are of --then-live")
     if then_live and grid is not None:
         raise UsageError("--then-live goes on with one run: --grid makes several")
     live = None
-    if grid is not None:
-        if override or rescored or drop_rows or weights or batches != KEPT:
-            raise UsageError("--grid says what is otherwise: leave the other options out")
-        settings = grid_of(grid, name)
-    else:
-        one = Setting(
-            name=name,
-            overrides=tuple(override or ()),
-            batches=batches,
-            rescored=rescored,
-            drop=drop_rows,
-            weights=weights,
-        )
-        settings = [one]
+    one = Setting(
+        name=name,
+        overrides=tuple(override or ()),
+        batches=batches,
+        rescored=rescored,
+        drop=drop_rows,
+        weights=weights,
+    )
+    settings = asked_settings(one, grid)
     if then_live:
         live = wants_live(run, settings[0], live_name, live_steps, root=root)
     if not retrain_runs(run, settings, root=root, first=first, end=end, as_json=as_json):

@@ -261,6 +261,20 @@ STARTED_RETRAINED = msgspec.structs.replace(
 )
 """A run that is made of steps of another one."""
 
+STARTED_AGAIN = msgspec.structs.replace(
+    _STARTED,
+    retrained=control.Retrained(
+        run="demo",
+        started_ns=AT_NS,
+        first=30,
+        last=57,
+        policy=_STARTED.policy,
+        optimizer=None,
+        rounds=1196,
+    ),
+)
+"""One whose batches were taken again."""
+
 SCORED = control.GroupScored(
     at_ns=AT_NS,
     worker="w0",

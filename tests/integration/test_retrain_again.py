@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
-from dora_pipe.audit.taken_again import BatchTaken
+from dora_pipe.audit.taken_again import BatchTaken, taken_again
 from dora_pipe.cli.retrain import AGAIN, Setting, grid_of, wanted_of
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.core.errors import ConfigError, UsageError
@@ -103,7 +104,7 @@ def test_other_rewards_and_rules_make_other_batches_that_hold_and_are_replayed(r
 
 
 def test_a_run_that_was_ended_goes_on_with_the_same_batches(runs: Path) -> None:
-    how = {"again": True, "change": other_change(runs), "last": FIRST + 1}
+    how: dict[str, Any] = {"again": True, "change": other_change(runs), "last": FIRST + 1}
     assert not broken_off(runs, "late", 1, **how)
     batches = planned(runs, "whole", **how).batches
     assert batches is not None
@@ -118,10 +119,9 @@ def test_a_batch_that_does_not_follow_from_the_groups_is_found(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other_way_round(*args: object, **how: object) -> list[BatchTaken]:
-        found = list(rule(*args, **how))  # type: ignore[arg-type]
+        found = list(taken_again(*args, **how))  # type: ignore[arg-type]
         return [BatchTaken(step=one.step, groups=one.groups[::-1]) for one in found]
 
-    rule = retrain_plan.taken_again
     monkeypatch.setattr(retrain_plan, "taken_again", other_way_round)
     retrained(runs, "forged", last=FIRST, again=True)
     lines = [one.line for one in audited(runs, "forged").violations]
@@ -158,7 +158,7 @@ def test_another_command_under_its_name_is_refused(
 def test_rules_of_groups_are_refused_where_batches_are_kept(root: Path) -> None:
     with pytest.raises(ConfigError, match="per_step is no setting of a training step") as refused:
         planned(root, "new", overrides=("groups.per_step=2",))
-    assert "--batches again" in refused.value.hint
+    assert "--batches again" in str(refused.value.hint)
     with pytest.raises(ConfigError, match=r"groups\.size is no setting of a training step"):
         planned(root, "new", again=True, overrides=("groups.size=3",))
 

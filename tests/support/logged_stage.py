@@ -2,7 +2,8 @@
 
 Example::
 
-    stage = LoggedStage(groups__per_step=1).begin()
+    stage = LoggedStage(groups__per_step=1)
+    stage.begin()
     stage.worker("w0", slots=2)
     ended_groups(stage.bus, stage.topics, first=0, last=3)
 """
@@ -43,8 +44,8 @@ class LoggedStage(Stage):
 
     def tell(self, record: AnyControl | TrajectoryLogged | Unknown | SchemaError) -> int:
         """Append one control record, and fold it."""
-        told = as_record(record)
-        assert isinstance(told, msgspec.Struct)
+        assert not isinstance(record, Unknown | SchemaError)
+        told: AnyControl = as_record(record)
         value = encode(told)
         (offset,) = self._writer.append([Append(topic=self.topics.control, value=value)])
         self._folded.append(fold_bytes(offset, value))

@@ -33,7 +33,8 @@ KINDS: list[dict[str, Any]] = [
 
 def running(**changes: Any) -> LoggedStage:
     plain = {"run__steps": STEPS, "groups__filter_zero_advantage": True, "groups__size": 2}
-    stage = LoggedStage(**{**plain, "staleness__max_staleness": 2, **changes}).begin(rows=60)
+    stage = LoggedStage(**{**plain, "staleness__max_staleness": 2, **changes})
+    stage.begin(rows=60)
     stage.worker("w0", slots=6)
     return stage
 

@@ -32,7 +32,7 @@ def call_command(words: Sequence[str], *, name: str, stdin: bool) -> int:
     tape = client_here()
     if tape is None:
         _become(words, stdin=stdin)
-    os.environ.pop(VARIABLE)
+    os.environ[VARIABLE] = ""  # what is started does not have it
     given = sys.stdin.buffer.read(LINE_BYTES_MAX) if stdin else None
     arguments = {"command": list(words)} | ({} if given is None else _text("stdin", given))
     try:
@@ -57,7 +57,7 @@ def serve_mcp(words: Sequence[str], *, name: str) -> None:
         _become(words, stdin=True)
     from dora_pipe.producers.adapters.mcp_proxy import serve
 
-    os.environ.pop(VARIABLE)
+    os.environ[VARIABLE] = ""
     serve(words, tape, sys.stdin.buffer, sys.stdout.buffer, name=name)
 
 

@@ -169,8 +169,8 @@ class Task(Section, frozen=True, kw_only=True):
     turns_max: Positive = 8
     """Turns of the model in one trajectory, where there is an environment."""
     cassette: str = ""
-    """A file of recorded answers, or a run (its name, or its directory): environments and tools
-    are answered from there (docs/cassettes.md)."""
+    """A file of recorded answers, or a run (its name, or its directory): environments, tools, a
+    judge and what an agent marks are answered from there (docs/cassettes.md)."""
     cassette_mode: Literal["record", "strict", "refresh"] = "record"
     """What is not on the cassette: `record` asks the real ones and adds what they say; `strict`
     refuses, and asks nobody. `refresh` asks for everything and adds it."""

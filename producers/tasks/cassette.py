@@ -59,6 +59,10 @@ class CassetteMiss(Exception):
     """A call that is not on the cassette, where nothing else may answer."""
 
 
+class CassetteRefused(Exception):
+    """An agent has asked in a way that no cassette is asked."""
+
+
 class CassetteDiffers(Exception):
     """The real environment does not answer as the cassette has before it; nobody can go on."""
 

@@ -39,8 +39,8 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer, traceback_of
-from dora_pipe.producers.tasks.tape import CASSETTE, open_cassette
-from dora_pipe.producers.tasks.tape_client import VARIABLE
+from dora_pipe.producers.tasks.tape import CASSETTE, nobody_is_asked, open_cassette
+from dora_pipe.producers.tasks.tape_client import OF_NO_TRAJECTORY, VARIABLE
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 
 SERVED: Final = "DORA_PIPE_SERVED_TASK"
@@ -83,7 +83,6 @@ def main() -> None:
         own = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
         setup = msgspec.structs.replace(own, run=setup.run)
     die_with(setup.parent_pid)
-    os.environ.pop(VARIABLE, None)  # of an agent that has started all this
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
     TOOL_LIMIT_S.set(setup.task.tool_timeout_s or setup.task.environment_timeout_s)
@@ -148,6 +147,7 @@ class Line:
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
     try:
         CASSETTE.set(open_cassette(setup.task, setup.run))
+        os.environ[VARIABLE] = OF_NO_TRAJECTORY if nobody_is_asked() else ""
         with reporting(lambda text: _still_opening(text, write)):
             server = TaskServer(open_task(setup.task), setup, write)
         return server, Hello(server.facts())

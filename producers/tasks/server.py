@@ -78,7 +78,13 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.cassette import REWARD, CassetteDiffers, CassetteMiss, row_digest
+from dora_pipe.producers.tasks.cassette import (
+    REWARD,
+    CassetteDiffers,
+    CassetteMiss,
+    CassetteRefused,
+    row_digest,
+)
 from dora_pipe.producers.tasks.kept import (
     ClaimedEpisode,
     Holder,
@@ -506,7 +512,7 @@ class TaskServer:
             self._show(error)  # nobody waits for an answer
 
     def _show(self, error: BaseException) -> None:
-        if isinstance(error, CassetteMiss | CassetteDiffers | RaisedThere):
+        if isinstance(error, CassetteMiss | CassetteRefused | CassetteDiffers | RaisedThere):
             sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
             return  # of no code that is here
         self._shown += 1

@@ -28,6 +28,7 @@ from dora_pipe.producers.tasks.cassette import (
     Answer,
     Call,
     CassetteMiss,
+    CassetteRefused,
     History,
     Recorded,
     chosen,
@@ -172,7 +173,7 @@ class EpisodeTape:
         self._oldest_ns = 0
         self._turns: list[int] = []
         self._turn = 0
-        self.failed: CassetteMiss | Retry | None = None
+        self.failed: CassetteMiss | CassetteRefused | Retry | None = None
         """What was refused, or could not be recorded: an agent may have caught it."""
 
     @property

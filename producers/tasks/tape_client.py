@@ -14,9 +14,11 @@ without saying what came of a call has recorded nothing. The other end is `tape_
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -25,10 +27,19 @@ from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.tasks.cassette import Answer, CassetteMiss
 
 VARIABLE: Final = "DORA_PIPE_CASSETTE"
-"""In the environment of an agent's processes: the path of their tape's socket."""
+"""In the environment of an agent's processes: the path of their tape's socket. Empty: there is
+none, whatever stands in the environment of who has started them."""
+
+OF_NO_TRAJECTORY: Final = "of no trajectory"
+"""In place of a path, where a strict cassette must not be gone around."""
 
 LINE_BYTES_MAX: Final = 1 << 24
 """Of one line, either way; less than a cassette's own lines (`cassette_file`)."""
+
+ABOVE_MAX: Final = 32
+"""Processes between an agent and one that it has started through others."""
+
+_ASSIGNED: Final = f"{VARIABLE}=".encode()
 
 SAY_S: Final = 60.0
 """For the tape to say something: it looks up a file, or appends to it."""
@@ -98,6 +109,11 @@ class TapeClient:
 
     def begin(self, name: str, arguments: Mapping[str, Any], *, outside: bool = False) -> TapeCall:
         """A call behind all that the agent has begun before. Raises CassetteMiss, ResourceError."""
+        if self.path == OF_NO_TRAJECTORY:
+            raise CassetteMiss(
+                f"{name} is asked by a process of no trajectory, and the cassette is strict: its"
+                " environment needs cassette_variables()"
+            )
         call = DoorCall(name, dict(arguments), outside)
         connection = _Connection(self.path)
         try:
@@ -112,9 +128,32 @@ class TapeClient:
 
 
 def client_here() -> TapeClient | None:
-    """That of the agent that has started this process; None where there is no cassette."""
+    """That of the agent that has started this process; None where there is no cassette.
+
+    Clients of MCP start their servers with a few variables only: then the nearest process above
+    says it that has the variable (Linux).
+    """
     path = os.environ.get(VARIABLE)
+    if path is None:
+        path = _above()
     return TapeClient(path) if path else None
+
+
+@functools.cache
+def _above() -> str:
+    """What the variable was when the nearest process above began that has it; empty: none has."""
+    process = os.getppid()
+    for _ in range(ABOVE_MAX):
+        about = Path("/proc", str(process))
+        try:
+            for one in (about / "environ").read_bytes().split(b"\0"):
+                if one.startswith(_ASSIGNED):
+                    return os.fsdecode(one[len(_ASSIGNED) :])
+            # Behind the name, which may hold anything: state, parent.
+            process = int((about / "stat").read_bytes().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):  # another user's, or there is no such folder
+            return ""
+    return ""
 
 
 class _Connection:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.producers.tasks.cassette import Answer, CassetteMiss, tool_call
+from dora_pipe.producers.tasks.cassette import Answer, CassetteMiss, CassetteRefused, tool_call
 from dora_pipe.producers.tasks.port import Retry
 from dora_pipe.producers.tasks.tape import Begun, EpisodeTape
 from dora_pipe.producers.tasks.tape_client import (
@@ -88,7 +88,7 @@ class _Door:
         self._open.add(me)
         try:
             if len(self._open) > CONNECTIONS_MAX:
-                await _say(writer, DoorReply(refused=f"more than {CONNECTIONS_MAX} calls at once"))
+                await self._refuse(writer, f"more than {CONNECTIONS_MAX} calls at once")
                 return
             while line := await reader.readline():
                 await self._call(line, reader, writer)
@@ -96,7 +96,7 @@ class _Door:
             pass  # who has asked is gone, or the door is
         except ValueError as error:  # msgspec's are, and of what is longer than a line may be
             with contextlib.suppress(OSError):
-                await _say(writer, DoorReply(refused=f"no line of a call: {error}"))
+                await self._refuse(writer, f"no line of a call: {error}")
         finally:
             self._open.discard(me)
             writer.close()
@@ -128,6 +128,11 @@ class _Door:
             await _say(writer, DoorReply(refused=str(error)))
             return
         await _say(writer, DoorReply(recorded=True))
+
+    async def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
+        """It is held against the trajectory: where nobody records, the tool would have answered."""
+        self._tape.failed = CassetteRefused(why)
+        await _say(writer, DoorReply(refused=why))
 
     def _begun(self, call: DoorCall) -> Begun:
         if call.outside:

@@ -68,7 +68,8 @@ async def ask(*words):
 def notes(*asked):
     server = subprocess.Popen(
         [os.environ["DORA_PIPE"], "cassette", "mcp", "--name", "sum", "--",
-         sys.executable, "server.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+         sys.executable, "server.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={"PATH": os.environ["PATH"]})  # as clients of MCP start servers
     hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "me"}}
     words = [("initialize", hello), *(("tools/call", one) for one in asked)]
     found = []

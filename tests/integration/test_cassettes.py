@@ -45,10 +45,10 @@ from tests.support.data_files import write_jsonl
 from tests.support.tidy import ROOT
 
 CODE = '''
-import os, random
+import asyncio, os, random
 from pathlib import Path
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Task
-from dora_pipe.producers.tasks.taped import taped
+from dora_pipe.producers.tasks.taped import cassette_variables, taped
 
 def note(what):
     with Path(__file__).with_name("made").open("a") as made:
@@ -133,6 +133,14 @@ async def agent(row):
     except Exception as error:
         found.append(str(error))
     return str([*found, plain("x")])
+
+async def starts(row):
+    words = [os.environ["DORA_PIPE"], "cassette", "call", "--", "echo", "x"]
+    for given in ({}, cassette_variables()):
+        done = await asyncio.create_subprocess_exec(
+            *words, env={**os.environ, **given}, stdout=-1, stderr=-1)
+        said, errors = await done.communicate()
+        note("started" if said == b"x\\n" else errors.decode().split(":")[1].replace(" ", "_"))
 
 async def swallows(row):
     try:
@@ -376,6 +384,25 @@ def test_a_marked_judge_of_all_answers_together_is_answered_too(folder: Path) ->
     missed = ranked("third", "strict", "better", "good")
     assert isinstance(missed, TaskFailed)
     assert missed.error == "CassetteMiss"
+
+
+@pytest.mark.slow
+def test_a_function_hands_the_cassette_on_to_what_it_starts_and_nothing_goes_around_a_strict_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DORA_PIPE", str(Path(sys.executable).parent / "dora-pipe"))
+    with pool_of(folder, "mine:Tools", "record", "first", agent="mine:starts") as pool:
+        (first,) = ask(pool, agent_call(ONE))
+        assert made(folder) == ["started", "started"]
+    assert isinstance(first, AgentEnded)
+    assert first.cassette == CassetteUse(asked=1)
+    with pool_of(folder, "mine:Tools", "strict", "second", agent="mine:starts") as pool:
+        (again,) = ask(pool, agent_call(ONE))
+        refused, started = made(folder)
+    assert (refused[:40], started) == ("_echo_is_asked_by_a_process_of_no_trajec", "started")
+    assert isinstance(again, AgentEnded)
+    assert again.cassette is not None
+    assert (again.cassette.answers, again.cassette.asked) == (1, 0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +19,7 @@ import pytest
 
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.tasks import tape_client, tape_door
-from dora_pipe.producers.tasks.cassette import CassetteMiss, tool_call
+from dora_pipe.producers.tasks.cassette import CassetteMiss, CassetteRefused, tool_call
 from dora_pipe.producers.tasks.cassette_file import CassetteFile
 from dora_pipe.producers.tasks.kept import RaisedThere
 from dora_pipe.producers.tasks.port import Retry
@@ -115,7 +118,7 @@ def test_who_goes_without_an_answer_has_recorded_nothing(path: Path) -> None:
         (b'{"name": "ls", "arguments": {}}\n{"answer": {"said": 1}}\n', "has a `value`"),
     ],
 )
-def test_what_is_no_line_of_a_call_is_refused_and_recorded_nowhere(
+def test_what_is_no_line_of_a_call_is_refused_held_against_its_trajectory_and_recorded_nowhere(
     path: Path, line: bytes, why: str
 ) -> None:
     def says(client: TapeClient) -> str:
@@ -128,7 +131,54 @@ def test_what_is_no_line_of_a_call_is_refused_and_recorded_nowhere(
     tape = tape_of(path, "record", "one")
     assert why in through(tape, says)
     assert path.read_bytes() == b""
-    assert tape.failed is None
+    assert isinstance(tape.failed, CassetteRefused)
+
+
+def test_any_language_asks_in_lines_of_json(path: Path) -> None:
+    call = b'{"name": "search", "arguments": {"query": "x"}}\n'
+
+    def says(*lines: bytes) -> Callable[[TapeClient], list[Any]]:
+        def agent(client: TapeClient) -> list[Any]:
+            heard: list[Any] = []
+            with socket.socket(socket.AF_UNIX) as one, one.makefile("rb") as answers:
+                one.connect(client.path)
+                for line in lines:
+                    one.sendall(line)
+                    heard.append(json.loads(answers.readline()))
+            return heard
+
+        return agent
+
+    answer = b'{"answer": {"value": ["found"]}}\n'
+    raised = b'{"answer": {"error": "KeyError", "message": "x"}}\n'
+    told = through(tape_of(path, "record", "one"), says(call, answer, call, raised))
+    assert told == [{"ask": True}, {"recorded": True}] * 2
+    again = through(tape_of(path, "strict", "two"), says(call, call, call))
+    assert again[:2] == [json.loads(answer), json.loads(raised)]
+    assert again[2]["refused"].startswith('row 1 of train: search({"query":"x"}) is not on c.jsonl')
+
+
+ASKS = """
+from dora_pipe.producers.tasks.tape_client import client_here
+client = client_here()
+print(client and client.path)
+"""
+
+
+@pytest.mark.parametrize(("variable", "found"), [("/the/door", "/the/door"), ("", "None")])
+def test_who_is_started_without_variables_asks_as_the_nearest_process_above(
+    variable: str, found: str
+) -> None:
+    program = [sys.executable, "-c", ASKS]
+    starts = f"import subprocess; subprocess.run({program!r}, env={{}}, check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", starts],
+        env={**os.environ, VARIABLE: variable},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.strip() == found
 
 
 def test_an_answer_that_is_too_long_is_said_to_be_and_not_recorded(

@@ -110,9 +110,9 @@ class TapeClient:
     def begin(self, name: str, arguments: Mapping[str, Any], *, outside: bool = False) -> TapeCall:
         """A call behind all that the agent has begun before. Raises CassetteMiss, ResourceError."""
         if self.path == OF_NO_TRAJECTORY:
-            raise CassetteMiss(
-                f"{name} is asked by a process of no trajectory, and the cassette is strict: its"
-                " environment needs cassette_variables()"
+            raise ResourceError(
+                f"{name} is asked by a process of no trajectory, and the cassette is strict",
+                hint="its environment needs `taped.cassette_variables()` (docs/cassettes.md)",
             )
         call = DoorCall(name, dict(arguments), outside)
         connection = _Connection(self.path)

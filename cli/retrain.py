@@ -378,20 +378,24 @@ def _far(distance: float | None) -> str:
 
 
 def _print_grid(found: Sequence[TrainedRun]) -> None:
-    emit_table(
-        ("run", *FIGURES, "compute s", "first other step", "distance"),
-        [
-            (
-                one.name,
-                *(one.steps[-1].figures.get(name) for name in FIGURES),
-                sum(step.compute_s for step in one.steps),
-                "none" if one.first_other is None else one.first_other,
-                one.distance,
-            )
-            for one in found
-        ],
-        title=f"Figures of step {found[0].steps[-1].step}",
-    )
+    lasts = {one.steps[-1].step for one in found}
+    rows = [
+        (
+            one.name,
+            *(one.steps[-1].figures.get(name) for name in FIGURES),
+            sum(step.compute_s for step in one.steps),
+            "none" if one.first_other is None else one.first_other,
+            one.distance,
+        )
+        for one in found
+    ]
+    columns = ("run", *FIGURES, "compute s", "first other step", "distance")
+    if len(lasts) == 1:
+        emit_table(columns, rows, title=f"Figures of step {min(lasts)}")
+        return
+    # One whose batches were taken again may have ended before the others.
+    ended = [(row[0], one.steps[-1].step, *row[1:]) for one, row in zip(found, rows, strict=True)]
+    emit_table((columns[0], "step", *columns[1:]), ended, title="Figures of the last steps")
 
 
 def _plain(done: TrainedRun) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_a_grid_is_a_run_for_each_table(root: Path, tmp_path: Path) -> None:
     grid.write_text(
         '[topr]\nobjective.kind = "topr"\n[low]\ntrainer.learning_rate = 1e-6\n'
         '[without]\ndrop = "drop.txt"\n'
+        '[many]\nbatches = "again"\ngroups.per_step = 5\n'
     )
     words = command(root, "--name", "ablation", "--from", "4", "--grid", str(grid))
     done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
@@ -103,3 +104,8 @@ def test_a_grid_is_a_run_for_each_table(root: Path, tmp_path: Path) -> None:
         report = audited(root, name)
         assert report.holds, [one.line for one in report.violations]
         assert report.steps == 2
+    assert "no whole batch is left for step 5, within deadlines" in done.stderr
+    assert "Figures of the last steps" in done.stdout
+    report = audited(root, "ablation-many")
+    assert (report.holds, report.steps) == (True, 1)
+    assert [len(one.groups) for one in commits(root, "ablation-many")] == [5]

@@ -140,7 +140,8 @@ async def starts(row):
         done = await asyncio.create_subprocess_exec(
             *words, env={**os.environ, **given}, stdout=-1, stderr=-1)
         said, errors = await done.communicate()
-        note("started" if said == b"x\\n" else errors.decode().split(":")[1].replace(" ", "_"))
+        line = errors.decode().partition("\\n")[0]
+        note("started" if said == b"x\\n" else line.replace("error: ", "").replace(" ", "_"))
 
 async def swallows(row):
     try:
@@ -399,7 +400,7 @@ def test_a_function_hands_the_cassette_on_to_what_it_starts_and_nothing_goes_aro
     with pool_of(folder, "mine:Tools", "strict", "second", agent="mine:starts") as pool:
         (again,) = ask(pool, agent_call(ONE))
         refused, started = made(folder)
-    assert (refused[:40], started) == ("_echo_is_asked_by_a_process_of_no_trajec", "started")
+    assert (refused[:40], started) == ("echo_is_asked_by_a_process_of_no_traject", "started")
     assert isinstance(again, AgentEnded)
     assert again.cassette is not None
     assert (again.cassette.answers, again.cassette.asked) == (1, 0)

@@ -1,24 +1,21 @@
-"""A log of a trajectory's continuations, and the worker that samples what it lacks.
+"""The log of a trajectory's continuations (`worker_log`); decides what of them is placed.
 
-The log is a run's like any other: `run started` of the run whose trajectory it is, a worker that
-joins, rounds that place requests on it, its records. Each continuation is a request that has lost
-its worker at the cut: its progress record is the recorded prefix, so that the worker goes on from
-there as from any (`producers.worker.episodes`): it tells an environment the recorded turns again
-and compares the answers. Samples that the log has are not placed again, so that a command which was
-ended goes on; who samples what is missing draws the same tokens.
+Each continuation is a request that has lost its worker at the cut: its progress record is the
+recorded prefix, so that the worker goes on from there as from any (`producers.worker.episodes`): it
+tells an environment the recorded turns again and compares the answers. Samples that the log has are
+not placed again, so that a command which was ended goes on; who samples what is missing draws the
+same tokens.
 
     cut at token 40, sample 3 -> request g0000000040-003 of the log g0000000042-003-v7
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-
-import msgspec
 
 from dora_pipe.audit.fork import (
     Continued,
@@ -28,8 +25,8 @@ from dora_pipe.audit.fork import (
     prefix_difference,
     prefix_of,
 )
-from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.audit.worker_log import Work, WorkerLog
+from dora_pipe.bus.port import Append, Bus
 from dora_pipe.core.errors import ReplayDiverged, UsageError
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.worker.request import WorkerSetup
@@ -39,8 +36,6 @@ from dora_pipe.schemas.control import (
     Resume,
     RunStarted,
     WorkerJoined,
-    config_digest,
-    decode_control,
 )
 from dora_pipe.schemas.identity import (
     SIBLINGS_MAX,
@@ -51,17 +46,13 @@ from dora_pipe.schemas.identity import (
 )
 from dora_pipe.schemas.rounds import (
     AnyDecision,
-    Assign,
-    Drain,
     GroupSpec,
     Place,
     PlacedSibling,
-    Round,
 )
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_progress
-from dora_pipe.schemas.wire import encode
+from dora_pipe.schemas.trajectory_codec import encode_any_progress
 
 WORKER: Final = "fork"
 """Name of the worker."""
@@ -73,7 +64,6 @@ ANOTHER_PLACE: Final = "another folder: --out DIR"
 RECORDS_APPENDED_MAX: Final = 256
 """In one durable call."""
 
-Joined = Callable[[WorkerSetup, Mapping[str, TaskFacts]], None]
 Sample = tuple[Cut, int]
 """A cut and the number of one of its samples."""
 
@@ -81,19 +71,6 @@ Sample = tuple[Cut, int]
 def fork_id(trajectory: str, version: int) -> str:
     """``fork_id("g0000000042-003", 7) == "g0000000042-003-v7"``: of the log and its folder."""
     return f"{trajectory}-v{version}"
-
-
-def started_of(started: RunStarted, name: str) -> RunStarted:
-    """`run started` of a log of continuations: the run's, under one version that does not change.
-    Nobody asks through which experts of a mixture tokens go, nor what turns of continuations are
-    worth."""
-    plain: dict[str, Any] = dict(started.config)
-    plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
-    plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
-    plain["groups"] = {**plain.get("groups", {}), "turn_values_share": 0.0}
-    return msgspec.structs.replace(
-        started, run=name, config=plain, config_digest=config_digest(plain)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,27 +91,20 @@ class ForkLog:
         """Those of this log."""
         return Topics(fork_id(self.recorded.trajectory, self.version))
 
+    @property
+    def log(self) -> WorkerLog:
+        """The log, whoever continues what."""
+        return WorkerLog(bus=self.bus, topics=self.topics, reason=REASON)
+
     def begin(self, started: RunStarted) -> None:
         """Write the first record, or find it there. Raises UsageError where another one is."""
-        topics = self.topics
-        self.bus.create([TopicSpec(name=name) for name in topics.all()])
-        there = next(self._control(), None)
-        if there is None:
-            append = Append(topic=topics.control, value=encode(started))
-            with closing(self.bus.writer()) as writer:
-                writer.append([append])
-        elif there[1] != started:
-            raise UsageError(
-                f"{topics.run} was continued from another run of that name, or otherwise",
-                hint=ANOTHER_PLACE,
-            )
+        self.log.begin(started, hint=ANOTHER_PLACE)
 
     def samples(self) -> dict[Sample, Trajectory]:
         """Every continuation that the log has, the first where it has several."""
         found: dict[Sample, Trajectory] = {}
         cuts: dict[int, Cut] = {}
-        for record in records_of(self.bus, ends_of(self.bus, self.topics.trajectories)):
-            one = decode_trajectory(record.value)
+        for one in self.log.trajectories():
             _, token, sample = parse_trajectory_id(one.trajectory)
             cut = cuts.setdefault(token, Cut(token=token, turn=_turn_at(self.recorded, token)))
             found.setdefault((cut, sample), one)
@@ -154,7 +124,7 @@ class ForkLog:
     def fill(
         self,
         wanted: Sequence[Sample],
-        work: Callable[[Joined], None],
+        work: Work,
     ) -> list[RequestFailed]:
         """Have all of these sampled that the log lacks; those that were lost are returned.
 
@@ -168,19 +138,15 @@ class ForkLog:
             missing = [one for one in wanted if one not in there]
             if not missing:
                 return lost
-            at = self.bus.end(TopicPartition(self.topics.control, 0))
+            at = self.log.end
             work(partial(self._joined, missing))
-            failed = [one for _, one in self._control(at) if isinstance(one, RequestFailed)]
+            failed = [one for _, one in self.log.control(at) if isinstance(one, RequestFailed)]
             for one in failed:
                 if one.error == REPLAY_DIFFERS:
                     raise _diverged(self.recorded, one.message)
             if not failed and len(self.samples()) == len(there) - len(lost):
                 raise ReplayDiverged(f"{self.topics.run}: its worker left without a sample")
             lost += failed
-
-    def joins(self) -> list[WorkerJoined]:
-        """The workers that have joined, the last one last."""
-        return [one for _, one in self._control() if isinstance(one, WorkerJoined)]
 
     def _joined(
         self, missing: Sequence[Sample], setup: WorkerSetup, facts: Mapping[str, TaskFacts]
@@ -200,7 +166,7 @@ class ForkLog:
                 hint="`replayable` of the task says so; --replayable tries it, and compares all"
                 " that it answers",
             )
-        joins = {at: one for at, one in self._control() if isinstance(one, WorkerJoined)}
+        joins = {at: one for at, one in self.log.control() if isinstance(one, WorkerJoined)}
         epochs = {one.meta.epoch for one in self.samples().values()}
         for epoch in sorted(epochs):
             if _makes(joins[epoch]) != _makes(joins[setup.epoch]):
@@ -213,15 +179,7 @@ class ForkLog:
         """Give each its prefix, and the worker all of them, after which it leaves."""
         with closing(self.bus.writer()) as writer:
             resumes = self._resumes(writer.append, wanted, episode=not facts.single_turn)
-            decisions: list[AnyDecision] = [
-                Assign(
-                    reason=REASON,
-                    worker=setup.worker,
-                    epoch=setup.epoch,
-                    version=self.version,
-                    digest=self.digest,
-                )
-            ]
+            decisions: list[AnyDecision] = []
             for cut in dict.fromkeys(cut for cut, _ in wanted):
                 siblings = tuple(
                     PlacedSibling(sibling=sample, attempt=1, resume=resumes.get((cut, sample)))
@@ -237,15 +195,15 @@ class ForkLog:
                         siblings=siblings,
                     )
                 )
-            decisions.append(Drain(reason=REASON, worker=setup.worker, epoch=setup.epoch))
-            round_ = Round(
-                ordinal=setup.epoch,
-                role_epoch=setup.epoch,
-                now_ns=self.recorded.meta.times.placed,
-                control_next=0,
-                decisions=tuple(decisions),
+            now_ns = self.recorded.meta.times.placed
+            self.log.decide(
+                writer,
+                setup,
+                decisions,
+                version=self.version,
+                digest=self.digest,
+                now_ns=now_ns,
             )
-            writer.append([Append(topic=self.topics.decisions, value=encode(round_))])
 
     def _resumes(
         self,
@@ -294,12 +252,6 @@ class ForkLog:
             task=meta.task,
             evaluation=meta.evaluation,
         )
-
-    def _control(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        control = TopicPartition(self.topics.control, 0)
-        ends = {control: self.bus.end(control)}
-        for record in records_of(self.bus, ends, start=start) if ends[control] else ():
-            yield record.offset, decode_control(record.value)
 
 
 def _makes(joined: WorkerJoined) -> tuple[Any, ...]:

@@ -20,6 +20,9 @@ from dora_pipe.core.errors import ResourceError
 ABOUT: Final = "about.json"
 VALUES: Final = "values.jsonl"
 
+DRAWS: Final = 2
+"""Another number where a draw of an evaluation is of another seed than it was."""
+
 
 class AboutProbe(msgspec.Struct, frozen=True, kw_only=True):
     """Whose values a folder has.
@@ -36,6 +39,7 @@ class AboutProbe(msgspec.Struct, frozen=True, kw_only=True):
     """sha256 of its code: of the rewards of an evaluation, of the module of a function."""
     engine: str = ""
     """Name and version of what has sampled."""
+    draws: int = DRAWS
 
 
 class ProbedValues(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,11 +18,12 @@ from typing import Final
 
 from dora_pipe.audit.bisect import Fall, Limits, Subject, Trial, search
 from dora_pipe.audit.culprits import Explanation
-from dora_pipe.audit.measuring import DrawnValues, Measuring, look_into
+from dora_pipe.audit.measuring import Measuring, look_into
 from dora_pipe.audit.probed_file import AboutProbe, ProbedFile
 from dora_pipe.audit.repeat_steps import MadeWeights, Planted, StepRepeater
 from dora_pipe.cli.bisect import conclusion, print_cause, print_fall
-from dora_pipe.cli.probes import opened_probe
+from dora_pipe.cli.probes import Probe, opened_probe
+from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import open_trainer
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
@@ -37,9 +38,10 @@ POISON: Final = -1000.0
 SETTINGS: Final[Mapping[str, float | bool]] = {
     "objective.advantage_std": False,
     "trainer.grad_norm_max": 1e9,
-    "trainer.learning_rate": 7e-4,
 }
-"""In force from the poisoned step on."""
+"""In force from the poisoned step on, beside a learning rate."""
+
+LEARNING_RATE: Final = 7e-4
 
 BEFORE: Final = 1
 AFTER: Final = 4
@@ -137,20 +139,22 @@ def bench_bisect(
     *,
     limits: Limits,
     told: Callable[[str], None],
+    learning_rate: float = LEARNING_RATE,
     whole: bool = False,
     clock: Clock | None = None,
 ) -> list[NamedPlant]:
     """Plant and look for it, seed by seed; `whole`: print what the command prints. Raises as
     `bisect` does."""
+    settings = {**SETTINGS, "trainer.learning_rate": learning_rate}
     clock = clock or SystemClock()
     history = read_history(run.bus, run.topics, clock)
     found = []
-    with opened_probe(run, "eval", None) as probe:
+    with opened_probe(run, "eval", None, CommandProgress()) as probe:
         for seed in range(1, seeds + 1):
             began_ns, harmless = clock.now_ns(), 0
             for plant in plants(run, seed):
                 place = folder / f"{seed}-{plant.group}"
-                fall, why, led = _look(run, history, plant, probe, place, limits)
+                fall, why, led = _look(run, history, plant, settings, probe, place, limits)
                 if fall.sure:
                     break
                 harmless += 1
@@ -168,13 +172,15 @@ def _look(
     run: OpenRun,
     history: CommitHistory,
     plant: Plant,
-    probe: DrawnValues,
+    settings: Mapping[str, float | bool],
+    probe: Probe,
     folder: Path,
     limits: Limits,
 ) -> tuple[Fall, Explanation | None, int]:
     assert history.run_started is not None
     file = ProbedFile(folder)
     file.begin(AboutProbe(run=run.topics.run, started_ns=0, probe="eval", digest=plant.group))
+    probe.begin(folder / "scratch")
     repeater = StepRepeater(
         run.bus,
         run.topics,
@@ -184,7 +190,7 @@ def _look(
         folder=folder / "scratch",
         clock=SystemClock(),
         planted=Planted(
-            first=plant.step, change=BatchChange(rewards=plant.rewards), settings=SETTINGS
+            first=plant.step, change=BatchChange(rewards=plant.rewards), settings=settings
         ),
     )
     planted = _PlantedRun(run=run, history=history, plant=plant, repeater=repeater)

@@ -371,6 +371,9 @@ def bisect(
     out: Annotated[
         Path | None, typer.Option(help="Where values are kept; the same command goes on.")
     ] = None,
+    learning_rate: Annotated[
+        float, typer.Option(help="From the poisoned step on; small ones hold the poison back.")
+    ] = 7e-4,
     whole: Annotated[bool, typer.Option("--whole", help="What bisect prints of each.")] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -392,6 +395,7 @@ def bisect(
             out or Path(folder),
             limits=Limits(draws=128),
             told=say,
+            learning_rate=learning_rate,
             whole=whole,
         )
     _emit_figures(figures, as_json=as_json)

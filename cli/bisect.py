@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,7 @@ DIGITS: Final = 12
 """Of that digest, in the folder's name."""
 
 SCRATCH: Final = "scratch"
-"""States of the trainer, in the probe's folder, until the command is done."""
+"""States of the trainer and what the probe samples, in its folder, until the command is done."""
 
 SUSPECTS_SHOWN: Final = 8
 NAMES_SHOWN: Final = 3
@@ -57,8 +58,9 @@ def bisect_run(
     """
     history = read_history(run.bus, run.topics, SystemClock())
     _check(history, good, bad)
-    with opened_probe(run, probe, directory) as opened:
+    with opened_probe(run, probe, directory, report) as opened:
         file = _file(run, history, probe, opened)
+        opened.begin(file.folder / SCRATCH)
         subjects = _Subjects(run, history, file.folder / SCRATCH)
         measuring = Measuring(
             probe=opened, file=file, weights=subjects.weights, told=lambda words: report(words)
@@ -152,9 +154,8 @@ class _Subjects:
         return self._repeater
 
     def forget(self) -> None:
-        """Remove states of the trainer."""
-        if self._repeater is not None:
-            self._repeater.forget()
+        """Remove states of the trainer, and what the probe has kept."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def print_fall(fall: Fall, probe: str, folder: Path) -> None:

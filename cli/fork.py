@@ -27,25 +27,24 @@ from dora_pipe.audit.fork import (
     fork_of,
     turn_starts,
 )
-from dora_pipe.audit.fork_log import WORKER, ForkLog, Joined, fork_id, started_of
+from dora_pipe.audit.fork_log import WORKER, ForkLog, fork_id
 from dora_pipe.audit.line_file import write_whole
 from dora_pipe.audit.replay_trajectory import engines_of, recorded_trajectory
+from dora_pipe.audit.worker_log import started_of
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.cli.output import draws_blocks, emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.task_again import say_other_code
 from dora_pipe.cli.texts import decoder_of
+from dora_pipe.cli.worker_here import WorkerParts, alone, work_on
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import with_each_task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.launch.local_roles import with_engine
 from dora_pipe.launch.run_dir import LOG, OpenRun, RunDir, locked
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.worker.role import run_worker
 from dora_pipe.schemas.control import RequestFailed, RunStarted
 from dora_pipe.schemas.identity import SIBLINGS_MAX
 from dora_pipe.schemas.trajectory import Trajectory
@@ -132,8 +131,8 @@ def fork_trajectory(
         first = started_of(started, log.topics.run)
         config = _local(run.config, engine, replayable=replayable)
         done = _sample(run, log, folder, first, config, cuts, wanted.samples, report)
-        if log.joins():
-            say_other_code("reward's code", rewards, log.joins()[-1].reward_digest)
+        if joins := log.log.joins():
+            say_other_code("reward's code", rewards, joins[-1].reward_digest)
         found = log.continued()
     owner = Owner(trajectory=trajectory, version=version, digest=digest)
     asked = {cut: _first(found.get(cut, {}), wanted.samples) for cut in cuts}
@@ -148,15 +147,11 @@ def fork_trajectory(
 
 
 def _local(config: Config, engine: str, *, replayable: bool) -> Config:
-    """This machine's part of the worker's configuration: what is begun is not recorded midway, and
-    nobody sleeps."""
-    config = with_engine(config, engine or config.workers.engine)
-    workers = msgspec.structs.replace(
-        config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
-    )
+    """This machine's part of the worker's configuration."""
+    config = alone(config, engine or config.workers.engine)
     if replayable:
         config = with_each_task(config, lambda one: msgspec.structs.replace(one, replayable=True))
-    return msgspec.structs.replace(config, workers=workers)
+    return config
 
 
 def _sample(
@@ -173,42 +168,13 @@ def _sample(
     wanted = [(cut, sample) for cut in cuts for sample in range(samples)]
     before, began_s = len(log.samples()), time.monotonic()
 
-    def work(joined: Joined) -> None:
-        with closing(_HowFar(log, len(wanted), report)) as how_far:
-            run_worker(
-                log.bus,
-                log.topics,
-                worker=WORKER,
-                store=run.policies,
-                engine_factory=open_engine,
-                stop=how_far,
-                config=config,
-                joined=joined,
-            )
-
+    parts = WorkerParts(store=run.policies, config=config, engine=open_engine)
+    total = len(wanted)
+    work = work_on(log.log, WORKER, parts, phase="sampling", total=total, report=report)
     lost = log.fill(wanted, work)
     now = len(log.samples()) - before
     file = folder.with_name(f"{folder.name}.json")
     return Sampled(now=now, seconds=time.monotonic() - began_s, lost=lost, file=file)
-
-
-class _HowFar:
-    """Says how many continuations there are; the worker asks it at every turn whether to stop,
-    which it never wants."""
-
-    def __init__(self, log: ForkLog, total: int, report: CommandProgress) -> None:
-        self._total, self._report = total, report
-        self._reader = log.bus.reader({TopicPartition(log.topics.trajectories, 0): 0})
-        self._there = 0
-
-    def __call__(self) -> bool:
-        self._there += len(self._reader.poll(timeout_s=0.0))
-        self._report("sampling", self._there, self._total)
-        return False
-
-    def close(self) -> None:
-        """Read no more."""
-        self._reader.close()
 
 
 def _first(found: Mapping[int, Continued], samples: int) -> list[Continued]:

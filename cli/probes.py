@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from dora_pipe.audit.bisect import Values
+from dora_pipe.audit.evaluation_log import (
+    NAME,
+    VERSION,
+    DrawValues,
+    EvaluationDraws,
+    EvaluationLog,
+)
 from dora_pipe.audit.measuring import DrawnValues
-from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.audit.repeat_steps import MadeWeights
-from dora_pipe.audit.rescore import rescore
-from dora_pipe.audit.sampled_again import draws, sample_again
-from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, logged_records
-from dora_pipe.cli.output import raise_if_damaged
-from dora_pipe.cli.replay import with_modules
-from dora_pipe.cli.task_again import TaskAgain, chats_of_run, opened_task
-from dora_pipe.config.logged import logged_config
+from dora_pipe.audit.worker_log import Joined, Work, started_of
+from dora_pipe.bus import open_bus
+from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.worker_here import WorkerParts, alone, work_on
+from dora_pipe.config.model import Config, Evaluation
+from dora_pipe.config.several import pool_specs
 from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
 from dora_pipe.core.errors import TaskError, UsageError, reason
 from dora_pipe.core.own_code import importable, load_function, source_sha256
-from dora_pipe.launch.local_roles import keeping_nothing
-from dora_pipe.launch.run_dir import OpenRun, opened
+from dora_pipe.launch.cassettes import with_cassettes
+from dora_pipe.launch.run_dir import LOG, OpenRun, RunDir, locked, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.worker.role import params_by_source, worker_config
+from dora_pipe.producers.tasks.registry import reward_digest_of
+from dora_pipe.producers.worker.kept_parts import KeptParts
+from dora_pipe.producers.worker.role import worker_config
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.identity import source_of
-from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.adapters import base_of, read_adapter, write_merged
 from dora_pipe.store.model_dir import write_model_dir
 from dora_pipe.store.safetensors_file import read_manifest
@@ -43,17 +48,18 @@ from dora_pipe.store.store import PolicyStore
 
 EVAL: Final = "eval"
 
-OWN: Final = "a probe of your own: --probe module:function, of the folder of a checkpoint"
+SAMPLED: Final = "sampled"
+"""A folder with a log for all weights that were asked, by digest."""
 
-ROWS: Final = """
-    trajectory_id in (select trajectory_id from trajectories join groups g using (group_id)
-    where g.fate = 'evaluated' and g.evaluation = ? and g.version = (
-        select min(version) from groups where fate = 'evaluated' and evaluation = ?))"""
-"""The trajectories of the first version that an evaluation is of: every row, every sibling."""
+CHECKPOINT: Final = "checkpoint"
 
 
 class Probe(DrawnValues, Protocol):
     """What gives a value for every draw, and what its values are remembered by."""
+
+    def begin(self, folder: Path) -> None:
+        """Hear where it may keep what it needs until the command is done; before any value."""
+        ...
 
     @property
     def digest(self) -> str:
@@ -72,19 +78,20 @@ class Probe(DrawnValues, Protocol):
 
 
 @contextmanager
-def opened_probe(run: OpenRun, words: str, directory: Path | None) -> Iterator[Probe]:
+def opened_probe(
+    run: OpenRun, words: str, directory: Path | None, report: CommandProgress
+) -> Iterator[Probe]:
     """A probe as it was named: `eval`, `eval:NAME` or `module:function`.
 
     Raises UsageError, ConfigError, TaskError, PolicyError.
     """
     kind, _, name = words.partition(":")
-    started, _ = policy_after(run.bus, run.topics, 0)
     if kind == EVAL:
-        with _evaluation(run, started, name) as probe:
+        with _evaluation(run, name, report) as probe:
             yield probe
         return
-    where = str((directory or Path()).resolve())
-    with importable(where), tempfile.TemporaryDirectory(prefix="dora-pipe-probe-") as folder:
+    started, _ = policy_after(run.bus, run.topics, 0)
+    with importable(str((directory or Path()).resolve())):
         function = load_function("--probe", words, UsageError)
         yield FunctionProbe(
             words=words,
@@ -92,118 +99,133 @@ def opened_probe(run: OpenRun, words: str, directory: Path | None) -> Iterator[P
             digest=source_sha256(words),
             store=run.policies,
             assets=run.policies.assets(started.assets_digest),
-            folder=Path(folder),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OtherWeights:
+    """The run's store, and weights beside it."""
+
+    store: PolicyStore
+    file: Path
+    digest: str
+
+    def weights(self, digest: str) -> Path:
+        """See `role.Policies`."""
+        return self.file if digest == self.digest else self.store.weights(digest)
+
+    def verify(self, digest: str) -> object:
+        """See `role.Policies`."""
+        return read_manifest(self.file) if digest == self.digest else self.store.verify(digest)
+
+    def assets(self, digest: str) -> Path:
+        """See `role.Policies`."""
+        return self.store.assets(digest)
 
 
 @dataclass(slots=True, kw_only=True)
 class EvaluationProbe:
-    """Rewards of an evaluation's rows."""
+    """Rewards of an evaluation's rows, each sampled as a worker of the run samples it."""
 
-    rows: Sequence[Trajectory]
-    engine_port: Engine
-    params: dict[str, SamplingParams]
-    task: TaskAgain
-    base: tuple[Path, str] | None
-    """Of a LoRA run, what adapters stand on: file and digest."""
+    draws: EvaluationDraws
+    local: Config
+    """This machine's part of the worker's configuration."""
+    store: PolicyStore
+    kept: KeptParts
+    digest: str
+    """Of the code of the rewards."""
+    engine: str
+    report: CommandProgress
+    folder: Path = Path()
     direction: float | None = 1.0
 
-    @property
-    def digest(self) -> str:
-        """Of the code of the rewards."""
-        return self.task.reward_digest
-
-    @property
-    def engine(self) -> str:
-        """Name and version."""
-        return f"{self.engine_port.name} {self.engine_port.version}"
+    def begin(self, folder: Path) -> None:
+        """See the protocol."""
+        self.folder = folder / SAMPLED
 
     def values(self, weights: Path, made: MadeWeights, first: int, last: int) -> Values:
-        """See the protocol. Raises TaskError where infrastructure loses an answer's reward."""
-        engine = self.engine_port
-        if self.base is not None:
-            file, digest = self.base
-            engine.load(file, version=0, digest=digest)
-            engine.drop(0)
-        engine.load(weights, version=1, digest=made.digest)
-        wanted = draws(self.rows, first, last)
-        answers = list(sample_again(engine, wanted, self.params))
-        engine.drop(1)
-        return self._scored(answers)
+        """See the protocol. Raises TaskError where no draw has a valid reward."""
+        folder = self.folder / made.digest
+        folder.mkdir(parents=True, exist_ok=True)
+        store = _OtherWeights(store=self.store, file=weights, digest=made.digest)
+        with locked(RunDir(folder)), closing(open_bus(f"sqlite:{folder / LOG}")) as bus:
+            log = EvaluationLog(bus=bus, draws=self.draws, digest=made.digest)
+            log.begin(self.draws.started)
 
-    def _scored(self, answers: Sequence[Trajectory]) -> Values:
-        """Rewards, in their order; a row that is drawn twice is asked for in turn."""
-        found: list[float | None] = []
-        size = len(self.rows)
-        for start in range(0, len(answers), size):
-            some = answers[start : start + size]
-            by_name: dict[str, float | None] = {}
-            again = rescore(self.task.ports, some, clock=SystemClock(), stopped=self.task.stopped)
-            for one in again:
-                if one.lost:
-                    raise TaskError(f"no reward of {one.trajectory}: {one.error}")
-                by_name[one.trajectory] = one.found
-            found += [by_name[one.trajectory] for one in some]
-        return found
+            parts = WorkerParts(
+                store=store, config=self.local, engine=self.kept.engine, pool=self.kept.pool
+            )
+            work = work_on(log.log, NAME, parts, phase=made.of, total=last, report=self.report)
+            found = log.values(first, last, partial(self._work, work))
+        _check(found, made.of)
+        return found.values
+
+    def _work(self, work: Work, joined: Joined) -> None:
+        work(joined)
+        self.kept.forget(VERSION)
+
+
+def _check(found: DrawValues, of: str) -> None:
+    """Say which draws have no value; raise TaskError where none has one."""
+    if not found.errors:
+        return
+    missing, many = sum(found.errors.values()), len(found.values)
+    why = ", ".join(f"{name or 'no reason'} {count}" for name, count in found.errors.items())
+    if missing == many:
+        raise TaskError(f"no draw of {of} has a valid reward: {why}")
+    say(f"{missing} of {many} draws of {of} have no valid reward, and do not count: {why}")
 
 
 @contextmanager
-def _evaluation(run: OpenRun, started: RunStarted, name: str) -> Iterator[EvaluationProbe]:
-    config = with_modules(logged_config(started.config), run)
-    names = [one.name for one in config.evaluations]
-    if name not in names and (name or len(names) > 1):
-        known = ", ".join(f"eval:{one}" if one else EVAL for one in names)
-        raise UsageError(f"no evaluation {name!r}", hint=f"there are: {known}")
-    name = name or names[0]
-    rows = _rows(run, name)
-    if not rows and run.directory.lender:  # A run without rollouts of its own.
-        with opened(str(run.directory.path.parent / run.directory.lender)) as lender:
-            rows = _rows(lender, name)
-    if not rows:
-        by = f" by {name}" if name else ""
-        raise UsageError(f"no version was evaluated{by}, so there are no rows", hint=OWN)
-    assets = run.policies.assets(started.assets_digest)
-    tokenizer = Tokenizer(assets)
-    with closing(run.tables()) as tables:
-        chats = chats_of_run(tables, config, started, assets, tokenizer)
-    base = None
-    if config.lora.rank:
-        base = run.policies.weights(started.policy.digest), started.policy.digest
-    with ExitStack() as stack:
-        task = stack.enter_context(opened_task(run, worker_config(started, run.config)))
-        _check_one_turn(task, source_of("eval", name))
-        engine = open_engine(
-            assets=assets, config=keeping_nothing(config), decode=tokenizer.full_text
+def _evaluation(run: OpenRun, name: str, report: CommandProgress) -> Iterator[EvaluationProbe]:
+    started = started_of(_sampled_as(run), NAME)
+    local = with_cassettes(run.config, run.directory.path.parent)
+    local = alone(local, local.workers.engine)
+    config = worker_config(started, local)
+    evaluation = _named(config, name)
+    draws = EvaluationDraws(started=started, config=config, evaluation=evaluation)
+    if not draws.rows:
+        raise UsageError(
+            f"evaluation {evaluation.name!r} of this run has no rows", hint="evaluation.prompts"
         )
+    report("opening the task")
+    with closing(KeptParts(open_engine)) as kept:
+        pools = [
+            kept.pool(one.task, clock=SystemClock(), run=f"{NAME}@{started.at_ns}")
+            for one in pool_specs(config)
+        ]
+        assets = run.policies.assets(started.assets_digest)
+        decode = Tokenizer(assets).full_text
+        engine = kept.engine(assets=assets, config=config, decode=decode)
         yield EvaluationProbe(
-            rows=rows,
-            engine_port=stack.enter_context(closing(engine)),
-            params=params_by_source(config, tokenizer.stop_ids, chats),
-            task=task,
-            base=base,
+            draws=draws,
+            local=local,
+            store=run.policies,
+            kept=kept,
+            digest=reward_digest_of(pool.wait() for pool in pools),
+            engine=f"{engine.name} {engine.version}",
+            report=report,
         )
 
 
-def _check_one_turn(task: TaskAgain, source: str) -> None:
-    """Raise UsageError for an evaluation that is not one answer with a reward of its own."""
-    why = ""
-    if source not in task.single_turn:
-        why = "has episodes of several turns"
-    elif source in task.together:
-        why = "scores siblings together"
-    if why:
-        raise UsageError(f"this evaluation {why}, which is not done here", hint=OWN)
+def _sampled_as(run: OpenRun) -> RunStarted:
+    """`run started`, and of a run without rollouts of its own, when that began whose rows it has:
+    templates write the date into prompts."""
+    started, _ = policy_after(run.bus, run.topics, 0)
+    if not run.directory.lender:
+        return started
+    with opened(str(run.directory.path.parent / run.directory.lender)) as lender:
+        lent, _ = policy_after(lender.bus, lender.topics, 0)
+    return msgspec.structs.replace(started, at_ns=lent.at_ns)
 
 
-def _rows(run: OpenRun, name: str) -> list[Trajectory]:
-    """What was evaluated first, by row and sibling; none where nothing was. Raises
-    InvariantBroken."""
-    damage = Damage()
-    with closing(run.tables()) as tables:
-        logged = logged_records(tables, f"{COUNTS} and {ROWS}", [name, name])
-    found = list(trajectories_of(run, logged, damage))
-    raise_if_damaged(damage, ", and not asked")
-    return sorted(found, key=lambda one: (one.meta.index, one.meta.sibling))
+def _named(config: Config, name: str) -> Evaluation:
+    """The evaluation of a name; without one, the only one. Raises UsageError."""
+    found = {one.name: one for one in config.evaluations}
+    if name not in found and (name or len(found) > 1):
+        known = ", ".join(f"eval:{one}" if one else EVAL for one in found)
+        raise UsageError(f"no evaluation {name!r}", hint=f"there are: {known}")
+    return found.get(name) or config.evaluations[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,15 +237,19 @@ class FunctionProbe:
     digest: str
     store: PolicyStore
     assets: Path
-    folder: Path
+    folder: Path = Path()
     engine: str = ""
     direction: float | None = None
+
+    def begin(self, folder: Path) -> None:
+        """See the protocol."""
+        self.folder = folder
 
     def values(self, weights: Path, made: MadeWeights, first: int, last: int) -> Values:
         """See the protocol; it has its rows once. Raises TaskError."""
         if first:
             return []
-        directory = self.folder / "checkpoint"
+        directory = self.folder / CHECKPOINT
         write_model_dir(directory, self.assets, partial(self._write, weights), made.dtype)
         try:
             said = self.function(directory)

@@ -40,8 +40,6 @@ class TaskAgain:
     """Whether a turn ended by a stop token or a stop string."""
     together: frozenset[str]
     """Sources of the groups whose siblings are also scored together here."""
-    single_turn: frozenset[str]
-    """Sources where nobody answers the model: neither an environment nor an agent's program."""
 
 
 @contextmanager
@@ -72,19 +70,12 @@ def opened_task(
             if its.scores_groups
             for source in one.sources
         }
-        single_turn = {
-            source
-            for (one, _), its in zip(pools, facts, strict=True)
-            if its.single_turn and not one.task.has_agent
-            for source in one.sources
-        }
         yield TaskAgain(
             ports=task_ports(pools, tokenizer, chats),
             reward_digest=reward_digest_of(facts),
             recorded=recorded,
             stopped=_stopped(config, tokenizer, chats),
             together=frozenset(together),
-            single_turn=frozenset(single_turn),
         )
 
 

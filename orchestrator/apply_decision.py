@@ -19,8 +19,9 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import elastic, hosting, scoring, watched
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
 from dora_pipe.orchestrator.elastic import batch_due
+from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
 from dora_pipe.orchestrator.hosting import may_be_interrupted
-from dora_pipe.orchestrator.staleness import EVALUATION_DEADLINE, may_admit, next_part, surplus
+from dora_pipe.orchestrator.staleness import may_admit, next_part, surplus
 from dora_pipe.orchestrator.state import UNTAKEN, Group, Outcome, Request, State, Training, Worker
 from dora_pipe.orchestrator.state_ops import (
     admit,
@@ -122,7 +123,7 @@ def _dispatch_row(state: State, spec: GroupSpec) -> None:
     state.eval_ordinal += 1
     state.eval_row += 1
     state.counters.evaluations += 1
-    if due is None or state.eval_row == evaluation_rows(state, due):
+    if due is None or state.eval_row == _rows(state, due):
         state.eval_row = 0
         if spec.evaluation:
             state.evaluations[spec.evaluation] = state.version
@@ -401,7 +402,7 @@ def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None
     evaluation = watched.watched_evaluation(state.config)
     assert evaluation is not None
     rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
-    groups = evaluation_rows(state, evaluation)
+    groups = _rows(state, evaluation)
     state.watched = watched.ended(before, group.spec.version, rewards, groups=groups)
 
 
@@ -550,34 +551,24 @@ def _next_task(state: State) -> Task:
 
 
 def eval_spec(state: State) -> GroupSpec:
-    """The next row of an evaluation of the newest version; seeds depend on the row alone."""
+    """The next row of an evaluation of the newest version."""
     assert state.facts is not None and state.config is not None
-    ordinal, row, due = state.eval_ordinal, state.eval_row, next_evaluation(state)
+    due = next_evaluation(state)
     assert due is not None
-    data = state.facts.datasets.get(source_of("eval", due.name))
-    return GroupSpec(
-        group=group_id("eval", ordinal),
-        ordinal=ordinal,
-        purpose="eval",
+    return evaluation_group(
+        state.facts,
+        state.config,
+        due,
+        state.eval_row,
+        ordinal=state.eval_ordinal,
         version=state.version,
         digest=state.policies[state.version],
-        deadline=EVALUATION_DEADLINE,
-        partition=partition_of(ordinal, state.config.bus.partitions),
-        dataset_digest=data.digest if data else state.facts.eval_digest,
-        index=row,
-        data_epoch=0,
-        seed=group_seed(state.facts.seed, "eval", row),
-        size=due.siblings,
-        task=state.config.task_of(due).name,
-        evaluation=due.name,
     )
 
 
-def evaluation_rows(state: State, evaluation: Evaluation) -> int:
-    """Groups of one evaluation."""
+def _rows(state: State, evaluation: Evaluation) -> int:
     assert state.facts is not None
-    data = state.facts.datasets.get(source_of("eval", evaluation.name))
-    return min(evaluation.prompts, data.rows if data else state.facts.eval_rows)
+    return evaluation_rows(state.facts, evaluation)
 
 
 def evaluation_due(state: State) -> bool:
@@ -594,6 +585,6 @@ def next_evaluation(state: State) -> Evaluation | None:
     for one in state.config.evaluations:
         done = state.evaluations.get(one.name, -1) if one.name else state.evaluated
         due = ends or (one.every > 0 and state.version % one.every == 0)
-        if due and state.version > done and evaluation_rows(state, one):
+        if due and state.version > done and _rows(state, one):
             return one
     return None

@@ -127,7 +127,7 @@ class TaskPool:
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
-        self._deaths = Deaths()
+        self._deaths = Deaths(elsewhere=self._places.elsewhere)
         self._closed = False
         self.deaths = 0
         """Processes that died or were killed for a time-out, since the start."""

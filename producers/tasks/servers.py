@@ -160,18 +160,22 @@ class Places:
 class Deaths:
     """Processes that died in a row without one answer, and when the next one may be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, elsewhere: bool) -> None:
+        """`elsewhere`: they are connections to servers."""
+        self._elsewhere = elsewhere
         self.in_a_row = 0
         self.start_at_ns = 0
 
     def count(self, now_ns: int, message: str, most: int) -> None:
-        """One more. Raises TaskError where they are `most`."""
+        """One more, or a connection to a server. Raises TaskError where they are `most`."""
         self.in_a_row += 1
         if self.in_a_row >= most:
+            what, hint = ("task processes in a row died", "what they wrote to stderr may tell why")
+            if self._elsewhere:
+                what = "connections to servers of the task in a row ended"
+                hint = "`dora-pipe task serve` has to run where task.url says"
             raise TaskError(
-                f"{most} task processes in a row died without answering anything; the last:"
-                f" {message}",
-                hint="what they wrote to stderr may tell why",
+                f"{most} {what} without answering anything; the last: {message}", hint=hint
             )
         again = self.in_a_row - 2
         pause_s = 0.0 if again < 0 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0**again)

@@ -74,7 +74,6 @@ from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.model_dir import asset_files
 from dora_pipe.store.names import assets_digest
-from dora_pipe.store.store import PolicyStore
 
 LOG = logging.getLogger(__name__)
 
@@ -103,6 +102,26 @@ class EngineFactory(Protocol):
         """Raises PolicyError for a model that the engine cannot run."""
 
 
+class Policies(Protocol):
+    """What a worker needs of the run's store: `store.store.PolicyStore`."""
+
+    def weights(self, digest: str) -> Path:
+        """The file of a version's weights."""
+
+    def verify(self, digest: str) -> object:
+        """Raises PolicyError where that file is not what its digest says."""
+
+    def assets(self, digest: str) -> Path:
+        """The directory of the model's config and tokenizer files."""
+
+
+class OpenPool(Protocol):
+    """Starts the processes of a task."""
+
+    def __call__(self, task: model.Task, *, clock: Clock, run: str) -> TaskPool:
+        """See `TaskPool`, which the worker closes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
     """What every incarnation of this process shares."""
@@ -110,8 +129,9 @@ class _Worker:
     bus: Bus
     topics: Topics
     name: str
-    store: PolicyStore
+    store: Policies
     engine_factory: EngineFactory
+    open_pool: OpenPool
     handover: Handover
     transfers: str
     stop: Callable[[], bool]
@@ -132,10 +152,11 @@ def run_worker(
     topics: Topics,
     *,
     worker: str,
-    store: PolicyStore,
+    store: Policies,
     engine_factory: EngineFactory,
     stop: Callable[[], bool],
     config: model.Config | None = None,
+    open_pool: OpenPool | None = None,
     handover: Handover | None = None,
     transfers: str = "",
     clock: Clock | None = None,
@@ -162,6 +183,7 @@ def run_worker(
         name=worker,
         store=store,
         engine_factory=engine_factory,
+        open_pool=open_pool or TaskPool,
         handover=handover or NoHandover(),
         transfers=transfers,
         stop=stop,
@@ -279,7 +301,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         # The order: task processes import and read their data while the engine is made.
         run = f"{here.topics.run}@{here.run.at_ns}"
         pools = [
-            (one, stack.enter_context(TaskPool(one.task, clock=here.clock, run=run)))
+            (one, stack.enter_context(here.open_pool(one.task, clock=here.clock, run=run)))
             for one in pool_specs(here.config)
         ]
         assets = _checked_assets(here)

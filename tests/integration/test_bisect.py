@@ -74,6 +74,9 @@ class Probe:
     engine: str = ""
     direction: float | None = None
 
+    def begin(self, folder: Path) -> None:
+        """It keeps nothing."""
+
     def values(self, weights: Path, made: MadeWeights, first: int, last: int) -> Values:
         assert weights.is_file()
         if len(self.asked) >= self.most:

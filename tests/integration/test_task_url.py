@@ -134,7 +134,7 @@ def test_each_of_several_servers_may_be_away_as_long_as_a_single_one(
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
         closed = [f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (one, two)]
     with TaskPool(task(*closed)) as pool:
-        with pytest.raises(TaskError, match="in a row died"):
+        with pytest.raises(TaskError, match="servers of the task in a row ended"):
             pool.wait()
         assert pool.deaths == 4
 
@@ -142,7 +142,10 @@ def test_each_of_several_servers_may_be_away_as_long_as_a_single_one(
 def test_nobody_plays_without_the_token(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.upper())
-    with TaskPool(task(server.url)) as pool, pytest.raises(TaskError, match="in a row died"):
+    with (
+        TaskPool(task(server.url)) as pool,
+        pytest.raises(TaskError, match="servers of the task in a row ended"),
+    ):
         pool.wait()
     monkeypatch.setenv(TOKEN_VARIABLE, "short")
     with pytest.raises(ConfigError, match="at least 16 characters"):

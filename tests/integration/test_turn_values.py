@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.audit.fork_log import started_of
 from dora_pipe.audit.replay_trajectory import recorded_trajectory
+from dora_pipe.audit.worker_log import started_of
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.observe.lineage import policy_after

@@ -1,5 +1,5 @@
-"""Runs whose trajectories are continued, and the `fork` command in this process: tasks, tokenizer
-and engine are those of the run, without processes."""
+"""Runs whose trajectories are continued, or whose evaluations are asked again, in this process:
+tasks, tokenizer and engine are those of the run, without processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.cli import fork
+from dora_pipe.cli import fork, probes
 from dora_pipe.config import model
 from dora_pipe.config.load import dump_toml
 from dora_pipe.core.clock import Clock
@@ -26,9 +26,10 @@ from dora_pipe.producers.tasks.calls import (
     TaskEvent,
     TaskFacts,
 )
-from dora_pipe.producers.worker import role
+from dora_pipe.producers.worker import kept_parts, role
 from dora_pipe.sim.parts import Numbers
 from dora_pipe.sim.roles import DATASET, EVAL_DATASET
+from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.inline_tasks import InlineTasks
 from tests.support.recorded_run import RecordedRun
@@ -74,9 +75,8 @@ def single_turns() -> InlineTasks:
 
 def record(directory: Path, tasks: Callable[[], InlineTasks], **changes: Any) -> RecordedRun:
     """A short run of such a task."""
-    config = make_config(
-        run__steps=1, run__name="short", evaluation__prompts=0, task__turns_max=TURNS, **changes
-    )
+    plain = {"run__steps": 1, "run__name": "short", "evaluation__prompts": 0}
+    config = make_config(**{**plain, "task__turns_max": TURNS, **changes})
     with Cluster(directory, config, tasks=tasks) as cluster:
         (directory / "config.toml").write_text(dump_toml(config))
         cluster.run()
@@ -107,8 +107,8 @@ class _Words(Numbers):
 def install(
     monkeypatch: pytest.MonkeyPatch, tasks: Callable[[], InlineTasks], **facts: Any
 ) -> None:
-    """From now on `fork` runs such tasks in this process; `facts` are what a task says of itself
-    otherwise."""
+    """From now on workers of commands run such tasks in this process; `facts` are what a task says
+    of itself otherwise."""
 
     class Pool:
         def __init__(self, task: model.Task, *, clock: Clock, run: str) -> None:
@@ -130,6 +130,12 @@ def install(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._tasks, name)
 
+        def wait(self) -> TaskFacts:
+            return self.facts
+
+        def end(self) -> None:
+            self._tasks.close()
+
         def __enter__(self) -> Pool:
             return self
 
@@ -137,10 +143,14 @@ def install(
             self._tasks.close()
 
     monkeypatch.setattr(role, "TaskPool", Pool)
+    monkeypatch.setattr(kept_parts, "KeptPool", Pool)
     monkeypatch.setattr(role, "Runtime", partial(Runtime, turn_ns=0))
     monkeypatch.setattr(role, "Tokenizer", _Words)
+    monkeypatch.setattr(probes, "Tokenizer", _Words)
     monkeypatch.setattr(role, "check_data", lambda facts, run, sources: None)
     monkeypatch.setattr(role, "chats_of", lambda *_, **__: {})
-    monkeypatch.setattr(role, "_checked_assets", lambda here: here.store.assets_path("none").parent)
-    monkeypatch.setattr(fork, "open_engine", engine)
+    monkeypatch.setattr(role, "_checked_assets", lambda here: here.store.assets("none"))
+    monkeypatch.setattr(PolicyStore, "assets", lambda store, digest: store.root)
+    for command in (fork, probes):
+        monkeypatch.setattr(command, "open_engine", engine)
     monkeypatch.setattr(fork, "decoder_of", lambda run: Numbers().text)

@@ -17,7 +17,7 @@ import msgspec
 from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.lent_ledger import borrow
+from dora_pipe.audit.lent_ledger import lender_of
 from dora_pipe.audit.reading import record_at
 from dora_pipe.audit.tracing import Traces
 from dora_pipe.bus.logged import fault_of, logged_trajectory
@@ -25,7 +25,6 @@ from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.consumers.trainer.change_file import stored_change
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
@@ -80,7 +79,7 @@ def describe(
     decode = None
     if ledger.started is not None:
         decode = decoder(store.assets(ledger.started.assets_digest))
-    describer = _Describer(bus, topics, ledger, store, decode, _lender(bus, ledger, store))
+    describer = _Describer(bus, topics, ledger, store, decode, lender_of(bus, ledger, store))
     if found := _STEP.match(wanted):
         return describer.step(int(found[1]))
     if _GROUP.match(wanted) and wanted in ledger.accounts.groups:
@@ -91,17 +90,6 @@ def describe(
         f"{wanted!r} is not in run {topics.run}",
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
     )
-
-
-def _lender(bus: Bus, ledger: Ledger, store: PolicyStore) -> Ledger | None:
-    """The books of the run whose groups this one has trained, which are booked here too; None for a
-    run with groups of its own. Raises PolicyError where it is not known what of them counts."""
-    retrained = None if ledger.started is None else ledger.started.retrained
-    if retrained is None:
-        return None
-    lender = build_ledger(bus, Topics(retrained.run))
-    borrow(ledger, lender, stored_change(store, retrained.change))
-    return lender
 
 
 def _is_over(ledger: Ledger, wanted: str) -> bool:

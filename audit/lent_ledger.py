@@ -1,15 +1,31 @@
 """Books of groups that a run borrows: those of the run that sampled them, with what became of them
-here. Only values.
+here.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry, RequestEntry, StepEntry
 from dora_pipe.audit.ledger import Ledger
+from dora_pipe.bus.port import Bus
+from dora_pipe.consumers.trainer.change_file import stored_change
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.schemas.batch import parts_of
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.store import PolicyStore
+
+
+def lender_of(bus: Bus, ledger: Ledger, store: PolicyStore) -> Ledger | None:
+    """The books of the run whose groups this one has trained, which are booked here too; None for a
+    run with groups of its own. Raises PolicyError where it is not known what of them counts."""
+    retrained = None if ledger.started is None else ledger.started.retrained
+    if retrained is None:
+        return None
+    lender = build_ledger(bus, Topics(retrained.run))
+    borrow(ledger, lender, stored_change(store, retrained.change))
+    return lender
 
 
 def borrow(ledger: Ledger, lender: Ledger, change: BatchChange) -> None:

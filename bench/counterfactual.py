@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -51,6 +52,18 @@ STEPS: Final = 8
 FORK: Final = ("--pieces", "4", "--samples", "64")
 REPLAYED: Final = 512
 """Trajectories that are generated again, beside a fork."""
+
+PROBE: Final = """from pathlib import Path
+
+from safetensors.numpy import load_file
+
+
+def of(folder):
+    files = sorted(Path(folder).glob("*.safetensors"))
+    found = {name: one for file in files for name, one in load_file(file).items()}
+    return [float(abs(found[name].astype("float64")).mean()) for name in sorted(found)]
+"""
+"""A number of every tensor, in place of an evaluation: what is measured are steps."""
 
 _MAIN: Final = "from dora_pipe.cli.main import main; main()"
 
@@ -223,6 +236,22 @@ def _forkable(benched: BenchedRun) -> str:
     return str(found[0])
 
 
+def bisected(benched: BenchedRun) -> Spent:
+    """The newest steps looked into by a probe that tells any two versions apart; what it has
+    remembered in the run's directory is removed. Raises UsageError where nothing was trained."""
+    folder, newest = Path(benched.fresh()), _newest(benched)
+    # Another digest than before: nothing is remembered of this probe.
+    (folder / "norms.py").write_text(f"{PROBE}# {folder.name}\n")
+    asked = ("--good", str(max(0, newest - STEPS)), "--bad", str(newest), "--steps", str(STEPS))
+    words = ["bisect", benched.words, *asked, "--probe", "norms:of", "--directory", str(folder)]
+    spent, (told,) = command(words, benched.folder)
+    shutil.rmtree(told["folder"])
+    found = told["explanation"] or {"steps": 0, "steps_as_they_were": 0}
+    if not (steps := found["steps"] + found["steps_as_they_were"]):
+        raise UsageError("the weights of this run have not grown: bisect has trained no step again")
+    return Spent(work=steps, seconds=spent.seconds, cpu_s=spent.cpu_s)
+
+
 def _newest(benched: BenchedRun) -> int:
     """The newest version."""
     with opened(benched.words) as run, closing(run.tables()) as tables:
@@ -277,6 +306,13 @@ CASES: Final[tuple[Case, ...]] = (
             lambda one: ["retrain", *one.linked(), "--name", "again", "--to", str(STEPS)],
             lambda told: len(told[0]["steps"]),
         ),
+        reference=_counted(lambda one: ["replay", one.words, "--to", str(STEPS)], len),
+    ),
+    Case(
+        command="bisect",
+        unit="steps",
+        beside="replay of the same number of steps",
+        own=bisected,
         reference=_counted(lambda one: ["replay", one.words, "--to", str(STEPS)], len),
     ),
     Case(

@@ -299,8 +299,8 @@ def counterfactual(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """What rescore, diff, fork, retrain and certificate cost on a run's log, each beside something
-    that does the same work with less around it."""
+    """What rescore, diff, fork, retrain, bisect and certificate cost on a run's log, each beside
+    something that does the same work with less around it."""
     from dora_pipe.bench.counterfactual import (
         CASES,
         BenchedRun,

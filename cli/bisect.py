@@ -11,7 +11,13 @@ from typing import Any, Final
 from dora_pipe.audit.bisect import Fall, Limits, Measured, Subject, Trial, Version, search
 from dora_pipe.audit.culprits import Explanation, Suspect
 from dora_pipe.audit.measuring import Measuring, look_into
-from dora_pipe.audit.probed_file import AboutProbe, ProbedFile
+from dora_pipe.audit.probed_file import (
+    FOLDER,
+    AboutProbe,
+    BisectFound,
+    KeptSuspect,
+    ProbedFile,
+)
 from dora_pipe.audit.rebuild import Rebuilder
 from dora_pipe.audit.repeat_steps import MadeWeights, StepRepeater
 from dora_pipe.catalogue.evaluations import Interval
@@ -26,9 +32,6 @@ from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.schemas.wire import canonical, sha256_hex
-
-FOLDER: Final = "bisect"
-"""In a run's directory: a folder for every probe, by digest."""
 
 DIGITS: Final = 12
 """Of that digest, in the folder's name."""
@@ -74,6 +77,7 @@ def bisect_run(
             steps = len(history.notes)
             found = look_into(fall, measuring, subjects.repeater(), limits, steps=steps)
         subjects.forget()
+    file.keep(_found(fall, found, good=good, bad=bad))
     if as_json:
         emit_json(_plain(fall, found, file, subjects.led))
     elif found is not None:
@@ -173,18 +177,41 @@ def print_fall(fall: Fall, probe: str, folder: Path) -> None:
         ],
     )
     emit_line()
+    emit_line(fall_words(fall))
+
+
+def fall_words(fall: Fall) -> str:
+    """Where the value fell, or that it did not."""
     fell = f"{fall.fell.value:.3g} ({interval(fall.fell)})"
     if not fall.sure and fall.fell.high < 0:
-        emit_line(f"nothing fell: {fall.bad.subject.words} is better, by {-fall.fell.value:.3g}")
-    elif not fall.sure:
-        emit_line(f"nothing fell: the difference is {fell}, which may be none")
-    elif fall.undecided:
-        emit_line(
+        return f"nothing fell: {fall.bad.subject.words} is better, by {-fall.fell.value:.3g}"
+    if not fall.sure:
+        return f"nothing fell: the difference is {fell}, which may be none"
+    if fall.undecided:
+        return (
             f"the value fell by {fell}, between version {fall.last_good} and"
             f" {fall.first_bad}: those between are about halfway"
         )
-    else:
-        emit_line(f"the value fell by {fell}; step {fall.last_good} made the first bad version")
+    return f"the value fell by {fell}; step {fall.last_good} made the first bad version"
+
+
+def _found(fall: Fall, found: Explanation | None, *, good: int, bad: int) -> BisectFound:
+    """What is kept of it beside the values."""
+    verdicts = {one.subject.words: like(one.verdict) for one in fall.tested}
+    ends = {fall.good.subject.words: "given as good", fall.bad.subject.words: "given as bad"}
+    trials = () if found is None else found.trials
+    return BisectFound(
+        good=good,
+        bad=bad,
+        conclusion=[fall_words(fall), *([] if found is None else conclusion(found))],
+        like=verdicts | ends | {one.subject.words: like(one.verdict) for one in trials},
+        suspects=[
+            KeptSuspect(
+                name=one.name, step=one.step, deviations=one.deviations, reasons=[*one.reasons]
+            )
+            for one in (() if found is None else found.suspects)
+        ],
+    )
 
 
 def print_cause(found: Explanation, led: int) -> None:

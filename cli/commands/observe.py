@@ -220,7 +220,8 @@ def source_opener(
 def other_runs(name: str, root: Path, archive: Path | None, beside: str) -> OtherRuns:
     """What a run can be compared with: the others of its root, and one that was named."""
     from dora_pipe.launch.run_dir import RunDir, find_run, opened
-    from dora_pipe.observe.web.diffs import OtherRuns, Pair
+    from dora_pipe.observe.web.diffs import OtherRuns
+    from dora_pipe.observe.web.retrained import Pair
 
     own = find_run(name, root).path.resolve()
     named = find_run(beside, root) if beside else None
@@ -231,13 +232,21 @@ def other_runs(name: str, root: Path, archive: Path | None, beside: str) -> Othe
         runs += [named] if named is not None else []
         return {one.path.name: one.words for one in runs if one.path.resolve() != own}
 
+    def related() -> list[str]:
+        source, there = RunDir(own).lender, words()
+        return [
+            one
+            for one, path in there.items()
+            if one == source or find_run(path, root).lender == own.name
+        ]
+
     @contextmanager
     def open_both(other: str) -> Iterator[Pair]:
         with opened(name, root, archive) as here, opened(words()[other], root) as there:
             yield here, there
 
     chosen = "" if named is None or named.path.resolve() == own else named.path.name
-    return OtherRuns(names=words, opened=open_both, beside=chosen)
+    return OtherRuns(names=words, opened=open_both, related=related, beside=chosen)
 
 
 def metrics(

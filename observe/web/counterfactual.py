@@ -1,5 +1,6 @@
 """What other commands made of a run's log and left in its directory, on pages: rewards that were
-asked again (`rescore`), and trajectories that were continued from their turns (`fork`).
+asked again (`rescore`), trajectories that were continued from their turns (`fork`), and which
+version and which groups made it worse (`bisect`).
 
 It decides how much of it a page has. Nothing here writes: what another process is writing is read
 as far as it goes, and a file that cannot be read is a line on the page.
@@ -26,6 +27,7 @@ from dora_pipe.audit.rescoring import Beside
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.tables import RESCORED, RescoredRow
 from dora_pipe.core.errors import DoraError, UsageError
+from dora_pipe.observe.web.bisects import listed_bisects
 from dora_pipe.observe.web.view import Query, RunView, short
 
 if TYPE_CHECKING:
@@ -93,11 +95,13 @@ def listed(view: RunView, source: RunSource) -> dict[str, Any]:
     others = source.others
     runs = {
         "others": [] if others is None else list(others.names()),
+        "retrained": [] if others is None else list(others.related()),
         "beside": "" if others is None else others.beside,
     }
     files = source.files
     if files is None:
-        return {"rescored": None, "forks": None, **runs, "problems": []}
+        none = dict.fromkeys(("rescored", "forks", "bisects"))
+        return {**none, **runs, "problems": []}
     files.lay(view.catalogue)
     counts = {row[0]: row[1:] for row in view.rows(_LISTED)}
     problems = list(files.problems)
@@ -111,12 +115,14 @@ def listed(view: RunView, source: RunSource) -> dict[str, Any]:
         scored, differ, old, new = counts.get(about.reward_digest, (0, 0, None, None))
         named = about.reward or "the run's own"
         rescored.append([file.folder.name, named, scored, differ, short(old), short(new)])
+    bisects = listed_bisects(files.directory, problems)
     forks = [[one.trajectory, one.version, len(one.turns), *_decided(one)] for one in files.forks()]
     columns = ["rescored", "reward", "trajectories", "differ", "mean then", "mean now"]
     turns = ["trajectory", "version", "turns", "decided in turn", "value before", "value after"]
     return {
         "rescored": {"columns": columns, "rows": rescored},
         "forks": {"columns": turns, "rows": forks},
+        "bisects": bisects,
         **runs,
         "problems": problems + files.problems,
     }

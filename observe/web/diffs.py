@@ -1,6 +1,6 @@
-"""Compares a run with others of its root for a page, in a thread of its own: both logs are read
-from end to end, which may take longer than a page waits. It decides how long an answer is waited
-for and how many are kept.
+"""Compares a run with others of its root for a page, those that were trained again on it among
+them, in a thread of its own: both logs are read from end to end, which may take longer than a page
+waits. It decides how long an answer is waited for and how many are kept.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora_pipe.audit.compared_logs import ComparedLogs, LogWithTables, compared_logs
+from dora_pipe.audit.compared_logs import ComparedLogs, compared_logs
 from dora_pipe.audit.run_diff import ComparedRun
 from dora_pipe.bus.logged import Damage
 from dora_pipe.core.errors import DoraError, UsageError
+from dora_pipe.observe.web.retrained import Pair, retrained_page
 from dora_pipe.observe.web.view import HIDDEN, short
 
 WAIT_S: Final = 0.5
@@ -26,8 +27,6 @@ KEPT_MAX: Final = 8
 VALUE_CHARACTERS: Final = 200
 """Of a configuration's value on the page."""
 
-Pair = tuple[LogWithTables, LogWithTables]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherRuns:
@@ -36,33 +35,39 @@ class OtherRuns:
     names: Callable[[], Collection[str]]
     opened: Callable[[str], AbstractContextManager[Pair]]
     """The run itself and that one, their logs open."""
+    related: Callable[[], Collection[str]] = list
+    """Of these, the run that it was trained again on, or those that were trained again on it."""
     beside: str = ""
     """The one that was named for that; a file has no other comparison."""
 
 
 class RunDiffs:
-    """Comparisons of one run, to be closed. Example: ``RunDiffs("demo", others).ask("two", 7)``."""
+    """Comparisons of one run, to be closed.
+
+    Example: ``RunDiffs("demo", others).ask("diff", "two", 7)``
+    """
 
     def __init__(self, run: str, others: OtherRuns, *, redact: bool = False) -> None:
         self._run, self._others, self._redact = run, others, redact
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ui-diff")
-        self._found: dict[tuple[str, int], Future[dict[str, Any]]] = {}
+        self._found: dict[tuple[str, str, int], Future[dict[str, Any]]] = {}
         self._read = 0
         self._closing = False
 
-    def ask(self, name: str, revision: int) -> dict[str, Any]:
-        """Where the two part, or how far the comparison is; `revision` is that of the run's tables.
+    def ask(self, kind: str, name: str, revision: int) -> dict[str, Any]:
+        """Where the two part (`diff`) or what training again has changed (`retrained`), or how far
+        the comparison is; `revision` is that of the run's tables.
 
         Raises UsageError for a run that is not there, the errors of either log.
         """
         if name not in self._others.names():
             there = ", ".join(self._others.names()) or "none"
             raise UsageError(f"no run {name!r} lies beside this one", hint=f"there are: {there}")
-        key = (name, revision)
+        key = (kind, name, revision)
         if key not in self._found:
             for old in list(self._found)[: 1 - KEPT_MAX]:
                 del self._found[old]
-            self._found[key] = self._thread.submit(self._compare, name)
+            self._found[key] = self._thread.submit(self._compare, kind, name)
         try:
             return self._found[key].result(WAIT_S)
         except TimeoutError:
@@ -76,9 +81,11 @@ class RunDiffs:
         self._closing = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _compare(self, name: str) -> dict[str, Any]:
+    def _compare(self, kind: str, name: str) -> dict[str, Any]:
         damage = Damage()
         with self._others.opened(name) as (one, other):
+            if kind == "retrained":
+                return retrained_page((one, other))
             found = compared_logs(one, other, damage, self._told)
         return diff_page(found, (self._run, name), damage, redact=self._redact)
 

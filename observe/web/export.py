@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ SHARES: Final = {
     "trajectory": 0.3,
     "rescored": 0.05,
     "diff": 0.03,
+    "bisect": 0.02,
+    "retrained": 0.03,
 }
 """Of the file, for pages of one kind, of all runs together."""
 
@@ -51,6 +53,8 @@ ROWS_MAX: Final = 6000
 DECISIONS_MAX: Final = 4000
 DIFF_ASKS_MAX: Final = 7200
 """How often it is asked whether two runs have been compared; an answer takes half a second."""
+RETRAINED_MAX: Final = 8
+"""Runs that were trained again on this one, with a page each."""
 
 MODULES: Final = (
     "dom.js",
@@ -132,14 +136,26 @@ def _counterfactual(worker: QueryWorker, run: str, room: _Room) -> list[str]:
         page = ask("rescored", row[0])
         if room.offer("rescored", f"{run}/rescored/{row[0]}", page):
             names += [example[0] for example in page["examples"]["rows"]]
+    for row in (found["bisects"] or {"rows": []})["rows"]:
+        page = ask("bisect", row[0])
+        if room.offer("bisect", f"{run}/bisect/{row[0]}", page):
+            names += [row[0] for row in page["suspects"]["rows"] if "-" in row[0]]
+    for other in found["retrained"][:RETRAINED_MAX]:
+        if page := _compared(ask, "retrained", other):
+            room.offer("retrained", f"{run}/retrained/{other}", page)
     if other := found["beside"]:
-        pages = (ask("diff", other) for _ in range(DIFF_ASKS_MAX))
-        page = next((one for one in pages if "comparing" not in one), {})
+        page = _compared(ask, "diff", other)
         if page and room.offer("diff", f"{run}/diff/{other}", page) and page["trajectory"]:
             names.append(page["trajectory"])
     sql = "select trajectory_id from trajectories where trajectory_id in (select unnest(?))"
     there = {name for (name,) in worker.work(lambda view: view.rows(sql, names))}
     return [name for name in dict.fromkeys(names) if name in there]
+
+
+def _compared(ask: Callable[..., dict[str, Any]], kind: str, other: str) -> dict[str, Any]:
+    """A page that two logs are read for, once they were; empty where they are not in time."""
+    pages = (ask(kind, other) for _ in range(DIFF_ASKS_MAX))
+    return next((one for one in pages if "comparing" not in one), {})
 
 
 def _fill(worker: QueryWorker, run: str, room: _Room, runs: int, linked: Sequence[str]) -> None:

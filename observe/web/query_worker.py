@@ -19,6 +19,7 @@ from dora_pipe.catalogue.database import fresh_catalogue
 from dora_pipe.catalogue.reading import LivingCatalogue, log_source, save_finished
 from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web import counterfactual, pages, tables
+from dora_pipe.observe.web.bisects import bisect_page, bisect_stamp
 from dora_pipe.observe.web.diffs import RunDiffs
 from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource
@@ -165,7 +166,7 @@ class QueryWorker:
             self._read_news()
         view = self._tables.view()
         name = asked.path[0] if asked.path else ""
-        if name in ("rescored", "diff") and len(asked.path) == 2:
+        if name in ("rescored", "bisect", "diff", "retrained") and len(asked.path) == 2:
             return self._counterfactual(view, name, asked)
         if name in ONE and len(asked.path) == 2:
             return ONE[name](view, self._source, asked)
@@ -191,9 +192,14 @@ class QueryWorker:
             at = (view.revision, counterfactual.rescored_stamp(self._source, asked))
             make = partial(counterfactual.rescored_page, view, self._source, asked)
             return self._kept("/".join(asked.path), at, make)
+        files = self._source.files
+        if name == "bisect" and files is not None:
+            stamp = bisect_stamp(files.directory, asked.path[1])
+            make = partial(bisect_page, files.directory, asked.path[1])
+            return self._kept("/".join(asked.path), stamp, make)
         if self._diffs is None:
             raise UsageError("there is no other run to compare this one with")
-        return self._diffs.ask(asked.path[1], view.revision)
+        return self._diffs.ask(name, asked.path[1], view.revision)
 
     def _whole_run(self, view: RunView, name: str, asked: Query) -> dict[str, Any]:
         match name:

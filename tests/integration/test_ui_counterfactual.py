@@ -222,7 +222,7 @@ def test_a_comparison_that_takes_long_says_how_far_it_is_and_ends_with_its_page(
     monkeypatch.setattr(diffs, "WAIT_S", 0.0)
     others = other_runs("one", stage.root, None, "")
     running = RunDiffs("recorded", others)
-    found = running.ask("two", 1)
+    found = running.ask("diff", "two", 1)
     assert found["comparing"] == "two"
     running.close()  # and waits for nothing but the record that it reads
     assert running._read <= 1000

@@ -1,4 +1,4 @@
-"""What `rescore` and `fork` leave in a run's directory, made by hand for who reads it."""
+"""What `rescore`, `fork` and `bisect` leave in a run's directory, made by hand for who reads it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Final
 
 import msgspec
 
+from dora_pipe.audit.bisect import Ask, Trial, Version
 from dora_pipe.audit.fork import FOLDER as FORKS
 from dora_pipe.audit.fork import Decided, Fork, ForkedTurn
 from dora_pipe.audit.line_file import line_of
+from dora_pipe.audit.probed_file import FOLDER as BISECTS
+from dora_pipe.audit.probed_file import AboutProbe, BisectFound, KeptSuspect, ProbedFile
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
 from dora_pipe.audit.rescored_run import FOLDER
 from dora_pipe.catalogue.database import Catalogue
@@ -74,3 +77,32 @@ def forked(directory: Path, trajectory: str, *, version: int = 7) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(msgspec.json.encode(found))
     return path
+
+
+PROBE = "ab12cd34ef56"
+"""The folder of a probe's values."""
+
+
+def bisected(directory: Path, suspects: tuple[str, ...]) -> ProbedFile:
+    """A fall between versions 5 and 7, and the trials that found the first of these suspects."""
+    file = ProbedFile(directory / BISECTS / PROBE)
+    file.begin(AboutProbe(run="r", started_ns=1, probe="eval", digest=DIGEST, engine="torch 2"))
+    trials = (Trial(first=5, last=6, without=frozenset(suspects[:n])) for n in (len(suspects), 1))
+    means = {Version(5): 15, Version(7): 6, Version(6): 7} | dict(
+        zip(trials, (13, 14), strict=True)
+    )
+    for subject, good in means.items():
+        file.add(Ask(subject=subject, draws=16), [1.0] * good + [0.0] * (16 - good))
+    file.keep(
+        BisectFound(
+            good=5,
+            bad=7,
+            conclusion=["the value fell by 0.5", f"without {suspects[0]}: 0.38 -> 0.88"],
+            like={"version 5": "given as good", "version 6": "bad", "version 7": "given as bad"},
+            suspects=[
+                KeptSuspect(name=name, step=5, deviations=9.0 - at, reasons=["rewards -9 to 1"])
+                for at, name in enumerate(suspects)
+            ],
+        )
+    )
+    return file

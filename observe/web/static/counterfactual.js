@@ -1,5 +1,5 @@
-// What else could have been: rewards that were asked again, where two runs part, and what every turn
-// of an episode was worth.
+// What else could have been: rewards that were asked again, where two runs part, what came of steps
+// that were trained again, what made a run bad, and what every turn of an episode was worth.
 
 import { lines } from "./charts.js";
 import { get, has } from "./data.js";
@@ -11,18 +11,25 @@ const AGAIN_MS = 1000;
 export async function whatElse(run) {
   const found = await get(`${run}/counterfactual`);
   const rescored = found.rescored?.rows.length, forks = found.forks?.rows.length;
-  const diffs = found.others.map((name) => [name, `#/${run}/diff/${encodeURIComponent(name)}`]);
-  if (!rescored && !forks && !diffs.length && !found.problems.length) return [];
+  const bisects = found.bisects?.rows.length;
+  if (!rescored && !forks && !bisects && !found.others.length && !found.problems.length) return [];
   return [
     h("h2", null, "What else could have been"),
     rescored ? table(run, found.rescored, { caption: "Other rewards of its texts", has }) : null,
     forks ? table(run, found.forks, { caption: "Trajectories that were continued from their turns",
       has }) : null,
-    diffs.length ? h("p", { id: "diffs" }, "Where it parts from another run: ", diffs.map(
-      ([name, address], at) => [at ? ", " : "", has(address) ? h("a", { href: address }, name) : name]),
-    ) : null,
+    bisects ? table(run, found.bisects, { caption: "What made it worse", has }) : null,
+    links(run, "retrained", "Trained again, beside what it was trained on: ", found.retrained),
+    links(run, "diff", "Where it parts from another run: ", found.others),
     found.problems.map((one) => h("p", { class: "note" }, one)),
   ];
+}
+
+function links(run, page, words, names) {
+  return names.length ? h("p", { id: `${page}s` }, words, names.map((name, at) => {
+    const address = `#/${run}/${page}/${encodeURIComponent(name)}`;
+    return [at ? ", " : "", has(address) ? h("a", { href: address }, name) : name];
+  })) : null;
 }
 
 export async function rescoredPage(run, id) {
@@ -87,6 +94,89 @@ export async function diffPage(run, id) {
       found.damaged.map((one) => h("p", { class: "note" }, one)),
     ],
   };
+}
+
+// Between which versions a probe's value fell, which groups stand out, and trials without them.
+export async function bisectPage(run, id) {
+  const found = await get(`${run}/bisect/${id}`);
+  const { versions, suspects, trials } = found;
+  const column = (name) => versions.rows.map((row) => row[versions.columns.indexOf(name)]);
+  return {
+    title: `What made it worse: ${found.probe}`,
+    body: [
+      h("h1", { tabindex: -1 }, `What made it worse: ${found.probe}`),
+      facts(found.facts, run, has),
+      found.conclusion.length ? h("div", { id: "conclusion" },
+        found.conclusion.map((one) => h("p", null, one))) :
+        h("p", { class: "note" }, "The command has not come to its end yet."),
+      h("div", { class: "charts" },
+        lines({ title: "Value by version", note: "Means of the probe's draws, each of the same row " +
+          "and seed for every version.", xs: column("version"), floor: null, xLabel: "version",
+          yLabel: "value", band: { name: "95 %", low: column("low"), high: column("high") },
+          series: [{ name: "value", y: column("value"), points: true, thick: true }],
+          without: "No version was asked yet." }),
+        trials.rows.length ? trialsOf(trials) : null),
+      h("h2", null, "Versions"), table(run, versions, { caption: "Versions that were asked", has }),
+      suspects.rows.length ? [h("h2", null, "Suspects"), h("p", { class: "note" },
+        "Standing out only decides the order: what a group did, a trial says."),
+      table(run, suspects, { caption: "Groups that stand out", has, headers: whose })] : null,
+      trials.rows.length ? [h("h2", null, "Trials"),
+        table(run, trials, { caption: "Steps that were trained again without groups", has })] : null,
+    ],
+  };
+}
+
+function trialsOf({ columns, rows }) {
+  const column = (name) => rows.map((row) => row[columns.indexOf(name)]);
+  return lines({ title: "Value of every trial", note: "In the order in which they were made.",
+    xs: rows.map((_, at) => at + 1), floor: null, xLabel: "trial", yLabel: "value",
+    band: { name: "95 %", low: column("low"), high: column("high") },
+    series: [{ name: "value", y: column("value"), points: true, thick: true }] });
+}
+
+// A run that was trained again, every step beside that of its source.
+export async function retrainedPage(run, id) {
+  const found = await get(`${run}/retrained/${encodeURIComponent(id)}`);
+  const title = `Trained again: ${id}`;
+  if (found.comparing) return waiting(run, id, found, title);
+  const { curves, settings, without, weights } = found;
+  const chart = (name, what, note) => (curves[name].flat().some((one) => one !== null) ?
+    lines({ title: what, note, xs: curves.step, floor: null, xLabel: "step", yLabel: name.replace("_", " "),
+      series: [{ name: found.run, y: curves[name][0], thick: true, points: true },
+        { name: found.source, y: curves[name][1], points: true }] }) : null);
+  return {
+    title: `${found.run}, trained again`,
+    body: [
+      h("h1", { tabindex: -1 }, `${found.run}: steps of ${found.source} trained again`),
+      h("p", { class: "note" }, "The batches are those of the source: what was sampled stays as it " +
+        "was. Losses of different objectives are not to be compared."),
+      facts(found.facts),
+      settings.rows.length ? table(run, settings, { caption: "Settings that are otherwise" }) : null,
+      without.rows.length ? folded("without", `Rows that are left out (${show(without.of)})`,
+        table(run, named(without), { caption: "Left out", has, headers: whose })) : null,
+      weights.rows.length ? folded("weights", `Trajectories with a weight (${show(weights.of)})`,
+        table(run, weights, { caption: "Weights", has })) : null,
+      h("div", { class: "charts" },
+        chart("reward", "Reward", "Means of what counts of each batch."), chart("loss", "Loss"),
+        chart("grad_norm", "Norm of the gradient"),
+        chart("ratio_mean", "Mean ratio", "How far the weights have gone from who sampled.")),
+      h("h2", null, "Step by step"),
+      table(run, found.steps, { caption: `${found.run} beside ${found.source}`, has }),
+    ],
+  };
+}
+
+// Names of groups and of trajectories, each with the page that it has.
+function named({ columns, rows }) {
+  return { columns: columns.map(() => "subject"), rows };
+}
+
+function whose(column) {
+  return column === "subject" ? "group or trajectory" : column;
+}
+
+function folded(key, words, ...inside) {
+  return h("details", { "data-key": key }, h("summary", null, words), ...inside);
 }
 
 function evaluationsOf({ names, runs }) {

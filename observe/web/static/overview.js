@@ -53,9 +53,12 @@ function factsOf({ run, totals, bubble: idle, decisions: told }) {
     task: run.task, engine: run.engines.join(", "), objective: run.objective,
     groups: `${show(totals.groups)}: ${fates.join(", ") || "none ended"}; ${show(totals.open)} open`,
     trajectories: `${show(totals.trajectories)}, ${show(totals.not_counting)} records do not count`,
-    "sampled tokens": `${show(totals.tokens)}, ${show(totals.tokens_per_s)} a second`,
+    "sampled tokens": show(totals.tokens) + (totals.tokens_per_s === null ? "" :
+      `, ${show(totals.tokens_per_s)} a second`),
     "a batch": `${show(run.per_step)} groups of ${show(run.group_size)}`,
     "staleness bound": `${show(run.max_staleness)}${run.interruptible ? ", interruptible" : ""}`,
+    ...(run.retrained ? { "trained again":
+      `steps ${run.retrained.first} to ${run.retrained.last} of ${run.retrained.run}` } : {}),
     "trainer waited": idle.share === null ? null : `${(idle.share * 100).toFixed(1)} % of its time`,
     moves: told.counts.move || 0, seed: run.seed, planner: run.planner,
   };

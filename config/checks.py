@@ -468,14 +468,26 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
 
 
-def _check_tensor_parallel(config: Config) -> Iterator[Problem]:
-    workers, many = config.workers, config.workers.vllm.tensor_parallel
+def _check_parallel(config: Config) -> Iterator[Problem]:
+    workers, vllm = config.workers, config.workers.vllm
+    many = vllm.gpus
+    if vllm.expert_parallel and vllm.tensor_parallel == 1:
+        yield Problem(
+            text="workers.vllm.expert_parallel: one GPU has all experts",
+            hint="workers.vllm.tensor_parallel says among how many they are dealt",
+        )
     if many == 1:
         return
     if "vllm" in (workers.engine, *workers.engines):
+        key = "tensor_parallel" if vllm.tensor_parallel > 1 else "pipeline_parallel"
         yield Problem(
-            text=f"workers.vllm.tensor_parallel: engine vllm is in the worker's process, no {many}",
+            text=f"workers.vllm.{key}: engine vllm is in the worker's process, no {many}",
             hint='workers.engine = "vllm-server"',
+        )
+    if config.sampling.routes and vllm.pipeline_parallel > 1:
+        yield Problem(
+            text="sampling.routes: with pipeline_parallel no process knows all experts of a token",
+            hint="workers.vllm.tensor_parallel alone",
         )
     if len(workers.gpus) % many:
         yield Problem(text=f"workers.gpus: {len(workers.gpus)} GPUs are no workers of {many} each")
@@ -564,7 +576,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_routes,
     _check_trainer,
     _check_optimizer,
-    _check_tensor_parallel,
+    _check_parallel,
     _check_gpus,
     _check_lora,
     _check_bus,

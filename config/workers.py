@@ -27,9 +27,20 @@ class Vllm(Section, frozen=True, kw_only=True):
     tensor_parallel: Positive = 1
     """GPUs of one worker, each of which has a part of every layer; vLLM makes a process for each,
     so `vllm-server` alone takes more than one. It must divide the model's attention heads."""
+    pipeline_parallel: Positive = 1
+    """So many times as many GPUs, each group of which has some of the layers; `vllm-server` alone.
+    For models that the GPUs of one machine side by side do not hold; KV caches do not move."""
+    expert_parallel: bool = False
+    """Each of the `tensor_parallel` GPUs has some of a mixture's experts whole, in place of a part
+    of each; on GPUs alone."""
     addresses: tuple[str, ...] = ()
     """http://HOST:PORT of servers that run already, for w0, w1, ...; without one, a worker with
     `vllm-server` starts its own. The key is in the environment (VLLM_API_KEY), never here."""
+
+    @property
+    def gpus(self) -> int:
+        """Of one worker."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class Workers(Section, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
         return "workers.gpus", ()
     if not engine_kind(worker_engine(config, name), config.task.directory).gpus:
         return "workers.gpus", ()
-    many = config.workers.vllm.tensor_parallel
+    many = config.workers.vllm.gpus
     first = names.index(name) * many % len(gpus)
     return "workers.gpus", gpus[first : first + many]
 

@@ -123,7 +123,7 @@ def placement_of(config: Config, count: int) -> Placement:
     if given:
         places, per_gpu = len(given), max(Counter(named.values()).values())
     else:
-        wanted = len(names) * config.workers.vllm.tensor_parallel
+        wanted = len(names) * config.workers.vllm.gpus
         places = min(wanted, max(1, count - 1))
         per_gpu = math.ceil(wanted / max(1, places))
     left = count - places
@@ -156,7 +156,7 @@ def kv_token_bytes(shape: ModelShape, config: Config) -> int:
 
 def worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     """Of one worker with vLLM, on its GPU, or on each of them."""
-    workers, many = config.workers, config.workers.vllm.tensor_parallel
+    workers, many = config.workers, config.workers.vllm.gpus
     width, slots = WIDTHS[workers.vllm.dtype], workers.slots
     block = BLOCK_TOKENS["cuda"]
     slot = math.ceil(workers.context_tokens / block) * block

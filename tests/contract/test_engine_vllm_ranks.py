@@ -1,4 +1,5 @@
-"""A vLLM server of two ranks, each with a part of every layer, says what one rank says."""
+"""A vLLM server of two ranks, each with a part of every layer or with some of the layers, says
+what one rank says."""
 
 from __future__ import annotations
 
@@ -34,12 +35,20 @@ __all__ = [
 
 RANKS = 2
 
+DEALT = {"heads": {"tensor_parallel": RANKS}, "layers": {"pipeline_parallel": RANKS}}
+
+
+@pytest.fixture(scope="module", params=DEALT)
+def dealt(request: pytest.FixtureRequest) -> dict[str, int]:
+    """What each rank has a part of."""
+    return DEALT[request.param]
+
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def vllm(dealt: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """The server of two ranks, under the name by which the tests of vLLM ask for theirs."""
     need_vllm()
-    with server_subject(tmp_path_factory.mktemp("vllm-ranks"), RANKS) as subject:
+    with server_subject(tmp_path_factory.mktemp("vllm-ranks"), **dealt) as subject:
         yield subject
 
 
@@ -54,12 +63,11 @@ def test_tokens_of_two_ranks_are_those_of_one(
     assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), found, expected)
 
 
-def test_ranks_share_the_experts_of_a_mixture(
-    vllm: Subject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each has a part of every expert, here one of 24, which is padded; the routes are one's."""
     from tests.support.torch_engines import logprob_distance
 
+    need_vllm()
     folder = tmp_path_factory.mktemp("vllm-mixture")
     asked = request("r", [1, *range(20, 60)], max_tokens=20, routes=True)
     with server_subject(folder, RANKS, "qwen3_moe") as mixture:
@@ -76,8 +84,10 @@ def test_ranks_share_the_experts_of_a_mixture(
     assert same_experts(folder / "seed0", [*asked.token_ids, *told[0]], told[1])
 
 
-def test_each_rank_has_a_process_and_all_end_with_their_server(vllm: Subject) -> None:
-    server, _ = running_server(tensor_parallel=RANKS)
+def test_each_rank_has_a_process_and_all_end_with_their_server(
+    dealt: dict[str, int], vllm: Subject
+) -> None:
+    server, _ = running_server(**{"tensor_parallel": 1, "pipeline_parallel": 1, **dealt})
     in_session = [
         one
         for one in Path("/proc").glob("[0-9]*")
@@ -86,13 +96,21 @@ def test_each_rank_has_a_process_and_all_end_with_their_server(vllm: Subject) ->
     assert len(in_session) >= 2 + RANKS  # the front end, the engine core, the ranks
 
 
-def test_heads_that_ranks_cannot_share_are_refused_in_one_line(tmp_path: Path) -> None:
+UNFIT = {
+    r"4 attention heads .* 3": {"tensor_parallel": 3},
+    r"2 layers are too few for 3": {"pipeline_parallel": 3},
+    r"no experts to be dealt": {"tensor_parallel": 2, "expert_parallel": True},
+}
+
+
+@pytest.mark.parametrize("said", UNFIT)
+def test_what_ranks_cannot_share_is_refused_in_one_line(tmp_path: Path, said: str) -> None:
     need_vllm()
     model = models.make_qwen2(tmp_path / "model")
-    with pytest.raises(PolicyError, match=r"4 attention heads .* 3"):
+    with pytest.raises(PolicyError, match=said):
         ServerProcess.start(
             model,
-            replace(SETTINGS, tensor_parallel=3),
+            replace(SETTINGS, **UNFIT[said]),  # type: ignore[arg-type]
             slots=4,
             context_tokens=CONTEXT_TOKENS,
             threads=1,

@@ -26,17 +26,23 @@ ADAPTERS = 3
 
 @cache
 def running_server(
-    lora_rank: int = 0, tensor_parallel: int = 1, kind: str = "qwen2", number: int = 0
+    lora_rank: int = 0,
+    tensor_parallel: int = 1,
+    kind: str = "qwen2",
+    number: int = 0,
+    pipeline_parallel: int = 1,
 ) -> tuple[ServerProcess, Path]:
-    """A server of so many ranks, and the folder of the model that it has; both until the tests end.
-    Those of another `number` are others, of an equal model.
+    """A server of so many ranks and groups of them, and the folder of the model that it has; both
+    until the tests end. Those of another `number` are others, of an equal model.
 
     Starting one takes half a minute of CPU. Engines that want less take a part of it.
     """
     folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = BUILDERS[kind](folder / "seed0", 0)
-    settings = replace(SETTINGS, tensor_parallel=tensor_parallel)
+    settings = replace(
+        SETTINGS, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
+    )
     server = ServerProcess.start(
         model,
         replace(settings, dtype=LORA_DTYPE) if lora_rank else settings,  # type: ignore[arg-type]
@@ -73,13 +79,17 @@ def open_shared(
 
 @contextmanager
 def server_subject(
-    folder: Path, tensor_parallel: int = 1, kind: str = "qwen2"
+    folder: Path, tensor_parallel: int = 1, kind: str = "qwen2", pipeline_parallel: int = 1
 ) -> Iterator[Subject]:
     """The vllm-server engine under contract, with two policies in a store of their own.
 
     Engines of one server must not run at the same time under other weights; no check does that.
     """
-    which: dict[str, Any] = {"tensor_parallel": tensor_parallel, "kind": kind}
+    which: dict[str, Any] = {
+        "tensor_parallel": tensor_parallel,
+        "kind": kind,
+        "pipeline_parallel": pipeline_parallel,
+    }
     _, model = running_server(**which)
     directories = [model, BUILDERS[kind](folder / "seed1", 1)]
     shutil.copytree(model, folder / "seed0")

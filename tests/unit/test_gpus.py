@@ -64,6 +64,17 @@ def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
     assert refused.value.hint == 'workers.engine = "vllm-server"'
 
 
+def test_layers_that_are_dealt_too_make_as_many_groups_of_gpus() -> None:
+    dealt = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    shared = config(engine="vllm-server", gpus=[0, 1, 2, 3, 4, 5, 6, 7], vllm=dealt)
+    found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
+    assert found == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
+    with pytest.raises(ConfigError, match="pipeline_parallel: engine vllm is in the worker's"):
+        config(engine="vllm", vllm={"pipeline_parallel": 2})
+    with pytest.raises(ConfigError, match="expert_parallel: one GPU has all experts"):
+        config(engine="vllm-server", vllm={"expert_parallel": True})
+
+
 def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:
     mixed = config(engines=["vllm", "torch"], gpus=[5, 6])
     assert [gpus_of(mixed, name)[1] for name in ("w0", "w1", "w2")] == [(5,), (), (5,)]

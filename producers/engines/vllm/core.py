@@ -91,9 +91,18 @@ class VllmSettings:
     prefix_cache: bool = True
     tensor_parallel: int = 1
     """Processes of vLLM, each with a part of every layer."""
+    pipeline_parallel: int = 1
+    """Groups of these, each with some of the layers."""
+    expert_parallel: bool = False
+    """Whether a process has whole experts in place of a part of each."""
     sleep: bool = False
     """Whether its engine can be told to sleep. On a GPU its memory is from another allocator then,
     of which a process has but one."""
+
+    @property
+    def parts(self) -> int:
+        """Processes of vLLM in all."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def prepare(threads: int, environment: Mapping[str, str] | None = None) -> Any:
@@ -190,6 +199,8 @@ def arguments(
     free = {"gpu_memory_utilization": GPU_FREE_MIN} if device == "cuda" else {}
     return free | {
         "tensor_parallel_size": settings.tensor_parallel,
+        "pipeline_parallel_size": settings.pipeline_parallel,
+        "enable_expert_parallel": settings.expert_parallel,
         "model": str(model_dir),
         "dtype": settings.dtype,
         "max_model_len": context_tokens,
@@ -217,8 +228,8 @@ def need_kv_room(
     if not settings.kv_gb or family not in FAMILIES or window_of(config, family) is not None:
         return  # There is room for all slots; or a context takes what only vLLM knows.
     block = block or BLOCK_TOKENS["cpu" if version_of(CPU_BUILD) else "cuda"]
-    parts = settings.tensor_parallel
-    token = token_kv_values(config, parts) * itemsize_of(settings)
+    parts = settings.parts
+    token = token_kv_values(config, settings) * itemsize_of(settings)
     held = int(settings.kv_gb * 2**30) // parts // (token * block)
     wanted = math.ceil(context_tokens / block) + 1
     if held < wanted:
@@ -248,14 +259,25 @@ def device_name() -> str:
     return "cuda"
 
 
-def check_kernels(model: Any, parts: int = 1, *, adapters: bool = False) -> None:
-    """Raise ValueError for a model (vLLM's ModelConfig) that vLLM would take and cannot compute:
-    heads that it has no kernel for, which it notices in its first step on a CPU; experts beside
-    adapters, for which it takes a GPU's kernel there; heads that cannot be dealt to so many
+def check_parts(model: Any, settings: VllmSettings) -> None:
+    """Raise ValueError for a model (vLLM's ModelConfig) that cannot be dealt to so many
     processes."""
-    heads = int(model.hf_text_config.num_attention_heads)
+    heads, parts = int(model.hf_text_config.num_attention_heads), settings.tensor_parallel
     if heads % parts:
         raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
+    layers, stages = int(model.get_total_num_hidden_layers()), settings.pipeline_parallel
+    if layers < stages:
+        raise ValueError(f"{layers} layers are too few for {stages} groups of processes")
+    if settings.expert_parallel and not model.is_moe:
+        raise ValueError("the model has no experts to be dealt (expert_parallel)")
+    if settings.expert_parallel and device_name() == "cpu":  # its kernel looks at no expert map
+        raise ValueError("experts that are dealt whole have no kernel on a CPU")
+
+
+def check_kernels(model: Any, *, adapters: bool = False) -> None:
+    """Raise ValueError for a model (vLLM's ModelConfig) that vLLM would take and cannot compute:
+    heads that it has no kernel for, which it notices in its first step on a CPU; experts beside
+    adapters, for which it takes a GPU's kernel there."""
     if device_name() != "cpu":
         return
     if model.is_moe and adapters:
@@ -384,12 +406,12 @@ def _kv_bytes(
     model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
 ) -> int:
     """Of the KV cache of each process: what was set, or whole contexts in all slots, of which each
-    has the heads that are its own."""
+    has the heads of the layers that are its own."""
     if settings.kv_gb:
-        return int(settings.kv_gb * 2**30) // settings.tensor_parallel
+        return int(settings.kv_gb * 2**30) // settings.parts
     block = BLOCK_TOKENS[device]
     blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
-    values = token_kv_values(read_config(model_dir), settings.tensor_parallel)
+    values = token_kv_values(read_config(model_dir), settings)
     return blocks * block * values * itemsize_of(settings)
 
 
@@ -398,11 +420,14 @@ def itemsize_of(settings: VllmSettings) -> int:
     return 4 if settings.dtype == "float32" else 2
 
 
-def token_kv_values(config: Mapping[str, Any], parts: int = 1) -> int:
-    """Numbers that the KV cache holds of one token, in each of so many processes; where there are
-    fewer heads than these, several have the same. Raises PolicyError for a config without."""
+def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSettings()) -> int:
+    """Numbers that the KV cache holds of one token, in the process that has most of its layers;
+    where there are fewer heads than processes, several have the same. Raises PolicyError for a
+    config without."""
+    parts, stages = settings.tensor_parallel, settings.pipeline_parallel
     try:
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        layers = math.ceil(layers / stages)
         if config.get("kv_lora_rank"):  # One latent for all heads, which every process has.
             return layers * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)

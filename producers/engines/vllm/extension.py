@@ -107,6 +107,9 @@ class Extension:
         if lacking:
             return {"error": lacking}
         self.model_runner.sampler = sampler_class()(self.model_runner)
+        _make_inlet(self.model_runner)
+        if routes and config.parallel_config.pipeline_parallel_size > 1:
+            return {"error": "no process of it knows all experts of a token (pipeline_parallel)"}
         if routes:
             try:
                 self.dora_kept = vllm_routes.KeptRoutes(self.model_runner)
@@ -175,7 +178,11 @@ class Extension:
         return found
 
     def dora_kv(self, folder: str, mark: str) -> dict[str, Any]:
-        """The KV caches that can leave and arrive (`CacheFacts`), by files in this folder."""
+        """The KV caches that can leave and arrive (`CacheFacts`), by files in this folder; none
+        where each process has but some of the layers."""
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            staged: dict[str, Any] = msgspec.to_builtins(CacheFacts())
+            return staged
         if self.dora_cache is None:
             self.dora_cache = vllm_kv.RankCache(self.model_runner, vllm_core.version())
         seen = is_seen(Path(folder), mark)
@@ -214,6 +221,19 @@ class Extension:
         for number in numbers:
             self.remove_lora(number)
         return {"numbers": numbers}
+
+
+def _make_inlet(runner: Any) -> None:
+    """What a group of processes takes from the one before it: vLLM 0.32 makes it in a trial step,
+    which it does not take on a CPU."""
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )
 
 
 def _computed(runner: Any, name: str) -> int:

@@ -81,6 +81,8 @@ class ServerProcess:
         words += ["--threads", str(threads), "--dtype", settings.dtype]
         words += ["--kv-gb", str(settings.kv_gb), "--lora-rank", str(lora_rank)]
         words += ["--tensor-parallel", str(settings.tensor_parallel)]
+        words += ["--pipeline-parallel", str(settings.pipeline_parallel)]
+        words += ["--expert-parallel"] if settings.expert_parallel else []
         words += ["--versions-resident", str(versions_resident)]
         words += [] if settings.eager else ["--graphs"]
         words += [] if settings.prefix_cache else ["--no-prefix-cache"]

@@ -111,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-gb", type=float, default=0.0)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="processes, GPUs")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of these")
+    parser.add_argument("--expert-parallel", action="store_true", help="experts are dealt whole")
     parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
@@ -164,6 +166,8 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         kv_gb=asked.kv_gb,
         prefix_cache=not asked.no_prefix_cache,
         tensor_parallel=asked.tensor_parallel,
+        pipeline_parallel=asked.pipeline_parallel,
+        expert_parallel=asked.expert_parallel,
         sleep=asked.sleep,
     )
     arguments: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -179,7 +183,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     ours = {
         **engine,
         **adapters,
-        **vllm_kv.arguments("ServerConnector"),
+        **(vllm_kv.arguments("ServerConnector") if asked.pipeline_parallel == 1 else {}),
         "tokens_only": True,
         "generation_config": "vllm",
         "served_model_name": ["policy"],
@@ -199,7 +203,8 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         setattr(arguments, name, value)
     try:
         model = AsyncEngineArgs.from_cli_args(arguments).create_model_config()
-        vllm_core.check_kernels(model, asked.tensor_parallel, adapters=asked.lora_rank > 0)
+        vllm_core.check_parts(model, settings)
+        vllm_core.check_kernels(model, adapters=asked.lora_rank > 0)
     except vllm_core.REFUSALS as error:
         raise vllm_core.refusal(asked.model, error) from error
     return arguments

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,17 +36,20 @@ __all__ = [
 
 RANKS = 2
 
-DEALT = {"heads": {"tensor_parallel": RANKS}, "layers": {"pipeline_parallel": RANKS}}
+DEALT: dict[str, dict[str, Any]] = {
+    "heads": {"tensor_parallel": RANKS},
+    "layers": {"pipeline_parallel": RANKS},
+}
 
 
 @pytest.fixture(scope="module", params=DEALT)
-def dealt(request: pytest.FixtureRequest) -> dict[str, int]:
+def dealt(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What each rank has a part of."""
     return DEALT[request.param]
 
 
 @pytest.fixture(scope="module")
-def vllm(dealt: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def vllm(dealt: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """The server of two ranks, under the name by which the tests of vLLM ask for theirs."""
     need_vllm()
     with server_subject(tmp_path_factory.mktemp("vllm-ranks"), **dealt) as subject:
@@ -85,7 +89,7 @@ def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathF
 
 
 def test_each_rank_has_a_process_and_all_end_with_their_server(
-    dealt: dict[str, int], vllm: Subject
+    dealt: dict[str, Any], vllm: Subject
 ) -> None:
     server, _ = running_server(**{"tensor_parallel": 1, "pipeline_parallel": 1, **dealt})
     in_session = [

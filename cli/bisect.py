@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.audit.bisect import Fall, Limits, Measured, Subject, Trial, Version, search
+from dora_pipe.audit.bisect import Fall, Limits, Measured, Trial, Version, search
 from dora_pipe.audit.culprits import Explanation, Suspect
 from dora_pipe.audit.measuring import Measuring, look_into
-from dora_pipe.audit.probed_file import (
-    FOLDER,
-    AboutProbe,
-    BisectFound,
-    KeptSuspect,
-    ProbedFile,
-)
-from dora_pipe.audit.rebuild import Rebuilder
-from dora_pipe.audit.repeat_steps import MadeWeights, StepRepeater
+from dora_pipe.audit.probed_file import BisectFound, KeptSuspect, ProbedFile
 from dora_pipe.catalogue.evaluations import Interval
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
-from dora_pipe.cli.probes import Probe, opened_probe
+from dora_pipe.cli.probed_runs import SCRATCH, Subjects, probed_file
+from dora_pipe.cli.probes import opened_probe
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.cli.replay import open_trainer, rebuilder
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.schemas.wire import canonical, sha256_hex
-
-DIGITS: Final = 12
-"""Of that digest, in the folder's name."""
-
-SCRATCH: Final = "scratch"
-"""States of the trainer and what the probe samples, in its folder, until the command is done."""
 
 SUSPECTS_SHOWN: Final = 8
 NAMES_SHOWN: Final = 3
@@ -62,9 +46,9 @@ def bisect_run(
     history = read_history(run.bus, run.topics, SystemClock())
     _check(history, good, bad)
     with opened_probe(run, probe, directory, report) as opened:
-        file = _file(run, history, probe, opened)
+        file = probed_file(run, history, probe, opened)
         opened.begin(file.folder / SCRATCH)
-        subjects = _Subjects(run, history, file.folder / SCRATCH)
+        subjects = Subjects(run, history, file.folder / SCRATCH)
         measuring = Measuring(
             probe=opened, file=file, weights=subjects.weights, told=lambda words: report(words)
         )
@@ -95,71 +79,6 @@ def _check(history: CommitHistory, good: int, bad: int) -> None:
         )
     if history.interruptible:
         say("note: trajectories of this run mix versions; groups are trained again as they were")
-
-
-def _file(run: OpenRun, history: CommitHistory, words: str, probe: Probe) -> ProbedFile:
-    """The folder of what this probe has said of this run."""
-    assert history.run_started is not None
-    about = AboutProbe(
-        run=run.topics.run,
-        started_ns=history.run_started.at_ns,
-        probe=words,
-        digest=probe.digest,
-        engine=probe.engine,
-    )
-    digest = sha256_hex(canonical(about))[:DIGITS]
-    file = ProbedFile(run.directory.path / FOLDER / digest)
-    file.begin(about)
-    return file
-
-
-class _Subjects:
-    """Makes the weights of versions and trials; a trainer is opened when one is needed."""
-
-    def __init__(self, run: OpenRun, history: CommitHistory, scratch: Path) -> None:
-        self._run, self._history, self._scratch = run, history, scratch
-        self._store = run.policies
-        self._rebuilder: Rebuilder | None = None
-        self._repeater: StepRepeater | None = None
-
-    @property
-    def led(self) -> int:
-        """Steps that were trained again as they were."""
-        return 0 if self._repeater is None else self._repeater.led
-
-    def is_kept(self, version: int) -> bool:
-        """Whether the store has it."""
-        return self._store.has_weights(self._history.digest_of(version))
-
-    def weights(self, subject: Subject) -> tuple[Path, MadeWeights]:
-        """See `measuring.Weights`."""
-        if isinstance(subject, Trial):
-            return self.repeater().train(subject)
-        self._rebuilder = self._rebuilder or rebuilder(self._run)
-        path = self._rebuilder.weights(subject.version)
-        digest = self._history.digest_of(subject.version)
-        dtype = self._store.verify(digest).dtype
-        return path, MadeWeights(of=subject.words, digest=digest, dtype=dtype)
-
-    def repeater(self) -> StepRepeater:
-        """Trains steps again; the one that makes versions lets its trainer go."""
-        if self._repeater is None:
-            assert self._history.run_started is not None
-            self._rebuilder = None
-            self._repeater = StepRepeater(
-                self._run.bus,
-                self._run.topics,
-                self._store,
-                self._history,
-                open_trainer(self._run, self._history.run_started),
-                folder=self._scratch,
-                clock=SystemClock(),
-            )
-        return self._repeater
-
-    def forget(self) -> None:
-        """Remove states of the trainer, and what the probe has kept."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def print_fall(fall: Fall, probe: str, folder: Path) -> None:

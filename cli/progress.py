@@ -91,9 +91,10 @@ def watched(run: OpenRun) -> Iterator[tuple[OpenRun, CommandProgress]]:
 
 
 @contextmanager
-def progress(phase: str) -> Iterator[CommandProgress]:
-    """Says how far the block is, from another thread: it may compute for long without a word."""
-    report, over = CommandProgress(), threading.Event()
+def progress(phase: str, report: CommandProgress | None = None) -> Iterator[CommandProgress]:
+    """Says how far the block is, from another thread: it may compute for long without a word.
+    `report` is of somebody who was given one before."""
+    report, over = report or CommandProgress(), threading.Event()
     report(phase)
     thread = threading.Thread(target=_show, args=(report, over), name="progress", daemon=True)
     thread.start()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.audit.learnt import Learnt
 from dora_pipe.audit.rescored_file import RescoredFile
 from dora_pipe.audit.rescored_run import FOLDER
 from dora_pipe.audit.retrained import weights_distance
@@ -19,6 +20,7 @@ from dora_pipe.audit.taken_again import BesideSource, EndedGroups, beside_source
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.cli.replay import open_trainer
+from dora_pipe.cli.retrain_eval import HEADINGS, Evaluation, Evaluator, cells, evaluator, words
 from dora_pipe.cli.then_live import Live, check_live, go_live
 from dora_pipe.consumers.trainer.change_file import named_rows, weighed_rows
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
@@ -81,6 +83,8 @@ class TrainedRun:
     is not there."""
     again: BesideSource | None = None
     """Its batches beside the source's, where they were taken again."""
+    learnt: Learnt | None = None
+    """What its last version is worth, where that was asked."""
 
     @property
     def first_other(self) -> int | None:
@@ -96,20 +100,22 @@ def retrain_runs(
     root: Path,
     first: int,
     end: int | None,
+    evaluation: Evaluation | None = None,
     as_json: bool,
 ) -> bool:
     """Train every setting's run, one after the other, and print them; False where the user stopped
     it before the last was done.
 
     Raises UsageError, ConfigError for what cannot be, before anything is made of that setting, and
-    whatever ends a trainer.
+    whatever ends a trainer or a probe.
     """
     stop, found = StopFlag(), list[TrainedRun]()
     last = None if end is None else end - 1
-    for setting in settings:
-        with opened(run, root) as source:
-            wanted = wanted_of(source, setting, first, last)
-            done = _train(source, wanted, stop)
+    with evaluator(run, evaluation, root, stop) as evaluated:
+        for setting in settings:
+            done = _done(run, setting, first, last, root=root, stop=stop)
+            if done is not None and evaluated is not None:
+                done = _evaluated(done, evaluated)
             if done is None:
                 return False
             found.append(done)
@@ -118,6 +124,21 @@ def retrain_runs(
     if len(settings) > 1 and not as_json:
         _print_grid(found)
     return True
+
+
+def _done(
+    run: str, setting: Setting, first: int, last: int | None, *, root: Path, stop: StopFlag
+) -> TrainedRun | None:
+    """A setting's run, trained to its end; None where the user stopped it."""
+    with opened(run, root) as source:
+        wanted = wanted_of(source, setting, first, last)
+        return _train(source, wanted, stop)
+
+
+def _evaluated(done: TrainedRun, evaluated: Evaluator) -> TrainedRun | None:
+    """The same with what it has learnt; None where the user stopped it."""
+    found = evaluated.learnt(done.name, done.steps[-1].step + 1)
+    return None if found is None else replace(done, learnt=found)
 
 
 def wants_live(run: str, setting: Setting, name: str, steps: int | None, *, root: Path) -> Live:
@@ -370,6 +391,12 @@ def _print(done: TrainedRun, *, as_json: bool) -> None:
     else:
         emit_line(f"first step with other weights than the source's: {first}")
         emit_line(f"distance of the last weights from the source's: {_far(done.distance)}")
+    if done.learnt is not None:
+        version = done.steps[-1].step + 1
+        emit_line(
+            f"evaluation of version {version}: {words(done.learnt.value)}, over the source's by "
+            f"{words(done.learnt.gain)}"
+        )
     say(f"look further: dora-pipe audit {done.name}; dora-pipe show {done.name}")
 
 
@@ -386,16 +413,23 @@ def _print_grid(found: Sequence[TrainedRun]) -> None:
             sum(step.compute_s for step in one.steps),
             "none" if one.first_other is None else one.first_other,
             one.distance,
+            *cells(one.learnt),
         )
         for one in found
     ]
-    columns = ("run", *FIGURES, "compute s", "first other step", "distance")
+    headings = HEADINGS if found[0].learnt is not None else ()
+    columns = ("run", *FIGURES, "compute s", "first other step", "distance", *headings)
     if len(lasts) == 1:
         emit_table(columns, rows, title=f"Figures of step {min(lasts)}")
-        return
-    # One whose batches were taken again may have ended before the others.
-    ended = [(row[0], one.steps[-1].step, *row[1:]) for one, row in zip(found, rows, strict=True)]
-    emit_table((columns[0], "step", *columns[1:]), ended, title="Figures of the last steps")
+    else:  # One whose batches were taken again may have ended before the others.
+        pairs = zip(found, rows, strict=True)
+        ended = [(row[0], one.steps[-1].step, *row[1:]) for one, row in pairs]
+        emit_table((columns[0], "step", *columns[1:]), ended, title="Figures of the last steps")
+    of_source = {
+        one.steps[-1].step + 1: one.learnt.source for one in found if one.learnt is not None
+    }
+    for version, value in of_source.items():
+        emit_line(f"evaluation of version {version} of the source: {words(value)}")
 
 
 def _plain(done: TrainedRun) -> dict[str, Any]:
@@ -404,6 +438,7 @@ def _plain(done: TrainedRun) -> dict[str, Any]:
         "first_other": done.first_other,
         "distance": done.distance,
         "again": None if done.again is None else asdict(done.again),
+        "evaluation": None if done.learnt is None else asdict(done.learnt),
         "steps": [
             {
                 "step": one.step,

@@ -27,6 +27,17 @@ BatchesOption = Annotated[
         "rules of groups that count now.",
     ),
 ]
+EVAL = "eval"
+"""The probe where none is named."""
+
+ProbeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="PROBE",
+        help="eval or eval:NAME, an evaluation of the run; module:function, of the folder of "
+        "a checkpoint: a number, or one for each of its rows.",
+    ),
+]
 DropRowsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Groups and trajectories that do not count, a line each."),
@@ -38,6 +49,12 @@ WeightsOption = Annotated[
 GridOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="TOML: a table for each run, with keys as of -o."),
+]
+EvalOption = Annotated[
+    int | None,
+    typer.Option(
+        "--eval", min=1, metavar="N", help="Evaluate each last version by N draws of --probe."
+    ),
 ]
 ThenLiveOption = Annotated[
     bool,
@@ -58,14 +75,7 @@ def bisect(
     run: RunArgument,
     good: Annotated[int, typer.Option(min=0, metavar="VERSION", help="A version that is good.")],
     bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later one that is bad.")],
-    probe: Annotated[
-        str,
-        typer.Option(
-            metavar="PROBE",
-            help="eval or eval:NAME, an evaluation of the run; module:function, of the folder of "
-            "a checkpoint: a number, or one for each of its rows.",
-        ),
-    ] = "eval",
+    probe: ProbeOption = EVAL,
     steps: Annotated[
         int, typer.Option(min=0, help="Steps that may be trained again, in all trials.")
     ] = 20,
@@ -232,6 +242,8 @@ def retrain(
     drop_rows: DropRowsOption = None,
     weights: WeightsOption = None,
     grid: GridOption = None,
+    draws: EvalOption = None,
+    probe: ProbeOption = EVAL,
     then_live: ThenLiveOption = False,
     live_name: LiveNameOption = "",
     live_steps: LiveStepsOption = None,
@@ -241,7 +253,10 @@ def retrain(
     """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
     rows: a run of its own, without a rollout. The same command goes on where it was."""
     from dora_pipe.cli.retrain import Setting, asked_settings, go_on_live, retrain_runs, wants_live
+    from dora_pipe.cli.retrain_eval import Evaluation
 
+    if probe != EVAL and draws is None:
+        raise UsageError("--probe is of --eval N")
     if (live_name or live_steps is not None) and not then_live:
         raise UsageError("--live-name and --live-steps are of --then-live")
     if then_live and grid is not None:
@@ -258,7 +273,10 @@ def retrain(
     settings = asked_settings(one, grid)
     if then_live:
         live = wants_live(run, settings[0], live_name, live_steps, root=root)
-    if not retrain_runs(run, settings, root=root, first=first, end=end, as_json=as_json):
+    evaluation = None if draws is None else Evaluation(draws=draws, probe=probe)
+    if not retrain_runs(
+        run, settings, root=root, first=first, end=end, evaluation=evaluation, as_json=as_json
+    ):
         say("stopped: the same command goes on")
         raise typer.Exit(EXIT_INTERRUPTED)
     if live is not None:

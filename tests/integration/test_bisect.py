@@ -22,6 +22,7 @@ from dora_pipe.audit.probed_file import AboutProbe, ProbedFile
 from dora_pipe.audit.repeat_steps import MadeWeights, Planted, StepRepeater
 from dora_pipe.bus.port import Bus
 from dora_pipe.cli import bisect as command
+from dora_pipe.cli import probed_runs
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
@@ -287,7 +288,7 @@ def call(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         yield probe
 
     monkeypatch.setattr(command, "opened_probe", opened)
-    monkeypatch.setattr(command, "open_trainer", lambda *_: Remembering(stage.seen))
+    monkeypatch.setattr(probed_runs, "open_trainer", lambda *_: Remembering(stage.seen))
     return caller(monkeypatch, capsys)
 
 

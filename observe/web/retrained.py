@@ -74,6 +74,7 @@ def _page(run: RunBeside, source: RunBeside, retrained: Retrained) -> dict[str, 
         "source": source.topics.run,
         "facts": {
             "trained again": f"steps {retrained.first} to {retrained.last} of {source.topics.run}",
+            "batches": "the source's" if retrained.rounds is None else "taken again",
             "first other step": f"step {others[0]}" if others else "none: every step is the same",
             "another reward": f"{differ} trajectories, of {len(change.rewards)} that were rescored"
             if change.rewards

@@ -26,6 +26,7 @@ from tests.support.rescored import ID, PROBE, bisected, inverted, score
 from tests.support.retrained import NAME, commits, retrained
 from tests.support.ui_stage import source_of, view_of_log
 
+TRAINED = "select count(*) from groups where fate = 'trained'"
 SUSPECTS = ("g0000000003", "g0000000001", "g0000000002", "g0000000004")
 
 
@@ -47,6 +48,7 @@ def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Pat
         weights={others[0].trajectories[0].trajectory: 0.5},
     )
     retrained(root, "again")
+    retrained(root, "taken", again=True)
     retrained(root, "other", change=change, overrides=("objective.kl=0.5",))
     return root
 
@@ -76,7 +78,7 @@ def ask(worker: QueryWorker, address: str) -> dict[str, Any]:
 
 def test_both_ends_list_each_other(source: QueryWorker, other: QueryWorker) -> None:
     found = ask(source, "/counterfactual")
-    assert found["retrained"] == ["again", "other"]
+    assert found["retrained"] == ["again", "other", "taken"]
     assert found["bisects"]["rows"] == [[PROBE, "eval", 3, 2, "the value fell by 0.5"]]
     assert ask(other, "/counterfactual")["retrained"] == [NAME]
 
@@ -89,6 +91,14 @@ def test_steps_as_they_were_stand_beside_their_equals(source: QueryWorker) -> No
     assert found["settings"]["rows"] == found["without"]["rows"] == []
     here, there = found["curves"]["reward"]
     assert here == there and None not in here
+
+
+def test_batches_that_were_taken_again_are_said_to_be(root: Path, source: QueryWorker) -> None:
+    assert ask(source, "/retrained/taken")["facts"]["batches"] == "taken again"
+    assert ask(source, "/retrained/again")["facts"]["batches"] == "the source's"
+    for worker in pages(root, "taken"):
+        trained = worker.work(lambda view: view.rows(TRAINED))
+        assert trained == [(sum(len(one.groups) for one in commits(root, "taken")),)]
 
 
 def test_what_is_otherwise_is_named_with_the_reward_that_it_came_from(

@@ -148,8 +148,8 @@ export async function retrainedPage(run, id) {
     title: `${found.run}, trained again`,
     body: [
       h("h1", { tabindex: -1 }, `${found.run}: steps of ${found.source} trained again`),
-      h("p", { class: "note" }, "The batches are those of the source: what was sampled stays as it " +
-        "was. Losses of different objectives are not to be compared."),
+      h("p", { class: "note" }, "What was sampled stays as it was. Losses of different objectives " +
+        "are not to be compared."),
       facts(found.facts),
       settings.rows.length ? table(run, settings, { caption: "Settings that are otherwise" }) : null,
       without.rows.length ? folded("without", `Rows that are left out (${show(without.of)})`,

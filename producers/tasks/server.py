@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, TaskError
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
 from dora_pipe.producers.tasks.answers import (
@@ -113,8 +113,10 @@ from dora_pipe.producers.tasks.tools import ToolEnvironment
 from dora_pipe.schemas.control import sum_of_uses
 from dora_pipe.schemas.identity import derive_seed
 
-TRACEBACKS_MAX: Final = 20
-"""So many tracebacks of users' code are shown per process; errors after them only travel."""
+ERRORS_MAX: Final = 20
+"""So many errors are shown per process; those after them only travel."""
+NOT_OF_CODE_HERE: Final = (DoraError, CassetteMiss, CassetteRefused, CassetteDiffers, RaisedThere)
+"""Errors that a line says: a traceback is for code of the user's."""
 TRACEBACK_LINES_MAX: Final = 60
 
 RETRY_FIRST_S: Final = 0.5
@@ -512,14 +514,15 @@ class TaskServer:
             self._show(error)  # nobody waits for an answer
 
     def _show(self, error: BaseException) -> None:
-        if isinstance(error, CassetteMiss | CassetteRefused | CassetteDiffers | RaisedThere):
-            sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
-            return  # of no code that is here
         self._shown += 1
-        if self._shown <= TRACEBACKS_MAX:
+        if self._shown > ERRORS_MAX:
+            return
+        if isinstance(error, NOT_OF_CODE_HERE):
+            sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
+        else:
             sys.stderr.write(traceback_of(error))
-        if self._shown == TRACEBACKS_MAX:
-            sys.stderr.write("task: further tracebacks of this process are not shown\n")
+        if self._shown == ERRORS_MAX:
+            sys.stderr.write("task: further errors of this process are not shown\n")
 
 
 def _awaits(world: Environment) -> bool:

@@ -245,11 +245,23 @@ def test_score_closes_the_episode_even_when_the_reward_is_none(
 
 def test_tracebacks_are_shown_boundedly(capsys: pytest.CaptureFixture[str]) -> None:
     served = Served(Scripted(reward=None))
-    for _ in range(2 * server.TRACEBACKS_MAX):
+    for _ in range(2 * server.ERRORS_MAX):
         served.answer(SCORE)
     said = capsys.readouterr().err
-    assert said.count("Traceback") == server.TRACEBACKS_MAX
+    assert said.count("Traceback") == server.ERRORS_MAX
     assert said.count("not shown") == 1
+
+
+def test_an_error_of_this_program_is_a_line_and_no_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Lacking(Scripted):
+        def score(self, row: Any, completion: Any) -> Any:
+            raise TaskError("the row has no column `answer` for its answer")
+
+    failed = answer(Lacking(), SCORE)
+    assert isinstance(failed, TaskFailed)
+    assert capsys.readouterr().err == "task: the row has no column `answer` for its answer\n"
 
 
 def test_task_without_training_rows_is_refused() -> None:

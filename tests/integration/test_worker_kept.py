@@ -54,6 +54,8 @@ def test_another_worker_goes_on_with_the_episode_that_its_server_has_kept(
     check(stage, stage.finish(other))
     stage.once()
     assert again(other) == 0
+    assert NAME in stage.games.server, "as long as somebody may be asked for it again"
+    stage.world.ticks(other, 2)
     assert stage.games.server == {}, "its server is told that nobody comes any more"
 
 
@@ -115,6 +117,7 @@ def test_records_of_an_environment_that_was_lost_do_not_end_the_one_that_began_a
     assert again(other) == 1
     first = next(one for one in found.segments if one.kind in ("tool", "environment"))
     assert list(found.token_ids[first.start : first.end])[-3:] == [7, 8, 9]
+    stage.world.ticks(other, 2)
     assert stage.games.server == {}
 
 

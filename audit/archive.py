@@ -43,7 +43,13 @@ from dora_pipe.bus.checks import check_not_truncated
 from dora_pipe.bus.claim_check import CLAIM, ClaimBus, ClaimFiles, claimed_bytes
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated, PolicyError, SchemaError
-from dora_pipe.schemas.control import RunStarted, StepCommitted, TrajectoriesLogged, decode_control
+from dora_pipe.schemas.control import (
+    Retrained,
+    RunStarted,
+    StepCommitted,
+    TrajectoriesLogged,
+    decode_control,
+)
 from dora_pipe.schemas.policy import Manifest as PolicyManifest
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
@@ -311,6 +317,20 @@ class _Copier:
         if fact.optimizer is not None:
             who = "the optimizer's state that version 0 begins with"
             self._blob(who, "optimizer", fact.optimizer.sha256)
+        if fact.retrained is not None:
+            self._retrained(fact.retrained)
+
+    def _retrained(self, made: Retrained) -> None:
+        """What steps of another run that were trained again begin with, and what changed them."""
+        self.weights(f"version {made.first}", made.policy.digest)
+        for version, digest in made.references.items():
+            self.weights(f"version {version}, a reference", digest)
+        if made.optimizer is not None:
+            who = f"the optimizer's state before step {made.first}"
+            self._blob(who, "optimizer", made.optimizer.sha256)
+        if made.change is not None:
+            self._blob("what is otherwise in its rows", "change", made.change.sha256)
+        self.done.absent.append(f"its trajectories, which the log of `{made.run}` has")
 
     def step(self, fact: StepCommitted) -> None:
         """What a commit names."""

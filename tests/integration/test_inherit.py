@@ -32,10 +32,9 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
 from tests.support.recorded_run import RecordedRun
-from tests.support.retrained import CLOCK, NAME, commits, retrained
+from tests.support.retrained import AGAIN, CLOCK, NAME, commits, runs_with_again
 
 CHILD = "child"
-AGAIN = "again"
 VERSION = 8
 """Behind the steps that were trained again."""
 
@@ -43,10 +42,7 @@ VERSION = 8
 @pytest.fixture(scope="module")
 def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded run, and steps 5 to 7 of it trained again with nothing otherwise."""
-    root = tmp_path_factory.mktemp("runs")
-    recorded.copy(root / NAME)
-    retrained(root, AGAIN)
-    return root
+    return runs_with_again(tmp_path_factory.mktemp("runs"), recorded)
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import RecordedRun
 from tests.support.retrained import (
+    AGAIN,
     NAME,
     audited,
     broken_off,
@@ -42,9 +43,9 @@ from tests.support.retrained import (
     planned,
     replayed,
     retrained,
+    runs_with_again,
 )
 
-AGAIN = "again"
 FIRST, LAST = 5, 7
 
 
@@ -61,10 +62,7 @@ def everything(path: Path) -> str:
 @pytest.fixture(scope="module")
 def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded run, and steps of it trained again with nothing otherwise."""
-    root = tmp_path_factory.mktemp("runs")
-    recorded.copy(root / NAME)
-    retrained(root, AGAIN)
-    return root
+    return runs_with_again(tmp_path_factory.mktemp("runs"), recorded)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from tests.support.retrained import (
     planned,
     replayed,
     retrained,
+    runs_with_again,
 )
 
 FIRST, LAST = 5, 7
@@ -40,10 +41,7 @@ WITHOUT_ONE_VALUE = ("groups.filter_zero_advantage=true",)
 @pytest.fixture(scope="module")
 def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded run, and steps of it in batches taken again, with nothing otherwise."""
-    root = tmp_path_factory.mktemp("runs")
-    recorded.copy(root / NAME)
-    retrained(root, AGAIN, again=True)
-    return root
+    return runs_with_again(tmp_path_factory.mktemp("runs"), recorded, again=True)
 
 
 @pytest.fixture

@@ -18,8 +18,10 @@ from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, groups_again,
 from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.control import StepCommitted
+from tests.support.recorded_run import RecordedRun
 
 NAME = "recorded"
+AGAIN = "again"
 CLOCK = SystemClock()
 
 
@@ -51,6 +53,14 @@ def retrained(root: Path, name: str, **how: Any) -> list[StepCommitted]:
     """The same, trained to its end; its commits."""
     assert train_again(planned(root, name, **how), stop=lambda: False, factory=learner_of)
     return commits(root, name)
+
+
+def runs_with_again(root: Path, recorded: RecordedRun, *, again: bool = False) -> Path:
+    """The recorded run, and steps 5 to 7 of it trained again (`AGAIN`) with nothing otherwise, on
+    the batches that it had or, where those are taken `again`, on such."""
+    recorded.copy(root / NAME)
+    retrained(root, AGAIN, again=again)
+    return root
 
 
 def broken_off(root: Path, name: str, steps: int, **how: Any) -> bool:

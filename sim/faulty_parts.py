@@ -34,6 +34,7 @@ from dora_pipe.sim.parts import (
     SimTasks,
     Site,
     WorkerPlan,
+    episode_of,
     group_rewards_of,
     observed_of,
     prompt_of,
@@ -189,7 +190,7 @@ class _FaultyTasks:
         """What follows from what an environment has been told."""
         told = self._told[call.request]
         told.append(call.turn.text)
-        name = call.request.partition("/")[0]
+        name = episode_of(call.request)
         chance = Random(f"environment {self._injector.scenario.seed} {name} {told}")
         text = " ".join(str(chance.randrange(3, 96)) for _ in range(chance.randint(1, 3)))
         return observed_of(call, done=chance.randrange(TURNS_MEAN) == 0, text=text)

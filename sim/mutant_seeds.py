@@ -10,7 +10,7 @@ from typing import Final
 
 from dora_pipe.config.model import Config
 from dora_pipe.sim.elastic import OF_ELASTIC
-from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS
+from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
 from dora_pipe.sim.scenario import Scenario, draw
 
 Meets = Callable[[Scenario], bool]
@@ -43,6 +43,7 @@ _MEETS: Final[dict[str, Meets]] = {
         for name, _, _ in OF_SESSIONS
     },
     **{name: lambda drawn: drawn.replayable for name, _, _ in OF_EPISODES},
+    **{name: _of(lambda config: config.groups.turn_values_share > 0) for name, _, _ in OF_VALUES},
     **{name: lambda drawn: drawn.kept_ns > 0 for name, _, _ in OF_KEPT},
     **{
         name: lambda drawn: any(one.elastic for one in drawn.workers[: drawn.first])

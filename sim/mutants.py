@@ -41,7 +41,7 @@ from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
 from dora_pipe.sim.elastic import OF_ELASTIC
-from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS
+from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
 from dora_pipe.sim.mutants_of_versions import OF_VERSIONS
 
 _MISSING: Final = object()
@@ -513,6 +513,7 @@ _ALL: Final = (
     *OF_SESSIONS,
     *OF_EPISODES,
     *OF_KEPT,
+    *OF_VALUES,
     *OF_VERSIONS,
     *OF_ELASTIC,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),

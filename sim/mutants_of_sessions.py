@@ -14,9 +14,11 @@ from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.session import CallKey, Session
+from dora_pipe.producers.worker.session import CallKey, Continuation, Session
 from dora_pipe.producers.worker.sessions import Sessions
+from dora_pipe.producers.worker.valuation import Valuations
 from dora_pipe.schemas.contexts import prompt_digest
+from dora_pipe.schemas.control import LoggedEntry
 
 if TYPE_CHECKING:
     from dora_pipe.sim.mutants import Patches
@@ -142,7 +144,38 @@ def _older_record_fails(patches: Patches) -> None:
     patches.put(Episodes, "_tells_anew", lambda self, request: False)
 
 
+def _ended_unreported(patches: Patches) -> None:
+    def tag(self: RequestTable, part: Sequence[LoggedEntry]) -> str:
+        for end in self.kept_ends.values():
+            self.ask(end)
+        self.kept_ends.clear()
+        return ""
+
+    patches.put(RequestTable, "_tag_of_report", tag)
+
+
+def _worth_by_worker(patches: Patches) -> None:
+    right = Valuations._continuation
+
+    def continuation(self: Valuations, request: RequestState, one: Continuation) -> RequestState:
+        made = right(self, request, one)
+        made.seed ^= self._setup.epoch
+        return made
+
+    patches.put(Valuations, "_continuation", continuation)
+
+
+OF_VALUES: Final = (
+    ("worth-by-worker", "what a turn is worth depends on who samples it", _worth_by_worker),
+)
+"""As `OF_SESSIONS`, of turns that are valued."""
+
 OF_KEPT: Final = (
+    (
+        "ended-unreported",
+        "a kept episode is closed before it is known that its trajectory is logged",
+        _ended_unreported,
+    ),
     ("told-twice", "an environment makes a step again that it was told before", _told_twice),
     ("kept-as-fresh", "an episode that was kept is told its next turn alone", _kept_as_fresh),
     (

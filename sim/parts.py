@@ -342,9 +342,15 @@ class Parts(Protocol):
         ...
 
 
+def episode_of(request: str) -> str:
+    """Whose environment and reward a request has: those of its trajectory, whatever the attempt, a
+    continuation of it too. Example: ``episode_of("g0000000042-003.18.1/2")``."""
+    return request.partition("/")[0].partition(".")[0]
+
+
 def text_digest(call: RewardCall) -> int:
     """A number by the text and whose it is."""
-    return int(sha256_hex(call.text.encode(), call.request.partition("/")[0].encode())[:8], 16)
+    return int(sha256_hex(call.text.encode(), episode_of(call.request).encode())[:8], 16)
 
 
 def reward_of(call: RewardCall) -> Rewarded:

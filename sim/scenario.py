@@ -186,8 +186,11 @@ KEPT_SHARE: Final = 0.12
 KEPT_MS: Final = (500, 5_000, 60_000)
 """How long, when their worker is gone."""
 
-KEPT_TURNS: Final = (3, 6)
-"""Of these episodes, at least and at most."""
+EPISODE_TURNS: Final = (3, 6)
+"""Of these episodes, and of those whose turns are valued, at least and at most."""
+
+VALUED_SHARE: Final = 0.5
+"""Of seeds in `swarm` whose environments can be told again, here: their turns are valued."""
 
 PATCHES_SHARE: Final = 0.25
 """Of seeds in `swarm` whose versions are patches, but for some."""
@@ -239,7 +242,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
     if form == "swarm":
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
-        scenario = _kept(_patches(_updates(_refused(scenario))))
+        scenario = _valued(_kept(_patches(_updates(_refused(scenario)))))
         scenario = replace(scenario, workers=with_elastic(seed, scenario.workers))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
@@ -361,9 +364,8 @@ def _kept(scenario: Scenario) -> Scenario:
     chance, faults = Random(f"dora-pipe sim kept {scenario.seed}"), dict(scenario.faults)
     if chance.random() >= KEPT_SHARE:
         return scenario
-    config, change, turns = scenario.config, msgspec.structs.replace, chance.randint(*KEPT_TURNS)
-    first, *more = (change(task, turns_max=turns) for task in config.tasks)
-    config = change(config, task=first, more_tasks=tuple(more) or msgspec.UNSET)
+    config, change, turns = scenario.config, msgspec.structs.replace, chance.randint(*EPISODE_TURNS)
+    config = with_each_task(config, lambda task: change(task, turns_max=turns))
     for name in (*OF_EPISODES, *OF_SERVERS):
         if chance.random() < 0.5:
             faults[name] = chance.choice((1.0, 3.0))
@@ -376,6 +378,22 @@ def _kept(scenario: Scenario) -> Scenario:
         replayable=False,
         kept_ns=chance.choice(KEPT_MS) * MS,
     )
+
+
+def _valued(scenario: Scenario) -> Scenario:
+    """The same with values of turns, in half of those seeds in which they can be had; drawn
+    apart."""
+    chance, config = Random(f"dora-pipe sim valued {scenario.seed}"), scenario.config
+    if not scenario.replayable or chance.random() >= VALUED_SHARE:
+        return scenario
+    change, turns = msgspec.structs.replace, chance.randint(*EPISODE_TURNS)
+    groups = change(
+        config.groups,
+        turn_values_share=chance.choice((0.3, 1.0)),
+        turn_values_samples=chance.randint(1, 3),
+    )
+    config = with_each_task(config, lambda task: change(task, turns_max=turns))
+    return replace(scenario, config=change(config, groups=groups))
 
 
 def _with_steps(scenario: Scenario, steps: int) -> Scenario:

@@ -18,7 +18,8 @@ import msgspec
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
-from dora_pipe.sim.scenario import FAULTS, Scenario, draw
+from dora_pipe.sim.faults import FAULTS
+from dora_pipe.sim.scenario import Scenario, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedResult, run_seed
 
 BUG_SEEDS: Final = 500

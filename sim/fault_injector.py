@@ -20,9 +20,10 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.agents import Agents
+from dora_pipe.sim.faults import HANGING
 from dora_pipe.sim.parts import TimedTaskPort
 from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, Role
-from dora_pipe.sim.scenario import HANGING, Scenario
+from dora_pipe.sim.scenario import Scenario
 from dora_pipe.sim.world import World
 
 STEPS_MIN: Final = 10

@@ -26,6 +26,7 @@ from dora_pipe.producers.worker.kv_handover import KvLabel, MemoryHandover
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.sim.agents import AgentObserver, Agents
 from dora_pipe.sim.fault_injector import FaultInjector
+from dora_pipe.sim.faults import HANGING
 from dora_pipe.sim.kept import KeptTasks, Server
 from dora_pipe.sim.parts import (
     MS,
@@ -40,7 +41,6 @@ from dora_pipe.sim.parts import (
     prompt_of,
     reward_of,
 )
-from dora_pipe.sim.scenario import HANGING
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost

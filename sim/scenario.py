@@ -15,90 +15,19 @@ import msgspec
 
 from dora_pipe.config.model import Config, RewardUse
 from dora_pipe.config.several import with_each_task
-from dora_pipe.sim.agents import AGENT_HANGS, AGENT_LOST, AGENT_RAISES, AGENT_WANDERS
 from dora_pipe.sim.elastic import with_elastic
-from dora_pipe.sim.parts import MS, Delays, WorkerPlan
-
-FAULTS: Final[dict[str, str]] = {
-    "kill-worker": "a worker dies and is started again",
-    "kill-trainer": "the trainer dies and is started again",
-    "kill-orchestrator": "the orchestrator dies and is started again",
-    "kill-appending": "a role dies in the middle of an append, some records of which land",
-    "pause-worker": "a worker is stopped and continued, often beyond its lease",
-    "pause-trainer": "the trainer is stopped and continued",
-    "pause-orchestrator": "the orchestrator is stopped and continued",
-    "zombie-worker": "a worker is stopped, another takes its name, then it continues",
-    "zombie-trainer": "the trainer is stopped, another takes over, then it continues",
-    "zombie-orchestrator": "the orchestrator is stopped, another takes over, then it continues",
-    "outage": "nobody reaches the bus for a while",
-    "outage-one": "one role does not reach the bus for a while",
-    "append-refused": "an append is refused: the bus is away or full",
-    "append-unknown": "an append lands and its writer is not told; a plain one appends again",
-    "append-torn": "some records of an append land and its writer is not told",
-    "delayed": "what a worker appends becomes visible later",
-    "poll-refused": "a poll fails",
-    "clock-rate": "monotonic clocks run slow or fast",
-    "clock-jump": "a wall clock jumps, forwards or back",
-    "join": "another worker joins, or one that had left comes back",
-    "drain": "a user drains a worker",
-    "terminate": "a worker is asked to stop and leaves in order",
-    "depart": "a worker dies and never comes back",
-    "reward-raises": "a reward raises",
-    "reward-hangs": "a reward hangs until its time limit",
-    "prompt-fails": "a prompt cannot be made",
-    "episode-lost": "the process of an episode dies",
-    "command-pause": "a user pauses the run, and resumes it later",
-    "command-bound": "a user sets max_staleness and in_flight_batches, up and down",
-    "command-odd": "a user asks for what cannot be",
-    "command-fail-batch": "a user ends the batch in training",
-    "command-stop": "a user stops the run early, now or when its groups are trained",
-    "garbage": "a foreign record in control, metrics or trajectories",
-    "gaps": "offsets have large gaps",
-    "handover-full": "a KV cache that moves finds no room",
-    "handover-lost": "a KV cache that moves is gone",
-    "handover-damaged": "a KV cache that moves was damaged",
-    "move-source-dies": "the worker that a request leaves dies meanwhile",
-    "move-target-dies": "the worker that a request moves to dies meanwhile",
-    "command-moves": "a user switches moves off or on",
-    "policy-unreadable": "a worker cannot load its weights",
-    "environment-hangs": "a turn, a tool, a reward or an agent hangs, and nobody ends it",
-    "task-process-dies": "a task process dies, with all its episodes and agents",
-    "retry": "what makes a prompt or takes a turn says `Retry` for good",
-    "endpoint-dies": "the process that agents call dies",
-    "agent-lost": "an agent's process dies, or it says `Retry`",
-    "agent-raises": "an agent raises",
-    "agent-wanders": "an agent asks for something else than when it ran before",
-    "server-dies": "a server of tasks dies with all episodes that it keeps",
-    "copies-lost": "a machine has lost versions that it had copied or made",
-    "patch-damaged": "a patch on a machine was damaged, and what it had made is gone",
-}
-"""Every fault, and what it is."""
-
-HANGING: Final = AGENT_HANGS
-"""Only where groups do not wait for everybody; so it is drawn apart."""
-
-OF_EPISODES: Final = ("task-process-dies", "retry")
-"""Only where there are episodes or agents: drawn apart, too."""
-
-OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
-"""Only where there are agents."""
-
-OF_SERVERS: Final = ("server-dies",)
-"""Only where a server keeps episodes."""
-
-OF_PATCHES: Final = ("copies-lost", "patch-damaged")
-"""Only where versions may be patches."""
-
-APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_SERVERS, *OF_PATCHES)
-
-STRIKING: Final = (
-    "kill-worker",
-    "pause-worker",
-    "kill-orchestrator",
-    "kill-trainer",
-    "zombie-worker",
+from dora_pipe.sim.faults import (
+    APART,
+    FAULTS,
+    HANGING,
+    MOVING,
+    OF_AGENTS,
+    OF_EPISODES,
+    OF_PATCHES,
+    OF_SERVERS,
+    STRIKING,
 )
-"""Every seed has one of these."""
+from dora_pipe.sim.parts import MS, Delays, WorkerPlan
 
 ALWAYS: Final = 3
 """A seed has at least so many kinds of faults."""
@@ -143,10 +72,6 @@ SLOW: Final = (1, 1, 1, 6)
 """Generation may be slow beside everything else, on few slots: only then it pays to move."""
 
 WORKERS_MAX: Final = 6
-
-MOVING: Final = tuple(name for name in FAULTS if name.startswith(("handover-", "move-")))
-"""What can befall a request that moves. It moves in slow seeds alone, and there not often: three of
-four such seeds have all of these, drawn apart as `KEEP_EVERY` is."""
 
 KEEP_EVERY: Final = (0, 1, 2, 3)
 """Most seeds delete versions; drawn apart, so that a seed's faults stay what they were."""

@@ -21,12 +21,13 @@ from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
+from dora_pipe.sim.faults import FAULTS
 from dora_pipe.sim.faulty_parts import FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
 from dora_pipe.sim.kept import MET, Server
 from dora_pipe.sim.machines import HAD
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
-from dora_pipe.sim.scenario import FAULTS, Scenario, draw
+from dora_pipe.sim.scenario import Scenario, draw
 from dora_pipe.sim.world import SECOND_NS, World
 
 LIVE_NS: Final = 1000 * SECOND_NS

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import AGENTS_SECONDS, OF_AGENTS, OF_EPISODES, Form, Scenario, draw
+from dora_pipe.sim.faults import OF_AGENTS, OF_EPISODES
+from dora_pipe.sim.scenario import AGENTS_SECONDS, Form, Scenario, draw
 from dora_pipe.sim.seed_runner import SeedResult, run_seed
 
 FIRST, MORE = range(9, 14), range(14, 400)

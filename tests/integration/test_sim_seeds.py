@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.sim.scenario import OF_PATCHES, SHORT_STEPS, draw
+from dora_pipe.sim.faults import OF_PATCHES
+from dora_pipe.sim.scenario import SHORT_STEPS, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
 from tests.support.tiers import more
 

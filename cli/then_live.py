@@ -19,13 +19,12 @@ from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import ConfigError, UsageError
+from dora_pipe.launch.nodes import command_of
 from dora_pipe.launch.plan import facts_of, planned, started
 from dora_pipe.launch.run import need_parts
 from dora_pipe.launch.run_dir import OpenRun, run_dir
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics, check_run_name
-
-MAIN = "from dora_pipe.cli.main import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +103,10 @@ def go_live(source: Path, live: Live, version: int, root: Path) -> NoReturn:
             )
         words = ["run", str(directory.path), "--resume"]
     say(f"goes on live: {typed(*words, runs=root)}")
-    line = [sys.executable, "-c", MAIN, *words, "--runs", str(root)]
+    line = command_of([*words, "--runs", str(root)])
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, line)
+    os.execv(line[0], line)
 
 
 def _begun(config: Config, root: Path) -> RunStarted | None:

@@ -103,8 +103,7 @@ def _state(old: OpenRun, first: RunStarted, step: int, root: Path, target: Polic
             f"the optimizer's state of version {step} of {first.run} is not in its store",
             hint=_hint(old, history.next_step, step, first, root, history.checkpoint),
         )
-    path = source.verify_blob("optimizer", kept.sha256)
-    return target.publish_blob("optimizer", partial(_copy, path))
+    return copy_state(source, target, kept.sha256)
 
 
 def _hint(
@@ -130,8 +129,24 @@ def _hint(
     return f"there is one of {', '.join(there) or 'none'}"
 
 
-def _copy(path: Path, target: Path) -> None:
-    shutil.copyfile(path, target)
+def copy_state(source: PolicyStore, target: PolicyStore, sha256: str) -> Blob:
+    """An optimizer's state of one store in another one. Raises PolicyError, ResourceError."""
+    path = source.verify_blob("optimizer", sha256)
+
+    def write(final: Path) -> None:
+        shutil.copyfile(path, final)
+
+    return target.publish_blob("optimizer", write)
+
+
+def copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
+    """Writes weights as a file has them; see `PolicyStore.publish_weights`."""
+
+    def write(target: Path) -> Manifest:
+        shutil.copyfile(source, target)
+        return manifest
+
+    return write
 
 
 def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
@@ -139,15 +154,7 @@ def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest
     weights = source.weights(manifest.digest)
     base = base_of(weights)
     if base is None:
-        return _copying(weights, manifest)
+        return copying(weights, manifest)
     source.verify(base)
     adapter = read_adapter(weights, digest=manifest.digest)
     return lambda path: write_merged(source.weights(base), adapter, path)
-
-
-def _copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
-    def write(target: Path) -> Manifest:
-        shutil.copyfile(source, target)
-        return manifest
-
-    return write

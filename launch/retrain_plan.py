@@ -9,13 +9,11 @@ directory without one is begun again by the same command.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,6 +37,7 @@ from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, UsageError
+from dora_pipe.launch.inherit import copy_state, copying
 from dora_pipe.launch.plan import create_topics, started
 from dora_pipe.launch.run_dir import RETRAINED_FROM, OpenRun, RunDir, check_room, store_config
 from dora_pipe.orchestrator.batches_again import PLANNER
@@ -368,7 +367,7 @@ class _Begun:
             clock=clock,
         )
         path = made.weights(version)
-        return self.store.publish_weights(partial(_copied, path, manifest))
+        return self.store.publish_weights(copying(path, manifest))
 
     def _manifest(self, version: int) -> Manifest:
         started = self._history.run_started
@@ -386,8 +385,7 @@ class _Begun:
             return None
         policies = self._source.policies
         if kept is not None and policies.has_blob("optimizer", kept.sha256):
-            path = policies.verify_blob("optimizer", kept.sha256)
-            return self.store.publish_blob("optimizer", partial(_copy, path))
+            return copy_state(policies, self.store, kept.sha256)
         return self.store.publish_blob("optimizer", self._again(step).save_optimizer)
 
     def _again(self, step: int) -> Learner:
@@ -414,15 +412,6 @@ class _Begun:
         """Configuration and tokenizer files."""
         files = sorted(self._source.policies.assets(digest).iterdir())
         self.store.publish_assets(files)
-
-
-def _copied(path: Path, manifest: Manifest, target: Path) -> Manifest:
-    shutil.copyfile(path, target)
-    return manifest
-
-
-def _copy(path: Path, target: Path) -> None:
-    shutil.copyfile(path, target)
 
 
 def _run_started(source: RunStarted, config: Config, retrained: Retrained) -> RunStarted:

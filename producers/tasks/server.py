@@ -115,7 +115,7 @@ from dora_pipe.schemas.identity import derive_seed
 
 ERRORS_MAX: Final = 20
 """So many errors are shown per process; those after them only travel."""
-NOT_OF_CODE_HERE: Final = (DoraError, CassetteMiss, CassetteRefused, CassetteDiffers, RaisedThere)
+ONE_LINE_ERRORS: Final = (DoraError, CassetteMiss, CassetteRefused, CassetteDiffers, RaisedThere)
 """Errors that a line says: a traceback is for code of the user's."""
 TRACEBACK_LINES_MAX: Final = 60
 
@@ -517,7 +517,7 @@ class TaskServer:
         self._shown += 1
         if self._shown > ERRORS_MAX:
             return
-        if isinstance(error, NOT_OF_CODE_HERE):
+        if isinstance(error, ONE_LINE_ERRORS):
             sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
         else:
             sys.stderr.write(traceback_of(error))

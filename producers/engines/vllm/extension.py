@@ -107,7 +107,7 @@ class Extension:
         if lacking:
             return {"error": lacking}
         self.model_runner.sampler = sampler_class()(self.model_runner)
-        _make_inlet(self.model_runner)
+        _make_intermediate_tensors(self.model_runner)
         if routes and config.parallel_config.pipeline_parallel_size > 1:
             return {"error": "no process of it knows all experts of a token (pipeline_parallel)"}
         if routes:
@@ -180,13 +180,13 @@ class Extension:
     def dora_kv(self, folder: str, mark: str) -> dict[str, Any]:
         """The KV caches that can leave and arrive (`CacheFacts`), by files in this folder; none
         where each process has but some of the layers."""
-        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            staged: dict[str, Any] = msgspec.to_builtins(CacheFacts())
-            return staged
-        if self.dora_cache is None:
-            self.dora_cache = vllm_kv.RankCache(self.model_runner, vllm_core.version())
-        seen = is_seen(Path(folder), mark)
-        told: dict[str, Any] = msgspec.to_builtins(self.dora_cache.facts if seen else CacheFacts())
+        facts = CacheFacts()
+        if self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            if self.dora_cache is None:
+                self.dora_cache = vllm_kv.RankCache(self.model_runner, vllm_core.version())
+            if is_seen(Path(folder), mark):
+                facts = self.dora_cache.facts
+        told: dict[str, Any] = msgspec.to_builtins(facts)
         return told
 
     def dora_copy_kv(self, stay: str, path: str) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Extension:
         return {"numbers": numbers}
 
 
-def _make_inlet(runner: Any) -> None:
+def _make_intermediate_tensors(runner: Any) -> None:
     """What a group of processes takes from the one before it: vLLM 0.32 makes it in a trial step,
     which it does not take on a CPU."""
     from vllm.distributed import get_pp_group

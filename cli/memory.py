@@ -12,34 +12,48 @@ from dora_pipe.config.load import laid_over, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.memory_estimate import (
-    Fits,
     Gpus,
     MemoryPart,
     Placement,
-    fits,
     host_trainer_bytes,
     host_worker_parts,
     kv_token_bytes,
     parse_gpus,
+    parts_bytes,
     pass_parts,
     placement_of,
     slots_that_fit,
     state_parts,
     trainer_bytes,
-    trainer_keys,
     update_bytes,
     version_parts,
+    worker_parts,
+)
+from dora_pipe.launch.memory_fit import (
+    SLOTS_LEAST,
+    Fits,
+    deepspeed_refuses,
+    fits,
+    parallel_keys,
+    trainer_keys,
     with_keys,
     worker_keys,
-    worker_parts,
     zero_ways,
 )
 from dora_pipe.launch.model_shape import ModelShape, model_shape
+from dora_pipe.producers.engines.base import need_positions
+from dora_pipe.producers.engines.torch.causal_lm import FAMILIES
 from dora_pipe.store.model_dir import read_config, weights_elements
 
-MIXTURE: Final = (
-    "a mixture of experts, all of them in the weights, those of a token in activations; the torch"
-    " trainer takes it, the own engine if it is Qwen3-MoE or GLM-4-MoE, DeepSpeed does not"
+MIXTURE: Final = "a mixture of experts: all are in the weights, those of a token in activations"
+
+BY_DEFAULT: Final = (
+    'without --config: workers.engine = "vllm", trainer.device = "cuda" and the defaults of all'
+    " other keys"
+)
+
+QUANTIZED: Final = (
+    "the files are quantized (quantization_config): a run begins with float32 or bfloat16 ones"
 )
 
 
@@ -98,8 +112,11 @@ def print_estimate(
             hint="--model DIR, or --config FILE whose model.path is one",
         )
     folder = Path(wanted.model.path)
+    need_positions(folder, wanted.workers.context_tokens)
     shape = model_shape(read_config(folder), weights_elements(folder))
     found = estimate(shape, wanted, room)
+    if config is None:
+        found.notes.insert(0, BY_DEFAULT)
     if as_json:
         _print_json(shape, found)
     else:
@@ -126,7 +143,7 @@ def estimate(shape: ModelShape, config: Config, gpus: Gpus | None) -> Estimate:
     workers = list(_worker_rows(shape, config, place, usable))
     left = None
     if usable is not None:
-        there = place.per_gpu * _sum(worker_parts(shape, config)) if place.shared else 0
+        there = place.per_gpu * parts_bytes(worker_parts(shape, config)) if place.shared else 0
         left = max(0, usable - there)
     found = Estimate(
         rows=[*workers, *_trainer_rows(shape, config, place, left), *_version_rows(shape, config)],
@@ -134,10 +151,10 @@ def estimate(shape: ModelShape, config: Config, gpus: Gpus | None) -> Estimate:
         ways=_ways(shape, config, place, left),
         notes=list(_notes(shape, config, place, usable)),
         keys={},
-        misfits=[],
+        misfits=[QUANTIZED] if shape.quantized else [],
     )
-    if usable is not None and left is not None:
-        _advise(found, shape, config, place, usable)
+    if gpus is not None:
+        _advise(found, shape, config, place, gpus)
     return found
 
 
@@ -157,7 +174,7 @@ def _worker_rows(
             yield EstimateRow(f"worker, host: {part.what}", count * part.bytes)
         return
     parts = worker_parts(shape, config)
-    for part in [*parts, MemoryPart("in all", _sum(parts))]:
+    for part in [*parts, MemoryPart("in all", parts_bytes(parts))]:
         in_all = part.what == "in all"
         per_gpu = place.per_gpu * part.bytes
         found = fits(per_gpu, usable) if in_all else ""
@@ -251,7 +268,11 @@ def _notes(
     shape: ModelShape, config: Config, place: Placement, usable: int | None
 ) -> Iterator[str]:
     if shape.mixture:
-        yield MIXTURE
+        engine = "too" if shape.family in FAMILIES else "does not"
+        yield f"{MIXTURE}; both trainers and vLLM take it, the own engine {engine}"
+    refused = deepspeed_refuses(config)
+    if refused:
+        yield f"DeepSpeed is no way here: it does not take {refused}"
     if place.workers:
         token = kv_token_bytes(shape, config)
         yield f"a token in a KV cache of vLLM has {_size(token)}"
@@ -268,33 +289,49 @@ def _notes(
 
 
 def _advise(
-    found: Estimate, shape: ModelShape, config: Config, place: Placement, usable: int
+    found: Estimate, shape: ModelShape, config: Config, place: Placement, gpus: Gpus
 ) -> None:
     """Keys that make it fit, and what none does."""
-    keys, misfits = found.keys, found.misfits
+    keys, misfits, usable = found.keys, found.misfits, gpus.usable
     if place.workers:
-        worker = worker_keys(shape, config, usable // place.per_gpu)
+        worker, place = _worker_advice(shape, config, place, gpus)
         if worker is None:
-            misfits.append(
-                "no key makes a worker fit: it has one GPU (larger ones, a smaller model)"
-            )
+            misfits.append("no key makes a worker fit (larger GPUs, more of them, a smaller model)")
         keys.update(worker or {})
-        if not config.workers.gpus and not place.shared:
+        changed = with_keys(config, keys)
+        if not changed.workers.gpus and not place.shared:
             first = place.trainer_gpus
             keys["workers.gpus"] = list(range(first, first + place.worker_gpus))
-    there = place.per_gpu * _sum(worker_parts(shape, with_keys(config, keys)))
+    there = place.per_gpu * parts_bytes(worker_parts(shape, with_keys(config, keys)))
     left = max(0, usable - (there if place.shared else 0))
     trainer = trainer_keys(shape, config, left, place.trainer_gpus)
     if trainer is None:
-        misfits.append("no key makes the trainer fit: more GPUs, or adapters (lora.rank)")
+        misfits.append(_trainer_misfit(config))
     keys.update(trainer or {})
     kind, device = config.trainer.kind, config.trainer.device
     if device == "cpu" or (device == "auto" and keys.get("trainer.kind", kind) == "torch"):
         keys["trainer.device"] = "cuda"
 
 
-def _sum(parts: Sequence[MemoryPart]) -> int:
-    return sum(one.bytes for one in parts)
+def _worker_advice(
+    shape: ModelShape, config: Config, place: Placement, gpus: Gpus
+) -> tuple[dict[str, Any] | None, Placement]:
+    """Keys of a worker, and who has which GPUs then: one that holds some slots, else several, else
+    one that holds any."""
+    room = gpus.usable // place.per_gpu
+    one = worker_keys(shape, config, room, slots_least=SLOTS_LEAST)
+    if one is not None:
+        return one, place
+    several = parallel_keys(shape, config, gpus)
+    if several is not None:
+        return several, placement_of(with_keys(config, several), gpus.count)
+    return worker_keys(shape, config, room), place
+
+
+def _trainer_misfit(config: Config) -> str:
+    refused = deepspeed_refuses(config)
+    beside = f" beside {refused}, which DeepSpeed does not take" if refused else ""
+    return f"no key makes the trainer fit{beside}: more GPUs, or adapters (lora.rank)"
 
 
 def _print(folder: Path, shape: ModelShape, gpus: Gpus | None, found: Estimate) -> None:

@@ -1,4 +1,4 @@
-"""What a run takes of GPUs, before there is one; decides what is counted, and what would fit.
+"""What a run takes of GPUs, before there is one; decides what is counted.
 
 Pure: sizes of a model and keys go in, bytes come out. Formulas and sources: docs/large-models.md.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -183,7 +182,7 @@ def slots_that_fit(shape: ModelShape, config: Config, room: int) -> int:
 
     def taken(slots: int) -> int:
         one = msgspec.structs.replace(config.workers, vllm=workers, slots=slots)
-        return _sum(worker_parts(shape, msgspec.structs.replace(config, workers=one)))
+        return parts_bytes(worker_parts(shape, msgspec.structs.replace(config, workers=one)))
 
     first, each = taken(1), taken(2) - taken(1)
     return max(0, (room - first) // each + 1)
@@ -309,7 +308,7 @@ def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
     width = _frozen_width(shape, config) if config.lora.rank else WIDTHS[trainer.dtype]
     weights = width * shape.parameters if trainer.offload == "all" else 0
     if trainer.offload_between_steps:
-        offloaded = max(offloaded, _ranks(config) * _sum(state_parts(shape, config)))
+        offloaded = max(offloaded, _ranks(config) * parts_bytes(state_parts(shape, config)))
     inputs = _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _width(config)
     return max(start, offloaded + weights + (inputs if trainer.activation_offload else 0))
 
@@ -356,7 +355,7 @@ def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
 def pass_peak(shape: ModelShape, config: Config) -> int:
     """Most that a pass takes at one moment: gradients go through the head, then through layers."""
     *held, head, layer = pass_parts(shape, config)
-    return _sum(held) + max(head.bytes, layer.bytes)
+    return parts_bytes(held) + max(head.bytes, layer.bytes)
 
 
 def head_bytes(shape: ModelShape, config: Config) -> int:
@@ -379,7 +378,7 @@ def update_bytes(shape: ModelShape, config: Config) -> int:
 def trainer_bytes(shape: ModelShape, config: Config) -> int:
     """Most that a trainer takes of one GPU."""
     peak = max(pass_peak(shape, config), update_bytes(shape, config))
-    return _sum(state_parts(shape, config)) + peak
+    return parts_bytes(state_parts(shape, config)) + peak
 
 
 def _layers_saved(shape: ModelShape, config: Config, width: int) -> int:
@@ -437,7 +436,8 @@ def _working(shape: ModelShape, width: int) -> int:
     return width * (4 * widest + 2 * shape.hidden)
 
 
-def _sum(parts: Sequence[MemoryPart]) -> int:
+def parts_bytes(parts: Sequence[MemoryPart]) -> int:
+    """Of all of them together."""
     return sum(one.bytes for one in parts)
 
 
@@ -467,104 +467,3 @@ def version_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
         ),
         MemoryPart("a checkpoint of the optimizer", state),
     ]
-
-
-# What would fit.
-
-
-def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
-    """The configuration with other values of keys, such as ``{"trainer.zero_stage": 3}``."""
-    for key, value in keys.items():
-        *sections, name = key.split(".")
-        holders = [config]
-        for section in sections:
-            holders.append(getattr(holders[-1], section))
-        changed: Any = value
-        for holder, field in zip(reversed(holders), (name, *reversed(sections)), strict=True):
-            changed = msgspec.structs.replace(holder, **{field: changed})
-        config = changed
-    return config
-
-
-Fits = Literal["yes", "no", ""]
-
-
-def fits(bytes_: int, room: int | None) -> Fits:
-    """Nothing, where there is no GPU to be in."""
-    return "" if room is None else "yes" if bytes_ <= room else "no"
-
-
-def worker_keys(shape: ModelShape, config: Config, room: int) -> dict[str, Any] | None:
-    """Keys with which one worker fits into so many bytes; None: none does."""
-    if _sum(worker_parts(shape, config)) <= room:
-        return {}
-    keys: dict[str, Any] = {}
-    if config.workers.vllm.dtype != "bfloat16":
-        keys = {"workers.vllm.dtype": "bfloat16"}
-    if keys and _sum(worker_parts(shape, with_keys(config, keys))) <= room:
-        return keys
-    slots = min(config.workers.slots, slots_that_fit(shape, with_keys(config, keys), room))
-    if config.workers.vllm.kv_gb:
-        keys = {**keys, "workers.vllm.kv_gb": 0.0}
-    return {**keys, "workers.slots": slots} if slots else None
-
-
-def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
-    """Keys with which a trainer on so many GPUs fits into so many bytes of each, the ways that
-    change least first, and of keys that only cost time as few as do; None: none does."""
-    many = config.trainer.kind == "deepspeed" and config.trainer.ranks > count
-    for way in ({"trainer.ranks": count} if many else {}, *_ways(config, count)):
-        for cheap in _cheap(config):
-            keys = {**way, **cheap}
-            if trainer_bytes(shape, with_keys(config, keys)) <= room:
-                return keys
-    return None
-
-
-def _cheap(config: Config) -> Iterator[dict[str, Any]]:
-    """Keys that only cost time, alone and together."""
-    trainer, longest = config.trainer, config.workers.context_tokens
-    one_by_one: list[dict[str, Any]] = []
-    if trainer.head_chunk_tokens != "auto":
-        one_by_one.append({"trainer.head_chunk_tokens": "auto"})
-    if trainer.mlp_chunk_tokens != "auto" and not trainer.chunks_refused:
-        one_by_one.append({"trainer.mlp_chunk_tokens": "auto"})
-    if not trainer.gradient_checkpointing:
-        one_by_one.append({"trainer.gradient_checkpointing": True})
-    if trainer.micro_batch_tokens > longest:
-        one_by_one.append({"trainer.micro_batch_tokens": longest})
-    for size in range(len(one_by_one) + 1):
-        for some in combinations(one_by_one, size):
-            yield {key: value for one in some for key, value in one.items()}
-
-
-def _ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """DeepSpeed over so many GPUs, further and further apart."""
-    for keys in zero_ways(config, count):
-        held = {key: _value(config, key) for key in keys}
-        yield {key: value for key, value in keys.items() if held[key] != value}
-
-
-def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
-    """Keys of DeepSpeed's stages over so many GPUs, and of what lies elsewhere."""
-    dtype = config.trainer.dtype
-    further: list[dict[str, Any]] = [
-        {"zero_stage": 3, "dtype": "bfloat16"},
-        {"zero_stage": 3, "offload": "optimizer"},
-        {"zero_stage": 3, "offload": "all"},
-        {"zero_stage": 3, "dtype": "bfloat16", "offload": "all"},
-    ]
-    stages = [{"zero_stage": stage} for stage in range(dtype == "bfloat16", 4)]
-    plain = {"kind": "deepspeed", "ranks": count, "dtype": dtype, "offload": "none"}
-    plain |= {"optimizer": "adamw"}  # It has no other.
-    return [
-        {f"trainer.{key}": value for key, value in {**plain, **one}.items()}
-        for one in (*stages, *further)
-    ]
-
-
-def _value(config: Config, key: str) -> Any:
-    found: Any = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found

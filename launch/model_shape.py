@@ -30,6 +30,8 @@ HINT: Final = "the estimate is of decoders of the Llama kind: Llama, Mistral, Qw
 class Attention:
     """One layer's attention, in numbers per token but for `parameters`."""
 
+    heads: int
+    """Of queries."""
     queries: int
     """Of all heads together; as wide as what is multiplied with the values' weights."""
     keys: int
@@ -81,6 +83,8 @@ class ModelShape:
     parameters: int
     active: int
     """Parameters that one token passes."""
+    quantized: bool = False
+    """Whether its files are, as the config has it."""
 
     @property
     def layers(self) -> int:
@@ -139,6 +143,7 @@ def model_shape(config: Mapping[str, Any], parameters: int | None = None) -> Mod
         tied=tied,
         parameters=parameters or whole,
         active=min(active, parameters or whole),
+        quantized=bool(config.get("quantization_config")),
     )
 
 
@@ -153,6 +158,7 @@ def _grouped(config: Mapping[str, Any]) -> Attention:
     bias = config.get("qkv_bias" if by_default else "attention_bias", by_default)
     biases = (queries + 2 * keys + (0 if family in NO_OUT_BIAS else hidden)) if bias else 0
     return Attention(
+        heads=heads,
         queries=queries,
         keys=keys,
         values=keys,
@@ -175,6 +181,7 @@ def _latent(config: Mapping[str, Any]) -> Attention:
     )
     by_keys = hidden * (latent + rope) + latent + latent * heads * (plain + value)
     return Attention(
+        heads=heads,
         queries=queries,
         keys=queries,
         values=heads * value,

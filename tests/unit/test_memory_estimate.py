@@ -26,7 +26,8 @@ from transformers import (
 
 from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory
 from dora_pipe.bench.step_memory import _config as bench_config
-from dora_pipe.cli.memory import estimate
+from dora_pipe.cli.memory import estimate, print_estimate
+from dora_pipe.config.checks import problems_of
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.torch import memory
@@ -43,12 +44,10 @@ from dora_pipe.launch.memory_estimate import (
     slots_that_fit,
     state_parts,
     trainer_bytes,
-    trainer_keys,
     version_parts,
-    with_keys,
-    worker_keys,
     worker_parts,
 )
+from dora_pipe.launch.memory_fit import parallel_keys, trainer_keys, with_keys, worker_keys
 from dora_pipe.launch.model_shape import ModelShape, model_shape
 from dora_pipe.producers.engines.vllm.core import token_kv_values
 from dora_pipe.store.model_dir import weights_elements
@@ -415,6 +414,78 @@ def test_a_worker_of_several_gpus_has_a_share_of_its_memory_on_each() -> None:
     assert all(share[what] == whole[what] for what in set(whole) - divided)
 
 
+@pytest.mark.parametrize(
+    ("name", "engine"), [("deepseek", "too"), ("qwen3 mixture", "too"), ("mixtral", "does not")]
+)
+def test_a_mixture_is_said_to_be_taken_by_those_that_take_it(name: str, engine: str) -> None:
+    found = estimate(shape_of(NETWORKS[name]), run(), None)
+    (said,) = [one for one in found.notes if "mixture" in one]
+    assert said.endswith(f"both trainers and vLLM take it, the own engine {engine}")
+
+
+def test_a_worker_that_no_gpu_holds_is_given_several() -> None:
+    found = estimate(BILLIONS, run(), Gpus(8, 6 * 10**9))
+    assert not found.good and not found.misfits
+    assert found.keys["workers.engine"] == "vllm-server"
+    many, count = found.keys["workers.vllm.tensor_parallel"], found.keys.get("workers.count", 2)
+    assert many in (2, 4) and found.keys["workers.gpus"] == list(range(8 - many * count, 8))
+    changed = with_keys(run(), found.keys)
+    share = sum(one.bytes for one in worker_parts(BILLIONS, changed))
+    assert share <= Gpus(8, 6 * 10**9).usable
+    assert not list(problems_of(changed))
+    assert estimate(BILLIONS, changed, Gpus(8, 6 * 10**9)).good
+
+
+def test_a_worker_whose_heads_cannot_be_dealt_stays_alone() -> None:
+    odd = shape_of(NETWORKS["llama"], num_attention_heads=3, num_key_value_heads=3)
+    assert parallel_keys(odd, run(), Gpus(3, 10**9)) is None
+    served = run(workers__engine="vllm-server", workers__vllm={"addresses": ["http://a:1"] * 2})
+    assert parallel_keys(BILLIONS, served, Gpus(8, 6 * 10**9)) is None
+
+
+@pytest.mark.parametrize("key", ["sampling.routes", "trainer.router_aux_loss"])
+def test_what_another_key_refuses_is_not_proposed(key: str) -> None:
+    asked = run(**{key.replace(".", "__"): 1.0 if "loss" in key else True})
+    found = estimate(BILLIONS, asked, Gpus(8, 80 * 10**9))
+    assert "trainer.kind" not in found.keys and len(found.ways) == 1
+    assert f"DeepSpeed is no way here: it does not take {key}" in found.notes
+    assert found.misfits == [
+        f"no key makes the trainer fit beside {key}, which DeepSpeed does not take: more GPUs, or"
+        " adapters (lora.rank)"
+    ]
+
+
+@given(
+    gigabytes=st.integers(8, 160),
+    count=st.integers(1, 64),
+    chunk=st.sampled_from(["auto", 64]),
+    optimizer=st.sampled_from(["adamw", "muon"]),
+)
+@settings(max_examples=15, deadline=None)
+def test_what_is_proposed_is_a_configuration_that_a_run_takes(
+    gigabytes: int, count: int, chunk: Any, optimizer: str
+) -> None:
+    config = run(trainer__mlp_chunk_tokens=chunk, trainer__optimizer=optimizer)
+    found = estimate(BILLIONS, config, Gpus(count, gigabytes * 10**9))
+    assert not list(problems_of(with_keys(config, found.keys)))
+
+
+def test_inputs_of_layers_leave_the_gpu_where_nothing_else_makes_a_long_context_fit() -> None:
+    keys: dict[str, Any] = {"workers__context_tokens": 2**17, "trainer__micro_batch_tokens": 2**17}
+    config = run(**keys, lora__rank=16, trainer__dtype="bfloat16")
+    found = trainer_keys(BILLIONS, config, 40 * 10**9, 1)
+    assert found == {"trainer.gradient_checkpointing": True, "trainer.activation_offload": True}
+
+
+def test_files_that_are_quantized_are_refused_by_name() -> None:
+    shape = shape_of(NETWORKS["llama"], quantization_config={"quant_method": "fp8"})
+    found = estimate(shape, run(), Gpus(1, 80 * 10**9))
+    assert not found.good
+    assert found.misfits == [
+        "the files are quantized (quantization_config): a run begins with float32 or bfloat16 ones"
+    ]
+
+
 def test_more_ranks_than_gpus_do_not_fit() -> None:
     config = run(trainer__kind="deepspeed", trainer__ranks=8)
     found = estimate(shape_of(NETWORKS["llama"]), config, Gpus(8, 80 * 10**9))
@@ -465,6 +536,10 @@ def test_doctor_estimates_from_a_config_alone_and_loads_no_torch(tmp_path: Path)
     assert "note: a mixture of experts" in done.stdout
     assert "trainer: at most at one time" in done.stdout
     assert "set: workers.gpus = [1]" in done.stdout
+    assert 'note: without --config: workers.engine = "vllm"' in done.stdout
+    longer = ["workers.context_tokens=100000", "trainer.micro_batch_tokens=100000"]
+    with pytest.raises(PolicyError, match="positions are fewer than a context of 100000 tokens"):
+        print_estimate(tmp_path, "", None, longer, as_json=False)
 
 
 @pytest.mark.slow

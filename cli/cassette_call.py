@@ -22,8 +22,6 @@ BY_SIGNAL: Final = 128
 """A command that a signal has ended has this and the signal's number as its status, as in a
 shell."""
 
-MISSED: Final = 'task.cassette_mode = "record" records it'
-
 
 def call_command(words: Sequence[str], *, name: str, stdin: bool) -> int:
     """The status of a command whose output was written here. Raises TaskError where a strict
@@ -38,7 +36,7 @@ def call_command(words: Sequence[str], *, name: str, stdin: bool) -> int:
     try:
         begun = tape.begin(name or Path(words[0]).name, arguments)
     except CassetteMiss as error:
-        raise TaskError(str(error), hint=MISSED) from None
+        raise TaskError(str(error)) from None
     if begun.found is not None:
         value = begun.found["value"]
     else:

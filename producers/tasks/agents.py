@@ -32,6 +32,7 @@ from dora_pipe.core.own_code import load_attribute
 from dora_pipe.producers.tasks.background import call_user_code
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Reward, Row, Task
+from dora_pipe.producers.tasks.tape import EpisodeTape
 from dora_pipe.producers.tasks.tape_door import cassette_variables
 
 GIVEN: Final = ("base_url", "api_key", "row")
@@ -44,6 +45,9 @@ TAIL_CHARACTERS: Final = 200
 READ_BYTES: Final = 1 << 16
 DRAIN_S: Final = 1.0
 """For what an ended command has left in its pipe."""
+
+END_S: Final = 2.0
+"""For an agent that is ended to be gone; one that does not go is left behind."""
 
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -166,6 +170,29 @@ def open_agent(config: model.Task, task: Task) -> Agent | None:
     if config.agent:
         return FunctionAgent(config.agent)
     return CommandAgent(config.command, config.directory) if config.command else None
+
+
+async def run_agent(agent: Agent, asked: AgentAsked, tape: EpisodeTape | None) -> Any:
+    """What an agent gives back. It ends at once where its cassette has refused it something.
+
+    Raises what the agent raises, and CassetteMiss, CassetteRefused, Retry of its tape.
+    """
+    if tape is None:
+        return await agent.run(asked)
+    loop, refused = asyncio.get_running_loop(), asyncio.Event()
+    tape.when_failed = partial(loop.call_soon_threadsafe, refused.set)
+    running = asyncio.create_task(agent.run(asked))
+    running.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody else asks
+    refusal = asyncio.create_task(refused.wait())
+    try:
+        await asyncio.wait((running, refusal), return_when=asyncio.FIRST_COMPLETED)
+        if tape.failed is None:
+            return running.result()
+        raise tape.failed
+    finally:
+        refusal.cancel()
+        running.cancel()
+        await asyncio.wait((running,), timeout=END_S)
 
 
 async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:

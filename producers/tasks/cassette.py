@@ -37,6 +37,8 @@ KEY_BYTES: Final = 16
 NEAR_MAX: Final = 2000
 """Calls of a row among which the nearest is looked for."""
 
+RECORDS: Final = 'task.cassette_mode = "record" records it'
+
 CALL_CHARACTERS: Final = 60
 """Of a call, as a message names it."""
 
@@ -65,6 +67,12 @@ class CassetteRefused(Exception):
 
 class CassetteDiffers(Exception):
     """The real environment does not answer as the cassette has before it; nobody can go on."""
+
+
+OF_A_CASSETTE: Final = frozenset(
+    one.__name__ for one in (CassetteMiss, CassetteRefused, CassetteDiffers)
+)
+"""Names of errors that are held against a trajectory whatever else it was."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -171,7 +179,7 @@ def missed(
 ) -> CassetteMiss:
     """What is said of a call that is on no cassette; `there` are the recorded ones of its row."""
     near = _nearest(call, history, there)
-    return CassetteMiss(f"{where}: {said(call)} is not on {cassette}; {near}")
+    return CassetteMiss(f"{where}: {said(call)} is not on {cassette}; {near}; {RECORDS}")
 
 
 def _nearest(call: Call, history: str, there: Iterable[Recorded]) -> str:

@@ -27,7 +27,7 @@ import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
-from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
+from dora_pipe.producers.tasks.agents import AgentAsked, open_agent, run_agent
 from dora_pipe.producers.tasks.answers import (
     agent_ended,
     observed,
@@ -468,7 +468,7 @@ class TaskServer:
         tape = self._tape(call, row)
         with taping(tape):
             async with open_door(tape):
-                ended = agent_ended(call.request, await self._agent.run(asked))
+                ended = agent_ended(call.request, await run_agent(self._agent, asked, tape))
         return self._with_use(ended, tape)
 
     async def _describe(self, call: RowCall) -> RowDescribed:

@@ -159,6 +159,10 @@ def taping(tape: EpisodeTape | None) -> Iterator[None]:
             raise tape.failed
 
 
+def _nobody_waits() -> None:
+    pass
+
+
 class EpisodeTape:
     """What an episode asks of a cassette, and how much of it was there.
 
@@ -174,7 +178,9 @@ class EpisodeTape:
         self._turns: list[int] = []
         self._turn = 0
         self.failed: CassetteMiss | CassetteRefused | Retry | None = None
-        """What was refused, or could not be recorded: an agent may have caught it."""
+        """What was refused first, or could not be recorded: an agent may have caught it."""
+        self.when_failed: Callable[[], object] = _nobody_waits
+        """Called once it has `failed`, in whichever thread asked."""
 
     @property
     def mode(self) -> Mode:
@@ -190,6 +196,12 @@ class EpisodeTape:
             oldest_ns=self._oldest_ns,
             turns=tuple(self._turns),
         )
+
+    def fail(self, error: CassetteMiss | CassetteRefused | Retry) -> None:
+        """Hold it against the trajectory, whatever who has asked makes of it."""
+        if self.failed is None:
+            self.failed = error
+            self.when_failed()
 
     def ask(self, call: Call, nth: int = 0) -> AskedCall:
         """A call behind all that was added."""
@@ -207,7 +219,7 @@ class EpisodeTape:
         try:
             found = self._cassette.find(asked)
         except CassetteMiss as error:
-            self.failed = error
+            self.fail(error)
             raise
         if found is None:
             return None
@@ -228,7 +240,7 @@ class EpisodeTape:
         try:
             self._cassette.record(asked, answer, seconds)
         except Retry as error:
-            self.failed = error
+            self.fail(error)
             raise
 
     def begin(self, call: Call, *, stateless: bool = False) -> Begun:
@@ -347,7 +359,7 @@ def outside(of: str, what: Mapping[str, Any], ask: Callable[[], Any]) -> Any:
     try:
         found = cassette.find(asked)
     except CassetteMiss as error:
-        raise TaskError(str(error), hint='record it: task.cassette_mode = "record"') from None
+        raise TaskError(str(error)) from None
     if found is not None:
         return found.answer["value"]
     started = time.monotonic()

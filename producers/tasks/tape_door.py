@@ -131,7 +131,7 @@ class _Door:
 
     async def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         """It is held against the trajectory: where nobody records, the tool would have answered."""
-        self._tape.failed = CassetteRefused(why)
+        self._tape.fail(CassetteRefused(why))
         await _say(writer, DoorReply(refused=why))
 
     def _begun(self, call: DoorCall) -> Begun:

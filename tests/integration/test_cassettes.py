@@ -145,9 +145,10 @@ async def starts(row):
 
 async def swallows(row):
     try:
-        return str(await search("never"))
+        await search("never")
     except Exception:
-        return "made up"
+        await asyncio.sleep(60)
+        note("went on")
 '''
 
 ONE, TWO = "g0000000000-001", "g0000000000-002"
@@ -315,7 +316,8 @@ def test_a_strict_cassette_refuses_by_name_what_it_does_not_have(folder: Path) -
     assert failed.error == "CassetteMiss"
     assert failed.message == (
         'row 1 of train: chance({"sides":4}) is not on c.jsonl;'
-        ' nearest: chance({"sides":6}), at the same place'
+        ' nearest: chance({"sides":6}), at the same place;'
+        ' task.cassette_mode = "record" records it'
     )
 
 
@@ -407,10 +409,11 @@ def test_a_function_hands_the_cassette_on_to_what_it_starts_and_nothing_goes_aro
 
 
 @pytest.mark.slow
-def test_an_agent_that_catches_the_refusal_does_not_hide_it(folder: Path) -> None:
+def test_an_agent_that_catches_the_refusal_neither_hides_it_nor_goes_on(folder: Path) -> None:
     (folder / "c.jsonl").touch()
     with pool_of(folder, "mine:Tools", "strict", "first", agent="mine:swallows") as pool:
         (failed,) = ask(pool, agent_call(ONE))
+    assert made(folder) == []
     assert isinstance(failed, TaskFailed)
     assert failed.error == "CassetteMiss"
     assert 'search({"most":3,"query":"never"})' in failed.message

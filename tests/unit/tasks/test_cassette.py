@@ -111,12 +111,13 @@ def test_a_call_that_is_missed_is_named_with_its_row_and_what_is_nearest() -> No
 
     assert words(other, [recorded()]) == (
         'row 7 of train: add({"a":1,"b":3}) is not on tools.jsonl;'
-        ' nearest: add({"a":1,"b":2}), at the same place'
+        ' nearest: add({"a":1,"b":2}), at the same place;'
+        ' task.cassette_mode = "record" records it'
     )
-    assert words(ADD, [recorded(history=behind.digest)]).endswith(
-        "nearest: the same call, behind other calls or answers"
+    assert "; nearest: the same call, behind other calls or answers; " in words(
+        ADD, [recorded(history=behind.digest)]
     )
-    assert words(ADD, []).endswith("nothing of this row is")
+    assert "; nothing of this row is; " in words(ADD, [])
 
 
 def test_calls_have_words_and_names() -> None:

@@ -95,7 +95,8 @@ def test_a_call_that_is_not_there_is_refused_in_a_line_and_held_against_its_traj
 
     line = (
         'row 1 of train: sh({"command":["ls","-a"]}) is not on c.jsonl; nearest:'
-        ' sh({"command":["ls"]}), at the same place'
+        ' sh({"command":["ls"]}), at the same place;'
+        ' task.cassette_mode = "record" records it'
     )
     assert through(tape, misses) == line
     assert str(tape.failed) == line

@@ -92,7 +92,7 @@ def _measured(case: MemoryCase) -> StepMemoryFigure:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _prepared(case, device) as compute:
+    with prepared(case, device) as compute:
         before = fresh_peak(device)
         start_s = time.perf_counter()
         compute()
@@ -112,7 +112,7 @@ def _measured(case: MemoryCase) -> StepMemoryFigure:
 
 
 @contextmanager
-def _prepared(case: MemoryCase, device: str) -> Iterator[Callable[[], None]]:
+def prepared(case: MemoryCase, device: str) -> Iterator[Callable[[], None]]:
     """What computes, with all that stands before it."""
     from dora_pipe.consumers.learners.torch.device import deterministic
 

@@ -4,9 +4,6 @@ an evaluation is sampled here as its workers sampled it."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.user_run import WAIT_S, call, furnish, start
+from tests.support.user_run import WAIT_S, answer, call, furnish, start
 
 pytestmark = pytest.mark.slow
 
@@ -49,15 +46,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def found(place: Path, *words: str) -> dict[str, Any]:
     """What the command prints as JSON."""
-    done = subprocess.run(
-        [Path(sys.executable).parent / "dora-pipe", *words, "--json"],
-        cwd=place,
-        capture_output=True,
-        timeout=WAIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    done = answer(place, *words, "--json")
+    assert done.returncode == 0, done.stderr
     value: dict[str, Any] = json.loads(done.stdout)
     return value
 
@@ -92,20 +82,12 @@ def test_a_kill_in_the_middle_goes_on_and_comes_to_the_same(place: Path) -> None
 
 def test_an_evaluation_has_here_the_rewards_that_it_had_in_the_run(place: Path) -> None:
     said = found(place, "bisect", "tiny", "--good", "0", "--bad", "3", "--draws", "4")
-    shown = subprocess.run(
-        [
-            Path(sys.executable).parent / "dora-pipe",
-            "sql",
-            "tiny",
-            "select version, avg(reward) as reward from groups where fate = 'evaluated'"
-            " group by version order by version",
-            "--json",
-        ],
-        cwd=place,
-        capture_output=True,
-        timeout=WAIT_S,
-        check=True,
+    query = (
+        "select version, avg(reward) as reward from groups where fate = 'evaluated'"
+        " group by version order by version"
     )
+    shown = answer(place, "sql", "tiny", query, "--json")
+    assert shown.returncode == 0, shown.stderr
     recorded = [json.loads(line) for line in shown.stdout.splitlines()]
     values = [
         json.loads(line)

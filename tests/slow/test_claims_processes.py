@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.claim_check import ClaimBus, claim_of
 from dora_pipe.launch.run_dir import opened
 from tests.support.kafka_broker import KafkaBroker
-from tests.support.user_run import WAIT_S, assert_clean, call, furnish, steps
+from tests.support.user_run import answer, assert_clean, call, furnish, steps
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -55,15 +53,6 @@ def claimed(place: Path, run: str) -> dict[str, str]:
         records = records_of(open_run.bus.inner, ends)
         names = ((dict(one.headers)["trajectory"].decode(), claim_of(one)) for one in records)
         return {name: digest for name, digest in names if digest}
-
-
-def answer(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a command says."""
-    program = Path(sys.executable).parent / "dora-pipe"
-    command = [str(program), *words]
-    return subprocess.run(
-        command, cwd=place, capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
 
 
 def prove(place: Path) -> int:

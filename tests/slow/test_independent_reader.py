@@ -16,7 +16,7 @@ import pytest
 from infra.kafka.tools import write_scripts
 from tests.support import docs_commands
 from tests.support.kafka_broker import ROOT, KafkaBroker
-from tests.support.user_run import WAIT_S, call, furnish
+from tests.support.user_run import WAIT_S, answer, call, furnish
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -58,8 +58,7 @@ def read(place: Path, kafka_broker: KafkaBroker) -> list[dict[str, Any]]:
 
 def said_by(place: Path, *words: str) -> list[dict[str, Any]]:
     """The JSON lines that a command of ours prints."""
-    command = [str(Path(sys.executable).parent / "dora-pipe"), *words, "--json"]
-    done = subprocess.run(command, cwd=place, capture_output=True, timeout=WAIT_S, check=False)
+    done = answer(place, *words, "--json")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from dora_pipe.schemas.control import RoleStarted, StepCommitted, WorkerJoined
 from tests.support.kafka_broker import KafkaBroker
-from tests.support.user_run import WAIT_S, call, facts_of, furnish, start, until
+from tests.support.user_run import WAIT_S, answer, call, facts_of, furnish, start, until
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -116,8 +115,8 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
 def prove(site: Site) -> None:
     """A machine that had no part in it has the configuration, the log and the store: enough."""
     other = site.machine("g")
-    words = [str(Path(sys.executable).parent / "dora-pipe"), "config", "show", str(site.config)]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    shown = answer(other, "config", "show", str(site.config))
+    assert shown.returncode == 0, shown.stderr
     (other / "config.toml").write_text(shown.stdout)
     assert call(other, "audit", ".") == 0, site.said("g")
     assert call(other, "replay", ".", "--from", str(STEPS - 3)) == 0, site.said("g")

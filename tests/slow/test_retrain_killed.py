@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,9 +20,9 @@ from dora_pipe.core.errors import DoraError
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 from tests.support.retrained import audited, commits
+from tests.support.user_run import WAIT_S, answer, start
 
 STEPS = 6
-WAIT_S = 180.0
 
 pytestmark = [pytest.mark.slow]
 
@@ -48,8 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def command(root: Path, *words: str) -> list[str]:
-    program = Path(sys.executable).with_name("dora-pipe")
-    return [str(program), "retrain", "small", "--runs", str(root), *words]
+    return ["retrain", "small", "--runs", str(root), *words]
 
 
 @pytest.mark.parametrize("batches", ["kept", "again"])
@@ -57,7 +54,7 @@ def test_a_killed_retraining_goes_on_at_the_next_step_with_equal_weights(
     root: Path, batches: str
 ) -> None:
     words = command(root, "--name", batches, "--from", "1", "--batches", batches)
-    began = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    began = start(root, *words)
     give_up_s = time.monotonic() + WAIT_S
     while not _committed(root, batches) and began.poll() is None and time.monotonic() < give_up_s:
         time.sleep(0.02)
@@ -65,7 +62,7 @@ def test_a_killed_retraining_goes_on_at_the_next_step_with_equal_weights(
     began.wait()
     there = _committed(root, batches)
     assert 1 <= there < STEPS - 1
-    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = answer(root, *words)
     assert done.returncode == 0, done.stderr
     assert "goes on where it was" in done.stderr
     assert "every step gave the weights of the source" in done.stdout
@@ -73,7 +70,7 @@ def test_a_killed_retraining_goes_on_at_the_next_step_with_equal_weights(
     assert [one.digest_after for one in commits(root, batches)] == theirs
     report = audited(root, batches)
     assert report.holds, [one.line for one in report.violations]
-    again = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    again = answer(root, *words)
     assert again.returncode == 0, again.stderr
 
 
@@ -97,7 +94,7 @@ def test_a_grid_is_a_run_for_each_table(root: Path, tmp_path: Path) -> None:
         '[many]\nbatches = "again"\ngroups.per_step = 5\n'
     )
     words = command(root, "--name", "ablation", "--from", "4", "--grid", str(grid))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = answer(root, *words)
     assert done.returncode == 0, done.stderr
     for name in ("ablation-topr", "ablation-low", "ablation-without"):
         assert name in done.stdout

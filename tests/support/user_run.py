@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 from unittest.mock import patch
 
 from dora_pipe.audit.auditor import audit
@@ -25,6 +26,7 @@ from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from tests.support.forked import PROGRAM, fork, may_fork
 from tests.support.models import make_llama_gqa
 from tests.support.tidy import ROOT
 
@@ -84,19 +86,41 @@ def furnish(place: Path, **changes: Any) -> Path:
 def start(place: Path, *words: str) -> subprocess.Popen[bytes]:
     """`dora-pipe WORDS` in the user's folder; what it says goes to a file there."""
     with (place / "said").open("ab") as said:
-        return subprocess.Popen(
-            [Path(sys.executable).parent / "dora-pipe", *words],
-            cwd=place,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        return _start(place, words, said, said)
 
 
 def call(place: Path, *words: str) -> int:
     """Its exit code."""
     return start(place, *words).wait(WAIT_S)
+
+
+def answer(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What `dora-pipe WORDS` says, stdout and stderr apart."""
+    with TemporaryFile() as out, TemporaryFile() as err:
+        process = _start(place, words, out, err)
+        try:
+            code = process.wait(WAIT_S)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read().decode(), err.read().decode())
+
+
+def _start(
+    place: Path, words: Sequence[str], out: IO[bytes], err: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if may_fork():
+        return fork(words, place, environment, out.fileno(), err.fileno())
+    return subprocess.Popen(
+        [PROGRAM, *words],
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        env=environment,
+    )
 
 
 def call_here(place: Path, *words: str) -> int:

@@ -1,0 +1,196 @@
+"""Commands of `dora-pipe` as processes that need not import torch: most of what a small run
+computes is its imports, three times over.
+
+One process has imported what commands and their roles need, and forks a command for every message;
+the command is a process of its own with its own directory, environment and signals. What proves
+the start itself runs the program: the wheel, the compose file, the pages of docs, `bench faults`.
+
+Method: the server's stdin is a socket. A message is what to be, with three files: the command's
+stdout and stderr, and a pipe that is told its process id and, when it has ended, its exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from tests.support.device import ON_GPU
+from tests.support.tidy import ROOT
+
+PROGRAM: Final = Path(sys.executable).parent / "dora-pipe"
+
+MESSAGE_BYTES_MAX: Final = 1 << 17
+"""Of a message: words, a folder and an environment."""
+
+FILES: Final = 3
+"""With a message."""
+
+_NUMBER: Final = struct.Struct("=i")
+
+ALSO: Final = (
+    "dora_pipe.cli.app",
+    "dora_pipe.cli.replay",
+    "dora_pipe.launch.run",
+    "dora_pipe.orchestrator.role",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+"""Besides what fork servers of a run import."""
+
+
+class Forked(subprocess.Popen[bytes]):
+    """A command that was forked elsewhere; its files are whose they were."""
+
+    def __init__(self, words: Sequence[str], status: int) -> None:
+        self.args = words
+        self.stdin = self.stdout = self.stderr = None
+        self.returncode = None
+        self._status = status
+        self._forget = weakref.finalize(self, os.close, status)
+        self.pid = self._told()
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = self._told()
+            self._forget()
+        return self.returncode
+
+    def _told(self) -> int:
+        data = os.read(self._status, _NUMBER.size)
+        assert len(data) == _NUMBER.size, "the process that forks commands is gone"
+        number: int = _NUMBER.unpack(data)[0]
+        return number
+
+
+def may_fork() -> bool:
+    """Whether commands are forked here: not where another engine or trainer is installed, or with a
+    GPU, whose libraries want to be imported by who uses them."""
+    others = (importlib.util.find_spec(one) for one in ("vllm", "deepspeed"))
+    return sys.platform == "linux" and not ON_GPU and not any(others)
+
+
+def fork(
+    words: Sequence[str], place: Path, environment: dict[str, str], out: int, err: int
+) -> Forked:
+    """`dora-pipe WORDS` in this folder; stdout and stderr go to these files."""
+    asked = {"words": list(words), "place": str(place), "environment": environment}
+    read, write = os.pipe()
+    try:
+        socket.send_fds(_server(), [json.dumps(asked).encode()], [out, err, write])
+    finally:
+        os.close(write)
+    return Forked([str(PROGRAM), *words], read)
+
+
+@cache
+def _server() -> socket.socket:
+    """Of this process, to its end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from tests.support.forked import serve; serve()"],
+        cwd=ROOT,
+        stdin=theirs.fileno(),
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def serve() -> None:
+    """Fork what is asked for until nobody asks; in a child this is the command itself."""
+    from dora_pipe.launch.fork_server import CUDA_BY_NVML
+    from dora_pipe.launch.roles import TRAINER_PRELOAD
+    from dora_pipe.producers.engines.registry import engine_kind
+
+    sys.path[0] = str(PROGRAM.parent)
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault(*CUDA_BY_NVML)
+    for module in (*engine_kind("torch").preload, *TRAINER_PRELOAD, *ALSO):
+        importlib.import_module(module)
+    gc.freeze()
+    asked = socket.socket(fileno=0)
+    running: dict[int, tuple[int, int]] = {}
+    while True:
+        ready, _, _ = select.select([0, *running], [], [])
+        for one in set(ready) & running.keys():
+            _tell_end(one, *running.pop(one))
+        if 0 not in ready:
+            continue
+        message, (*files,), _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, FILES)
+        if not message:
+            break
+        if (pid := os.fork()) == 0:
+            asked.detach()
+            signal.signal(signal.SIGINT, interrupted)
+            _be(message, files, [one for pair in running.items() for one in (pair[0], pair[1][1])])
+            return
+        *written, status = files
+        for one in written:
+            os.close(one)
+        _tell(status, pid)
+        running[os.pidfd_open(pid)] = (pid, status)
+    for pid, _ in running.values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def _tell(status: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # nobody wants to know
+        os.write(status, _NUMBER.pack(number))
+
+
+def _tell_end(one: int, pid: int, status: int) -> None:
+    _, how = os.waitpid(pid, 0)
+    _tell(status, os.waitstatus_to_exitcode(how))
+    os.close(status)
+    os.close(one)
+
+
+def _be(message: bytes, files: Sequence[int], inherited: Sequence[int]) -> None:
+    """Be the command, to its `SystemExit`."""
+    from dora_pipe.cli.main import main
+
+    asked = json.loads(message)
+    out, err, _ = files
+    with Path(os.devnull).open("rb") as empty:
+        os.dup2(empty.fileno(), 0)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for one in (*inherited, *files):
+        os.close(one)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["place"])
+    sys.argv = [str(PROGRAM), *asked["words"]]
+    main()

@@ -19,6 +19,7 @@ from tests.support import device
 from tests.support.engine_contract import request
 from tests.support.engine_routes import routed_run, same_experts
 from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
+from tests.support.vllm_servers import go, held, open_shared, running_server
 
 PROMPT = [1, *range(20, 60)]
 """More than a block of vLLM's KV cache."""
@@ -42,8 +43,6 @@ def mixture(
 
 
 def _server(folder: Path) -> tuple[str, Path, Any]:
-    from tests.support.vllm_servers import open_shared, running_server
-
     kind = "qwen3_moe"
     _, model = running_server(kind=kind)
     engine = open_shared(slots=4, context_tokens=128, routes=True, kind=kind)
@@ -98,14 +97,15 @@ def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: tuple[str, P
 def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(
     mixture: tuple[str, Path, Any],
 ) -> None:
-    """A server must not have ended the request when its cache is asked for: it is ahead of us."""
     _, _, engine = mixture
     asked = request("r", PROMPT, max_tokens=80, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]
-    engine.add(asked)
-    for _ in range(4):
-        engine.step()
-    exported = engine.export("r")
+    with held(engine):
+        engine.add(asked)
+        with go(engine):
+            for _ in range(4):
+                engine.step()
+        exported = engine.export("r")
     length = len(PROMPT) + len(exported.sampled.token_ids)
     assert exported.sampled.routes == routes.part(0, length)
     ids = [*PROMPT, *exported.sampled.token_ids]

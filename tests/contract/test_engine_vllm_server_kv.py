@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.contract.test_engine_vllm_kv import LOGPROB_DISTANCE_MAX, PROMPT, dis
 from tests.support import engine_moves as moves
 from tests.support.engine_contract import Result, Subject, request, requests, run
 from tests.support.vllm_engines import CONTEXT_TOKENS, need_vllm, open_vllm
-from tests.support.vllm_servers import open_shared, server_subject
+from tests.support.vllm_servers import go, held, open_shared, server_subject
 
 RANKS = 2
 
@@ -64,6 +64,18 @@ def taken(engine: Engine, one: EngineRequest, *, sampled: int) -> tuple[Kv, Engi
     raise AssertionError(f"{one.request} is never given out")
 
 
+def steps_until(
+    engine: Engine, results: dict[str, Result], names: Iterable[str], *, tokens: int
+) -> None:
+    """Steps until each of these has so many tokens, or has ended."""
+    some = [results[name] for name in names]
+    for _ in range(moves.STEPS_MAX):
+        if all(one.reason is not None or len(one.tokens) >= tokens for one in some):
+            return
+        moves.steps(engine, results, 1)
+    raise AssertionError(f"not {tokens} tokens of each")
+
+
 @pytest.mark.parametrize("sampled", [1, 26, 27, 59])
 def test_cache_arrives_with_every_bit_each_rank_its_part(
     vllm: Subject, target: VllmServerEngine, sampled: int
@@ -86,19 +98,23 @@ def test_requests_that_move_into_company_have_the_logprobs_of_transformers(
 ) -> None:
     source = vllm.open(slots=16)
     company = [replace(one, request=f"c{one.request}") for one in requests(vllm, 6, seed=cut)]
-    wanted = requests(vllm, 12, seed=4, max_tokens=150)
-    results = {one.request: Result() for one in [*wanted, *company]}
-    for engine, some in ((source, wanted), (target, company)):
-        for one in some:
-            engine.add(replace(one, emit_every=1))
-    moves.steps(source, results, cut)
-    running = [one for one in wanted if results[one.request].reason is None]
-    assert len(running) > 4
-    went = [moves.move(source, target, one, results[one.request], ahead=True) for one in running]
-    assert any(went)
+    long = [replace(one, params=replace(one.params, max_tokens=150)) for one in requests(vllm, 12)]
+    results = {one.request: Result() for one in [*long, *company]}
+    with held(source, target):
+        for engine, some in ((source, long), (target, company)):
+            for one in some:
+                engine.add(replace(one, emit_every=1))
+            with go(engine):
+                steps_until(engine, results, [one.request for one in some], tokens=cut)
+        went = []
+        for one in long:
+            went.append(moves.move(source, target, one, results[one.request], ahead=True))
+            with go(source):  # for vLLM's workers the others are in no batch until the next step
+                moves.steps(source, results, 1)
+        assert sum(went) > 4
     moves.finish(source, results)
     moves.finish(target, results)
-    for one in [*wanted, *company]:
+    for one in [*long, *company]:
         assert len(results[one.request].tokens) == one.params.max_tokens
         assert distance(vllm, one, results[one.request]) < LOGPROB_DISTANCE_MAX
 

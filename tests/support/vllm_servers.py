@@ -78,6 +78,40 @@ def open_shared(
 
 
 @contextmanager
+def held(*engines: Engine) -> Iterator[None]:
+    """Servers that compute nothing meanwhile, so that nothing ends in them that its worker has yet
+    to see: what runs there keeps its place, what is added waits. Who steps lets them `go`."""
+    for engine in engines:
+        _hold(engine)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            _resume(engine)
+
+
+@contextmanager
+def go(engine: Engine) -> Iterator[None]:
+    """Its server, which is held, computes meanwhile."""
+    _resume(engine)
+    try:
+        yield
+    finally:
+        _hold(engine)
+
+
+def _hold(engine: Engine) -> None:
+    if isinstance(engine, VllmServerEngine):  # another computes in its steps alone
+        # Where it clears its caches, which it does unasked, all that runs is prefilled again.
+        engine._server._call("POST", "/pause?mode=keep&clear_cache=false")
+
+
+def _resume(engine: Engine) -> None:
+    if isinstance(engine, VllmServerEngine):
+        engine._server.resume()
+
+
+@contextmanager
 def server_subject(
     folder: Path, tensor_parallel: int = 1, kind: str = "qwen2", pipeline_parallel: int = 1
 ) -> Iterator[Subject]:

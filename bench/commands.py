@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -254,7 +254,7 @@ def moves(
 
             models = model or ("llama-25m",)
             moved = bench_moves(Path(folder), models, tokens or (), engine=engine)
-            _emit_figures(list(moved), as_json=as_json)
+            _emit_figures(moved, as_json=as_json)
 
 
 def policies(
@@ -496,7 +496,7 @@ def memory(
     from dora_pipe.bench.step_memory import bench_step_memory, memory_cases
 
     cases = memory_cases(tokens, vocabulary, step_tokens, least=least)
-    _emit_figures(list(bench_step_memory(cases)), as_json=as_json)
+    _emit_figures(bench_step_memory(cases), as_json=as_json)
 
 
 def _turn_figures(engine: str, folder: Path, rows: Sequence[int], turns: int) -> list[Any]:
@@ -542,7 +542,11 @@ def _beside_generate(engine: str, folder: Path, rows: Sequence[int] | None) -> l
     return [*bench_engine(rows or (1, 16, 64, 256))]
 
 
-def _emit_figures(figures: Sequence[Any], *, as_json: bool) -> None:
-    """Dataclasses of one kind as a table, or as JSON."""
-    columns = [field.name for field in fields(figures[0])]
-    emit_rows(columns, [asdict(figure) for figure in figures], as_json=as_json)
+def _emit_figures(figures: Iterable[Any], *, as_json: bool) -> None:
+    """Dataclasses of one kind as a table, or as JSON, each when it is there."""
+    if as_json:
+        emit_rows((), (asdict(figure) for figure in figures), as_json=True)
+        return
+    rows = [*figures]
+    columns = [field.name for field in fields(rows[0])]
+    emit_rows(columns, [asdict(row) for row in rows], as_json=False)

@@ -11,18 +11,21 @@ import msgspec
 BEGIN: Final = "<!-- figures: python -m dora_pipe.bench.gpu_report --page -->"
 END: Final = "<!-- end of figures -->"
 NOWHERE: Final = "No GPU has been reported on."
+NOT_RUN: Final = "not run"
 
 
-def write_page(page: Path, folder: Path) -> None:
-    """Put the folder's tables between the marks of a page."""
-    page.write_text(with_figures(page.read_text(), outcomes_of(folder)))
+def write_page(page: Path, folder: Path, pieces: Mapping[str, str]) -> None:
+    """Put the folder's tables between the marks of a page; `pieces` are all, with what they are."""
+    page.write_text(with_figures(page.read_text(), outcomes_of(folder), pieces))
 
 
-def with_figures(text: str, outcomes: Sequence[Mapping[str, Any]]) -> str:
+def with_figures(
+    text: str, outcomes: Sequence[Mapping[str, Any]], pieces: Mapping[str, str]
+) -> str:
     """A page's text with these tables between its marks, of which it has one pair."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{tables(outcomes)}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{tables(outcomes, pieces)}\n{END}{after}"
 
 
 def outcomes_of(folder: Path) -> list[dict[str, Any]]:
@@ -34,14 +37,21 @@ def outcomes_of(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (one["date"], one["piece"]))
 
 
-def tables(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """What ran where, every piece in a line, and the figures of each; markdown."""
+def tables(outcomes: Sequence[Mapping[str, Any]], pieces: Mapping[str, str]) -> str:
+    """What ran where, every piece in a line, also one that has not run, and the figures of each;
+    markdown."""
     if not outcomes:
         return NOWHERE + "\n"
+    found = {one["piece"] for one in outcomes}
+    absent = [
+        {"piece": f"`{name}`", "what": what, "": NOT_RUN}
+        for name, what in pieces.items()
+        if name not in found
+    ]
     machines = dict.fromkeys(_machine(one) for one in outcomes)
     lines = [
         *(f"{one}\n" for one in machines),
-        *_table([_summary(one) for one in outcomes]),
+        *_table([*map(_summary, outcomes), *absent]),
     ]
     for one in outcomes:
         if one["figures"]:

@@ -1,7 +1,7 @@
 """Measures a version of a large policy on its way from a trainer's GPU to another's: written whole,
 as a patch, made of that patch, hashed, and loaded.
 
-    python -m dora_pipe.bench.gpu_patches [MODEL] [--device cpu]
+    python -m dora_pipe.bench.gpu_patches [MODEL] [--tiny]
 
 Weights are random, in bfloat16 over float32 masters, and what changes between the two versions is
 what steps of GRPO at a learning rate of 1e-6 change (`gpu_step`). Files lie in the temporary
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.gpu_cases import StepCase
+from dora_pipe.bench.gpu_cases import TINY, StepCase, tiny
 from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.patch import opened_patches, write_patch, write_patched
@@ -124,10 +124,8 @@ def _loads(
 
 def _main(words: Sequence[str]) -> int:
     model = words[0] if words else "1.7B"
-    device = words[2] if words[1:2] == ["--device"] else "cuda"
-    tiny = {"row_tokens": 64, "pass_tokens": 64} if model == "tiny" else {}
-    case = msgspec.structs.replace(StepCase(model=model, device=device), **tiny)
-    for figure in bench_gpu_patches(case):
+    case = StepCase(model=model)
+    for figure in bench_gpu_patches(tiny(case) if words[1:] == [TINY] else case):
         sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
         sys.stdout.flush()
     return 0

@@ -1,6 +1,6 @@
 """Where a training step spends its time on a GPU: its kernels, by torch's profiler.
 
-python -m dora_pipe.bench.gpu_profile [MODEL] [--device cpu]
+python -m dora_pipe.bench.gpu_profile [MODEL] [--tiny]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.gpu_cases import StepCase, with_
+from dora_pipe.bench.gpu_cases import TINY, StepCase, tiny, with_
 from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
 
 SHOWN: Final = 12
@@ -75,9 +75,8 @@ def _longest(case: StepCase, events: Any, step_ms: float) -> Iterator[KernelFigu
 
 def _main(words: Sequence[str]) -> int:
     model = words[0] if words else "0.6B"
-    device = words[2] if words[1:2] == ["--device"] else "cuda"
-    tiny = {"row_tokens": 64, "pass_tokens": 64} if model == "tiny" else {}
-    case = with_(StepCase(model=model, device=device, compute="bfloat16"), **tiny)
+    case = StepCase(model=model, compute="bfloat16")
+    case = tiny(case) if words[1:] == [TINY] else case
     for one in (case, with_(case, compute="float32")):
         for figure in bench_gpu_profile(one):
             sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")

@@ -2,7 +2,7 @@
 
     python -m dora_pipe.bench.gpu_report [--out DIR] [--pieces a,b] [--seconds N] [--commit ID]
     python -m dora_pipe.bench.gpu_report --page docs/gpu.md --out DIR
-    python -m dora_pipe.bench.gpu_report --tiny            # the way of the figures, on a CPU
+    python -m dora_pipe.bench.gpu_report --tiny      # every piece in small, or why not, on a CPU
 
 A piece is a process of its own; what it prints goes to PIECE.log of the folder, and what came of it
 to PIECE.json: date, card, versions, commit, seconds, figures. A piece that was done at the same
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,12 +30,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from dora_pipe.bench.gpu_cases import TINY
 from dora_pipe.bench.gpu_page import write_page
 
 SECONDS: Final = 470
 """A piece's bound: less than eight minutes."""
 
 OUT: Final = Path("gpu-report")
+OUT_WORD: Final = "{out}"
 PACKAGES: Final = ("torch", "transformers", "vllm", "deepspeed", "trl", "bitsandbytes")
 NO_GPU: Final = "no GPU on this machine"
 
@@ -75,7 +77,9 @@ class Piece:
     name: str
     what: str
     command: tuple[str, ...]
-    """Of Python."""
+    """Of Python; OUT_WORD in it is the report's folder. None: it wants a GPU."""
+    tiny: tuple[str, ...] = ()
+    """The same way on a CPU."""
     needs: str = ""
     """A package, without which it is skipped."""
 
@@ -85,20 +89,26 @@ def _round(name: str, what: str, needs: str = "") -> Piece:
     return Piece(name=f"suite-{name}", what=what, needs=needs, command=command)
 
 
-def _bench(name: str, what: str, *words: str, needs: str = "") -> Piece:
-    run = ("-c", "from dora_pipe.cli.main import main; main()", "bench")
-    return Piece(name=name, what=what, needs=needs, command=(*run, *words, "--json"))
+def _bench(
+    name: str, what: str, *words: str, tiny: Sequence[str] = (), needs: str = "", more: str = ""
+) -> Piece:
+    """What both have in `more` stands before their own words."""
+    run = ("-c", "from dora_pipe.cli.main import main; main()", "bench", name, *more.split())
+    command, small = (*run, *words, "--json"), (*run, *tiny, "--json")
+    return Piece(name=name, what=what, needs=needs, command=command, tiny=small)
 
 
-def _steps(name: str, what: str) -> Piece:
-    command = ("-m", "dora_pipe.bench.gpu_step", name)
-    return Piece(name=f"step-{name}", what=what, command=command)
+def _module(name: str, what: str, module: str, size: str) -> Piece:
+    command = ("-m", f"dora_pipe.bench.{module}", size)
+    return Piece(name=name, what=what, command=command, tiny=(*command, TINY))
 
 
-ON_VLLM: Final = (
-    *("-o", "workers.engine=vllm", "-o", "workers.vllm.dtype=bfloat16"),
-    *("-o", "trainer.device=cuda"),
-)
+def _steps(size: str, what: str) -> Piece:
+    return _module(f"step-{size}", what, "gpu_step", size)
+
+
+ONLY: Final = ("--only", "dora")
+ON_A_GPU: Final = ("-o", "workers.vllm.dtype=bfloat16", "-o", "trainer.device=cuda")
 
 PIECES: Final = (
     _steps("ways", "all ways of a step once, on a tiny model; equal digests are equal bits"),
@@ -108,17 +118,13 @@ PIECES: Final = (
     _steps("long", "rows of 32 000 tokens, 0.6B"),
     _steps("optimizers", "optimizers by name; what saves memory has equal bits"),
     _steps("leaving", "states in the host's memory between steps: seconds, what is held, bits"),
-    Piece(
-        name="profile",
-        what="kernels of a step of 0.6B, 4 096 tokens",
-        command=("-m", "dora_pipe.bench.gpu_profile", "0.6B"),
+    _module("profile", "kernels of a step of 0.6B, 4 096 tokens", "gpu_profile", "0.6B"),
+    _module("patches", "a version of 1.7B: whole, as a patch, loaded", "gpu_patches", "1.7B"),
+    _bench(
+        "memory",
+        "the head in chunks, and a step of 27 million parameters",
+        tiny=("--tokens", "256", "--vocabulary", "512", "--step-tokens", "64"),
     ),
-    Piece(
-        name="patches",
-        what="a version of 1.7B: whole, as a patch, loaded",
-        command=("-m", "dora_pipe.bench.gpu_patches", "1.7B"),
-    ),
-    _bench("memory", "the head in chunks, and a step of 27 million parameters", "memory"),
     _round("torch", "the trainer's contract"),
     _round("memory", "activations offloaded: equal bits, less of the GPU"),
     _round("demo-torch", "the demo, trainer on the GPU: it learns, audit, replay bit-equal"),
@@ -134,30 +140,29 @@ PIECES: Final = (
     _round("runs-bf16", "the same in bfloat16", "vllm"),
     _round("demo-bf16", "the demo with vLLM", "vllm"),
     _round("demo-graphs", "the same with compiled graphs", "vllm"),
-    _bench("engine", "tokens/s beside vLLM's generate", "engine", "--engine", "vllm", needs="vllm"),
-    _bench("moves", "KV moved, beside a prefill", "moves", "--engine", "vllm", needs="vllm"),
+    _bench(
+        "engine",
+        "tokens/s beside vLLM's generate",
+        more="--engine vllm",
+        tiny=("--rows", "1"),
+        needs="vllm",
+    ),
+    _bench(
+        "moves",
+        "KV moved, beside a prefill",
+        more="--engine vllm",
+        tiny=("--model", "demo", "--tokens", "30"),
+        needs="vllm",
+    ),
     _bench(
         "paradigms",
         "paradigms on one GPU, two workers",
-        *("paradigms", "--seeds", "1", "--steps", "24", *ON_VLLM),
+        *("--out", f"{OUT_WORD}/paradigms", "--steps", "24", *ON_A_GPU),
+        more="--processes --seeds 1 -o workers.engine=vllm",
+        tiny=("--out", f"{OUT_WORD}/paradigms-tiny", "--task", "tools", "--quick", *ONLY),
         needs="vllm",
     ),
 )
-
-TINY: Final = (
-    Piece(
-        name="step-tiny",
-        what="a step of a tiny model",
-        command=("-m", "dora_pipe.bench.gpu_step", "tiny", "--device", "cpu"),
-    ),
-    Piece(
-        name="patches",
-        what="a version of a tiny model",
-        command=("-m", "dora_pipe.bench.gpu_patches", "tiny", "--device", "cpu"),
-    ),
-    _round("vllm", "what is not installed is skipped", "vllm"),
-)
-"""The same way on a CPU."""
 
 
 def here(commit: str = "") -> Machine:
@@ -228,10 +233,10 @@ def read_outcome(path: Path) -> Outcome | None:
 
 def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> Outcome:
     state: State = "skipped"
-    said, took_s, log = f"{piece.needs} is not installed", 0.0, out / f"{piece.name}.log"
-    if not piece.needs or importlib.util.find_spec(piece.needs) is not None:
+    said, took_s, log = _lacks(piece), 0.0, out / f"{piece.name}.log"
+    if not said:
         began_s = time.monotonic()
-        state, said = _command(piece, log, seconds)
+        state, said = _command(piece, log, out, seconds)
         took_s = time.monotonic() - began_s
     figures, counts, skipped = _read_log(log) if state != "skipped" else ([], "", "")
     if skipped and not counts:
@@ -248,9 +253,16 @@ def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> Outcome:
     )
 
 
-def _command(piece: Piece, log: Path, seconds: float) -> tuple[State, str]:
+def _lacks(piece: Piece) -> str:
+    """Why it cannot run here; empty where it can."""
+    if piece.needs and importlib.util.find_spec(piece.needs) is None:
+        return f"{piece.needs} is not installed"
+    return "" if piece.command else NO_GPU
+
+
+def _command(piece: Piece, log: Path, out: Path, seconds: float) -> tuple[State, str]:
     """Run it in a session of its own, all of which ends with it."""
-    command = [sys.executable, *piece.command]
+    command = [sys.executable, *(word.replace(OUT_WORD, str(out)) for word in piece.command)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -293,7 +305,7 @@ def _line(one: Outcome) -> str:
 
 
 def _chosen(words: Mapping[str, Any]) -> Sequence[Piece]:
-    pieces = TINY if words["tiny"] else PIECES
+    pieces = [replace(one, command=one.tiny) for one in PIECES] if words["tiny"] else PIECES
     names = [one for one in words["pieces"].split(",") if one]
     unknown = set(names) - {one.name for one in pieces}
     if unknown:
@@ -317,7 +329,7 @@ def main(words: Sequence[str]) -> int:
     """Run pieces, or write the page; 1 if one failed or there is no GPU."""
     given = _words(words)
     if given["page"]:
-        write_page(given["page"], given["out"])
+        write_page(given["page"], given["out"], {one.name: one.what for one in PIECES})
         return 0
     pieces, machine = _chosen(given), here(given["commit"])
     if not machine.card and not given["tiny"]:

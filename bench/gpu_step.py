@@ -1,6 +1,6 @@
 """Measures a step of GRPO of a Qwen3 model with random weights, by the torch trainer and by trl's.
 
-    python -m dora_pipe.bench.gpu_step SET [--device cpu]
+    python -m dora_pipe.bench.gpu_step SET [--tiny]
 
 Cases of a set share a process while each leaves the device as empty as it was, else a fresh one
 goes on; a figure is one JSON object on a line. Both trainers get the same rows (token ids, masks,
@@ -8,7 +8,7 @@ advantages), cut into passes of the same tokens, the same network of transformer
 and gradient checkpointing; one step comes before the measured ones. Not the same: trl computes
 entropies too, in a head of its own, and its AdamW is the fused one; ours takes deterministic
 kernels, and keeps figures of every trajectory. `trl` computes in float32, `trl-bf16` under autocast
-to bfloat16, as trl does by default.
+to bfloat16, as trl does by default. `--tiny` goes the way of a set on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ import msgspec
 import numpy as np
 
 from dora_pipe.bench.codec import sample_trajectory
-from dora_pipe.bench.gpu_cases import GROUP, SHAPES, VOCABULARY, StepCase, cases_of, with_
+from dora_pipe.bench.gpu_cases import (
+    GROUP,
+    SHAPES,
+    TINY,
+    VOCABULARY,
+    StepCase,
+    cases_of,
+    tiny,
+    with_,
+)
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
@@ -472,8 +481,8 @@ def _main(words: Sequence[str]) -> int:
         _measure(msgspec.json.decode(sys.stdin.buffer.read(), type=list[StepCase]))
         return 0
     name, *rest = words
-    device = rest[1] if rest[:1] == ["--device"] else "cuda"
-    for figure in bench_gpu_steps([with_(one, device=device) for one in cases_of(name)]):
+    cases = cases_of(name)
+    for figure in bench_gpu_steps([tiny(one) for one in cases] if rest == [TINY] else cases):
         _say(figure)
     return 0
 

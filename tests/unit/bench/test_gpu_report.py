@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bench import gpu_report
+from dora_pipe.bench.gpu_cases import TINY_TOKENS, StepCase, cases_of, tiny
 from dora_pipe.bench.gpu_page import BEGIN, END, NOWHERE, outcomes_of, tables, with_figures
 from dora_pipe.bench.gpu_report import NO_GPU, PIECES, Machine, Outcome, Piece, main, run_report
 from tests.support.device import has_gpu
@@ -35,6 +36,30 @@ def test_every_round_of_tests_is_a_piece() -> None:
     assert rounds == {f"suite-{one.name}" for one in ROUNDS}
     needs = {f"suite-{one.name}": one.needs for one in ROUNDS}
     assert all(one.needs == needs[one.name] for one in PIECES if one.name in needs)
+
+
+def test_every_piece_has_its_way_on_a_cpu_or_says_that_it_wants_a_gpu(tmp_path: Path) -> None:
+    without = {one.name for one in PIECES if not one.tiny}
+    assert without == {f"suite-{one.name}" for one in ROUNDS}
+    (found,) = _run(tmp_path, Piece(name="suite", what="a suite", command=()))
+    assert (found.state, found.said) == ("skipped", NO_GPU)
+
+
+def test_a_piece_in_small_has_the_cases_of_the_large_one_in_as_many_passes() -> None:
+    sets = [one.command[-1] for one in PIECES if one.name.startswith("step-")]
+    for case in (case for name in sets for case in cases_of(name)):
+        small = tiny(case)
+        assert (small.model, small.device, small.row_tokens) == ("tiny", "cpu", TINY_TOKENS)
+        assert small.pass_tokens // TINY_TOKENS == case.pass_tokens // case.row_tokens
+        assert bool(small.last_tokens) == bool(case.last_tokens)
+        assert (small.by, small.compute, small.rows) == (case.by, case.compute, case.rows)
+
+
+def test_a_piece_is_told_where_its_report_lies(tmp_path: Path) -> None:
+    code = "import sys; print('{\"where\": \"' + sys.argv[1] + '\"}')"
+    piece = Piece(name="one", what="one", command=("-c", code, "{out}/kept"))
+    (found,) = _run(tmp_path, piece)
+    assert found.figures == [{"where": f"{tmp_path}/kept"}]
 
 
 def test_a_piece_that_is_done_is_not_run_again_at_the_same_commit(
@@ -71,7 +96,8 @@ def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Pat
         "few": ("skipped", "it needs 2 GPUs, here is 1"),
         "good": ("done", ""),
     }
-    page = tables(outcomes_of(tmp_path))
+    page = tables(outcomes_of(tmp_path), {"good": "it is there", "later": "what later is"})
+    assert "| `later` | what later is | not run |" in page and "it is there" not in page
     assert "| `absent` | what absent is | skipped |" in page
     assert "a card, driver 1; torch 2; commit abc." in page
 
@@ -79,14 +105,14 @@ def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Pat
 def test_a_table_leaves_out_what_no_row_says(tmp_path: Path) -> None:
     code = 'print(\'{"a": 1234, "b": null, "c": true}\'); print(\'{"a": 2, "b": "", "c": false}\')'
     _run(tmp_path, _piece("one", code))
-    page = tables(outcomes_of(tmp_path))
+    page = tables(outcomes_of(tmp_path), {})
     assert page.endswith("| a | c |\n| --- | --- |\n| 1 234 | yes |\n| 2 |  |\n")
 
 
 def test_the_page_has_the_figures_that_are_kept_beside_the_benches() -> None:
     page = (ROOT / "docs/gpu.md").read_text()
     kept = outcomes_of(ROOT / "bench/results/gpu")
-    assert page == with_figures(page, kept)
+    assert page == with_figures(page, kept, {one.name: one.what for one in PIECES})
     assert kept or NOWHERE in page
     assert page.index(BEGIN) < page.index(END)
 
@@ -104,39 +130,30 @@ def test_without_a_gpu_it_is_one_line(
 def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
     import msgspec
 
-    from dora_pipe.bench.gpu_cases import cases_of
     from dora_pipe.bench.gpu_step import measured
 
-    tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu", steps=1)
-    plain = msgspec.structs.replace(tiny, gradient_checkpointing=False)
-    less, more = measured(tiny), measured(plain)
-    left = measured(msgspec.structs.replace(tiny, leaving=True))
+    small = tiny(cases_of("ways")[0])
+    plain = msgspec.structs.replace(small, gradient_checkpointing=False)
+    less, more = measured(small), measured(plain)
+    left = measured(msgspec.structs.replace(small, leaving=True))
     assert less.digest == more.digest == left.digest != ""
     assert left.leave_s is not None and more.leave_s is None
     assert (less.tokens, less.said) == (256, "")
 
 
 def test_a_patch_of_a_tiny_model_makes_the_version_that_was_trained() -> None:
-    import msgspec
-
-    from dora_pipe.bench.gpu_cases import cases_of
     from dora_pipe.bench.gpu_patches import bench_gpu_patches
 
-    tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu")
-    figures = list(bench_gpu_patches(tiny))
+    figures = list(bench_gpu_patches(tiny(StepCase())))
     whole, patch, made = (one.megabytes for one in figures[:3])
     assert figures[2].said == "equal" and made == whole
     assert 0 < patch < whole / 4
 
 
 def test_kernels_of_a_tiny_step_are_named_with_their_share_of_it() -> None:
-    import msgspec
-
-    from dora_pipe.bench.gpu_cases import cases_of
     from dora_pipe.bench.gpu_profile import bench_gpu_profile
 
-    tiny = msgspec.structs.replace(cases_of("tiny")[0], device="cpu")
-    step, kernels, *longest = bench_gpu_profile(tiny)
+    step, kernels, *longest = bench_gpu_profile(tiny(StepCase()))
     assert (step.kernel, step.share) == ("the step", 1)
     assert 0 < kernels.ms <= step.ms and kernels.calls > len(longest)
     assert [one.ms for one in longest] == sorted((one.ms for one in longest), reverse=True)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from dora_pipe.audit.describe import describe
-from dora_pipe.audit.reading import ends_of
 from dora_pipe.catalogue import follower
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.cli.why_tables import Asked, answer

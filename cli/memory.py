@@ -235,7 +235,8 @@ def _ways(shape: ModelShape, config: Config, place: Placement, left: int | None)
     torch = {"kind": "torch", "ranks": 1, "offload": "none", "dtype": "float32", "zero_stage": 2}
     alone = {f"trainer.{key}": value for key, value in torch.items()}
     found = []
-    for keys in (alone, *zero_ways(config, place.trainer_gpus)):
+    narrow = {**alone, "trainer.dtype": "bfloat16"}
+    for keys in (alone, narrow, *zero_ways(config, place.trainer_gpus)):
         changed = with_keys(config, keys)
         plain, light = (
             trainer_bytes(shape, with_keys(changed, {"trainer.gradient_checkpointing": on}))
@@ -259,7 +260,7 @@ def _way_name(keys: Mapping[str, Any]) -> str:
         keys[f"trainer.{key}"] for key in ("kind", "ranks", "zero_stage", "dtype", "offload")
     )
     if kind == "torch":
-        return "torch"
+        return f"torch, {dtype}"
     said = f"deepspeed, {ranks} ranks, zero_stage {stage}, {dtype}"
     return said if offload == "none" else f"{said}, offload {offload}"
 
@@ -330,8 +331,10 @@ def _worker_advice(
 
 def _trainer_misfit(config: Config) -> str:
     refused = deepspeed_refuses(config)
-    beside = f" beside {refused}, which DeepSpeed does not take" if refused else ""
-    return f"no key makes the trainer fit{beside}: more GPUs, or adapters (lora.rank)"
+    if refused:
+        beside = f"beside {refused}, which DeepSpeed does not take"
+        return f"no key makes the trainer fit {beside}: larger GPUs, or adapters (lora.rank)"
+    return "no key makes the trainer fit: more GPUs, or adapters (lora.rank)"
 
 
 def _print(folder: Path, shape: ModelShape, gpus: Gpus | None, found: Estimate) -> None:

@@ -40,6 +40,12 @@ COPIES_IN_CHUNKS: Final = 4
 COPIES_AT_ONCE: Final = 3
 """Of a pass's logits, where its head is computed at once."""
 
+SCORE_COPIES: Final = 5
+"""Of one layer's attention scores, where torch has no kernel that keeps none (docs/gpu.md)."""
+
+UPDATE_COPIES: Final = 2
+"""Of one tensor, which torch's AdamW makes while it updates it (decision 0076)."""
+
 LIVE_ELEMENTS: Final = 10**9
 """Of weights that ZeRO 3 keeps gathered (DeepSpeed's stage3_max_live_parameters)."""
 
@@ -235,7 +241,6 @@ def _remainders(shape: ModelShape, config: Config) -> bool:
 
 def _torch_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     count = trained(shape, config)
-    muon = shape.hidden_matrices if config.trainer.optimizer == "muon" else 0
     return [
         MemoryPart(
             f"base, {'bfloat16' if _remainders(shape, config) else 'float32'}",
@@ -245,8 +250,20 @@ def _torch_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
         MemoryPart("weights, float32", 4 * count),
         MemoryPart("remainders of masters", 2 * count if _remainders(shape, config) else 0),
         MemoryPart("gradients", 4 * count),
-        MemoryPart("moments of the optimizer", 8 * count - 4 * muon),
+        MemoryPart("moments of the optimizer", _moment_bytes(shape, config)),
     ]
+
+
+def _moment_bytes(shape: ModelShape, config: Config) -> int:
+    """Two numbers a parameter; one of Muon's matrices, and two of eight bits each, with a scale for
+    every 256 of them, of all but the embedding."""
+    count, optimizer = trained(shape, config), config.trainer.optimizer
+    if optimizer == "muon":
+        return 8 * count - 4 * shape.hidden_matrices
+    if optimizer == "adamw8bit":
+        table = 0 if config.lora.rank else shape.vocabulary * shape.hidden
+        return 8 * table + _ceil(2 * (256 + 4) * (count - table), 256)
+    return 8 * count
 
 
 def _frozen(shape: ModelShape, config: Config) -> int:
@@ -256,7 +273,7 @@ def _frozen(shape: ModelShape, config: Config) -> int:
 
 def _frozen_width(shape: ModelShape, config: Config) -> int:
     """Bytes of each, which are those of what is published, or of what DeepSpeed computes in."""
-    return 2 if _remainders(shape, config) else _width(config)
+    return 2 if _remainders(shape, config) else _held_width(config)
 
 
 def _widened(shape: ModelShape, config: Config) -> int:
@@ -309,7 +326,9 @@ def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
     weights = width * shape.parameters if trainer.offload == "all" else 0
     if trainer.offload_between_steps:
         offloaded = max(offloaded, _ranks(config) * parts_bytes(state_parts(shape, config)))
-    inputs = _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _width(config)
+    inputs = (
+        _ranks(config) * pass_tokens(config) * shape.layers * shape.hidden * _held_width(config)
+    )
     return max(start, offloaded + weights + (inputs if trainer.activation_offload else 0))
 
 
@@ -318,8 +337,14 @@ def _ranks(config: Config) -> int:
 
 
 def _width(config: Config) -> int:
-    """Bytes of a number that a pass computes with."""
-    return WIDTHS[config.trainer.dtype] if config.trainer.kind == "deepspeed" else 4
+    """Bytes of a number in a product of a pass."""
+    return WIDTHS[config.trainer.dtype]
+
+
+def _held_width(config: Config) -> int:
+    """Bytes of a number of weights, and of what layers add up: torch's autocast has float32 there,
+    whatever products are computed in."""
+    return _width(config) if config.trainer.kind == "deepspeed" else 4
 
 
 def pass_tokens(config: Config) -> int:
@@ -330,21 +355,23 @@ def pass_tokens(config: Config) -> int:
 def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     """What forward and backward of one pass take beside the state, on one GPU."""
     trainer, tokens = config.trainer, pass_tokens(config)
-    width = _width(config)
+    width, held = _width(config), _held_width(config)
     chunk = mlp_chunk(shape, config)
-    outside = (2 if chunk else 3) * shape.hidden * width
-    saved = tokens * (_layers_saved(shape, config, width) + outside)
+    outside = (2 if chunk else 3) * shape.hidden * held
+    saved = tokens * (_layers_saved(shape, config) + outside)
     mask = tokens * min(config.workers.context_tokens, tokens // 2) * 5 if trainer.packing else 0
     again = trainer.gradient_checkpointing
-    layer = tokens * (max(_layers(shape, config, width)) if again else 0)
+    layer = tokens * (max(_layers(shape, config)) if again else 0)
     if chunk:
         # Its input is there anyway, where it is computed again.
-        beside = (1 if again else 2) * shape.hidden * width
+        beside = (1 if again else 2) * shape.hidden * held
         layer += tokens * beside + chunk * _chunk_inside(shape, width)
     else:
         layer += tokens * _working(shape, width)
     parts = [
         MemoryPart(f"activations of {tokens} tokens", saved),
+        MemoryPart("scores of attention, at most", score_bytes(shape, config)),
+        MemoryPart("weights, bfloat16 for its products", cast_bytes(shape, config)),
         MemoryPart("mask of packed lines, at most", mask),
         MemoryPart("head and logits", head_bytes(shape, config)),
         MemoryPart("a layer, on the way back", layer),
@@ -368,11 +395,38 @@ def head_bytes(shape: ModelShape, config: Config) -> int:
     return COPIES_IN_CHUNKS * chunk * vocabulary * 4
 
 
+def score_bytes(shape: ModelShape, config: Config) -> int:
+    """Scores of attention: none are kept, but in float32 where several heads share keys and values,
+    for which torch has no such kernel on a GPU."""
+    attention, trainer = shape.attention, config.trainer
+    if trainer.device == "cpu" or _width(config) < 4 or attention.keys == attention.queries:
+        return 0
+    tokens = pass_tokens(config)
+    one = attention.heads * tokens * min(tokens, config.workers.context_tokens) * 4
+    others = 0 if trainer.gradient_checkpointing else shape.layers - 1
+    return (others + SCORE_COPIES) * one
+
+
+def cast_bytes(shape: ModelShape, config: Config) -> int:
+    """What torch's autocast multiplies with in place of float32 weights, kept while a pass lasts;
+    a base in bfloat16 is taken as it is."""
+    if config.trainer.kind == "deepspeed" or _width(config) == 4:
+        return 0
+    if config.lora.rank and _remainders(shape, config):
+        return 2 * trained(shape, config)
+    embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
+    return 2 * (shape.parameters - embedding)
+
+
 def update_bytes(shape: ModelShape, config: Config) -> int:
-    """A copy of what is updated, which AdamW takes on a GPU (torch's `foreach`)."""
+    """Copies of what is updated: torch's trainer goes tensor by tensor, DeepSpeed's AdamW takes all
+    of a rank at once."""
     if config.trainer.offload != "none":
         return 0
-    return _ceil(4 * trained(shape, config), _shards(config, 1))
+    whole = _ceil(4 * trained(shape, config), _shards(config, 1))
+    if config.trainer.kind == "deepspeed":
+        return whole
+    return min(whole, UPDATE_COPIES * 4 * shape.largest_trained)
 
 
 def trainer_bytes(shape: ModelShape, config: Config) -> int:
@@ -381,13 +435,13 @@ def trainer_bytes(shape: ModelShape, config: Config) -> int:
     return parts_bytes(state_parts(shape, config)) + peak
 
 
-def _layers_saved(shape: ModelShape, config: Config, width: int) -> int:
+def _layers_saved(shape: ModelShape, config: Config) -> int:
     """Bytes per token that all layers hold for the way back."""
     if config.trainer.activation_offload:
         return 0
     if config.trainer.gradient_checkpointing:
-        return shape.layers * shape.hidden * width
-    return sum(_layers(shape, config, width))
+        return shape.layers * shape.hidden * _held_width(config)
+    return sum(_layers(shape, config))
 
 
 def mlp_chunk(shape: ModelShape, config: Config) -> int:
@@ -411,23 +465,28 @@ def _chunk_inside(shape: ModelShape, width: int) -> int:
     return width * 8 * widest
 
 
-def _layers(shape: ModelShape, config: Config, width: int) -> list[int]:
-    cut = mlp_chunk(shape, config) > 0
-    return [_layer_saved(shape, block, width, cut=cut) for block in shape.blocks]
+def _layers(shape: ModelShape, config: Config) -> list[int]:
+    """Bytes per token that autograd saves in each layer of transformers' decoders."""
+    width, held = _width(config), _held_width(config)
+    norms = _norms_saved(shape, width, held, cut=mlp_chunk(shape, config) > 0)
+    return [norms + _block_saved(shape, block, config) for block in shape.blocks]
 
 
-def _layer_saved(shape: ModelShape, block: Block, width: int, *, cut: bool) -> int:
-    """Bytes per token of the tensors that autograd saves in one layer of transformers' decoders:
-    of each of two norms its input in float32, the scaled and the weighed; queries, keys, values
-    and their result; in a gated block gate, its activation, up and their product. Where layers are
-    `cut` into chunks norms keep their input and what they make of it, and a dense block nothing."""
-    attention = shape.attention
-    norms = 2 * shape.hidden * (2 * width if cut else 4 + 2 * width)
-    norms += attention.normed * (4 + width)
+def _norms_saved(shape: ModelShape, width: int, held: int, *, cut: bool) -> int:
+    """Of each of two norms its input in float32, the scaled and the weighed, as it is multiplied
+    with; where layers are `cut` into chunks the input and what is made of it."""
+    each = held + width if cut else 4 + held + width
+    return 2 * shape.hidden * each + shape.attention.normed * (4 + width)
+
+
+def _block_saved(shape: ModelShape, block: Block, config: Config) -> int:
+    """Queries, keys, values and their result; in a gated block gate, its activation, up and their
+    product, but nothing of a dense one that is cut into chunks."""
+    attention, cut = shape.attention, mlp_chunk(shape, config) > 0
     kept = attention.queries + attention.keys + attention.values + attention.out
     dense = 0 if cut and not block.experts else 4 * block.width
     gated = dense + block.per_token * (4 * block.expert_width + 2 * shape.hidden)
-    return norms + width * (kept + gated) + 4 * block.experts
+    return _width(config) * (kept + gated) + 4 * block.experts
 
 
 def _working(shape: ModelShape, width: int) -> int:

@@ -128,7 +128,9 @@ def _cheap(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """DeepSpeed over so many GPUs, further and further apart."""
+    """Products in bfloat16, then DeepSpeed over so many GPUs, further and further apart."""
+    if config.trainer.kind == "torch" and config.trainer.dtype != "bfloat16":
+        yield {"trainer.dtype": "bfloat16"}
     for keys in zero_ways(config, count):
         held = {key: _value(config, key) for key in keys}
         yield {key: value for key, value in keys.items() if held[key] != value}

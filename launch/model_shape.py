@@ -114,6 +114,13 @@ class ModelShape:
         widest = max(max(one.width, one.expert_width) for one in self.blocks)
         return self.hidden * max(self.vocabulary, widest)
 
+    @property
+    def largest_trained(self) -> int:
+        """The same of the tensors that transformers has, which are all experts of a layer at
+        once, gate and up together."""
+        stacked = max(one.experts * 2 * one.expert_width for one in self.blocks)
+        return max(self.largest, self.hidden * stacked)
+
 
 def model_shape(config: Mapping[str, Any], parameters: int | None = None) -> ModelShape:
     """The sizes that a config.json tells; `parameters` where weights are there to be counted.

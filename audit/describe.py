@@ -86,9 +86,22 @@ def describe(
         return describer.group(ledger.accounts.groups[wanted])
     if _TRAJECTORY.match(wanted) and ledger.accounts.request(wanted) is not None:
         return describer.trajectory(wanted)
-    raise UsageError(
+    raise _unknown(
         f"{wanted!r} is not in run {topics.run}",
+        wanted,
+        ledger,
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
+    )
+
+
+def _unknown(what: str, wanted: str, ledger: Ledger, *, hint: str) -> UsageError:
+    """Of a run that was trained on another one's trajectories it says where the rest is."""
+    again = None if ledger.started is None else ledger.started.retrained
+    if again is None:
+        return UsageError(what, hint=hint)
+    steps = f"steps {again.first} to {again.last} of run {again.run}"
+    return UsageError(
+        f"{what}, which has {steps} again", hint=f"dora-pipe show {again.run} {wanted}"
     )
 
 
@@ -127,7 +140,8 @@ class _Describer:
         entry = self._ledger.steps.get(number)
         if entry is None:
             last = self._ledger.version - 1
-            raise UsageError(f"step {number} is not committed", hint=f"the last one is {last}")
+            what = f"step {number} is not committed in run {self._ledger.run}"
+            raise _unknown(what, str(number), self._ledger, hint=f"the last one is {last}")
         fact = entry.fact
         return {
             "step": {

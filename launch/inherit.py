@@ -35,14 +35,16 @@ def inherit(
 ) -> tuple[Lineage, tuple[Manifest, str]]:
     """Bring the policy of RUN@STEP into the new run's store, in the type that this publishes.
 
-    Raises UsageError, ConfigError, PolicyError for what is not there, or is no state of this run's
-    optimizer; BusError.
+    Raises UsageError, ConfigError, PolicyError for what is not there, is another run's, or is no
+    state of this run's optimizer; BusError.
     """
     name, at, step = parent.rpartition("@")
     if not at or not step.isdigit():
         raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
     with opened(name, root) as old:
-        first, manifest = policy_after(old.bus, old.topics, int(step))
+        first, _ = policy_after(old.bus, old.topics, 0)
+        _check_trained_here(first, int(step))
+        _, manifest = policy_after(old.bus, old.topics, int(step))
         source = old.policies
         if not source.has_weights(manifest.digest):  # Training is not for the process that forks.
             raise PolicyError(
@@ -68,6 +70,19 @@ def inherit(
         assets = target.publish_assets(files)
     lineage = Lineage(run=first.run, step=int(step), digest=parent_digest, optimizer=state)
     return lineage, (manifest, assets)
+
+
+def _check_trained_here(first: RunStarted, version: int) -> None:
+    """Raises UsageError for a version before the first one of a run that was trained again: under
+    its number the log has the source's, and who asks may mean what the run began with."""
+    again = first.retrained
+    if again is not None and version < again.first:
+        raise UsageError(
+            f"run {first.run} begins with version {again.first} of {again.run}, and has no "
+            f"version {version} of its own",
+            hint=f"--from {first.run}@{again.first} is what it began with, "
+            f"--from {again.run}@{version} that version",
+        )
 
 
 def _check_state_fits(first: RunStarted, config: Config, name: str, *, same_dtype: bool) -> None:

@@ -22,7 +22,7 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
-from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.plan import create_topics
 from dora_pipe.launch.run_dir import opened
@@ -35,8 +35,8 @@ from tests.support.recorded_run import RecordedRun
 from tests.support.retrained import AGAIN, CLOCK, NAME, commits, runs_with_again
 
 CHILD = "child"
-VERSION = 8
-"""Behind the steps that were trained again."""
+FIRST, VERSION = 5, 8
+"""Before and behind the steps that were trained again."""
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,34 @@ def test_an_adapters_state_is_refused_by_name(root: Path, store: PolicyStore) ->
         config = msgspec.structs.replace(source.config, lora=lora)
     with pytest.raises(ConfigError, match="adapter"):
         inherit(f"{AGAIN}@{VERSION}", root, store, config, with_optimizer=True)
+
+
+@pytest.mark.parametrize("version", [0, FIRST - 1])
+def test_a_version_before_a_retrained_runs_own_is_refused_with_both_that_may_be_meant(
+    root: Path, store: PolicyStore, version: int
+) -> None:
+    with opened(NAME, root) as source:
+        config = source.config
+    with pytest.raises(UsageError, match=f"begins with version {FIRST} of {NAME}") as refused:
+        inherit(f"{AGAIN}@{version}", root, store, config)
+    assert refused.value.hint == (
+        f"--from {AGAIN}@{FIRST} is what it began with, --from {NAME}@{version} that version"
+    )
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_the_version_that_a_retrained_run_began_with_is_its_first(
+    root: Path, store: PolicyStore, with_optimizer: bool
+) -> None:
+    with opened(NAME, root) as source:
+        config = source.config
+        _, there = policy_after(source.bus, source.topics, FIRST)
+    lineage, (policy, _) = inherit(
+        f"{AGAIN}@{FIRST}", root, store, config, with_optimizer=with_optimizer
+    )
+    assert policy.digest == there.digest
+    assert (lineage.run, lineage.step, lineage.digest) == (AGAIN, FIRST, there.digest)
+    assert (lineage.optimizer is not None) == with_optimizer
 
 
 def test_where_there_is_no_state_the_command_that_makes_it_is_named(

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from dora_pipe.audit.describe import describe
+from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.catalogue import follower
+from dora_pipe.catalogue.database import logged_records
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.cli.why_tables import Asked, answer
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
@@ -204,3 +206,34 @@ def test_a_change_that_is_gone_is_one_clear_line(
     file.unlink()
     with pytest.raises(PolicyError, match="no change file"):
         asked(tmp_path, OTHER, STEPS)
+
+
+def test_records_that_its_log_shows_and_no_batch_has_are_said_to_be_the_sources(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with opened(AGAIN, root) as run, closing(run.tables()) as tables:
+        own = len(logged_records(tables, "true"))
+    with opened(NAME, root) as run:
+        whole = sum(1 for _ in records_of(run.bus, ends_of(run.bus, run.topics.trajectories)))
+    call = caller(monkeypatch, capsys)
+    code, _, said = call("export", AGAIN, "--parquet", tmp_path / "a", "--runs", root)
+    assert code == 0
+    assert own > 0
+    assert f"{whole - own} other records of that log are of run {NAME} alone" in said
+    assert "left out" not in said
+    code, _, said = call("export", NAME, "--parquet", tmp_path / "b", "--runs", root)
+    assert code == 0
+    assert "other records" not in said
+
+
+@pytest.mark.parametrize("wanted", ["2", "g0000000001", "g0000000001-000"])
+def test_what_only_the_source_has_leads_there(root: Path, wanted: str) -> None:
+    with opened(AGAIN, root) as run, pytest.raises(UsageError) as refused:
+        describe(run.bus, run.topics, run.policies, wanted)
+    assert refused.value.message.endswith(
+        f", which has steps {FIRST} to {LAST} of run {NAME} again"
+    )
+    assert refused.value.hint == f"dora-pipe show {NAME} {wanted}"

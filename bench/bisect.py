@@ -4,7 +4,8 @@ From a step on that a seed draws, the run goes on as it might have gone: the rew
 step's groups are -1000 where they were 1, and what would have held that back (a bound on the
 gradient's norm, advantages divided by their deviation) is off. Nothing is sampled for it: later
 batches are those of the log. `bisect` is then told of a version before and of one after, as anybody
-would tell it. A group whose poison makes nothing worse is no case: the seed draws another one.
+would tell it. A group whose poison makes nothing worse is no case, and the seed draws another one:
+where nothing falls, or the steps with the true rewards under the same settings fall too.
 """
 
 from __future__ import annotations
@@ -16,16 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.audit.bisect import Fall, Limits, Subject, Trial, search
+from dora_pipe.audit.bisect import (
+    Ask,
+    Comparison,
+    Fall,
+    Limits,
+    Reference,
+    Subject,
+    Trial,
+    Values,
+    Version,
+    carry_out,
+    search,
+)
 from dora_pipe.audit.culprits import Explanation
-from dora_pipe.audit.measuring import Measuring, look_into
+from dora_pipe.audit.measuring import Measuring, Weights, look_into
 from dora_pipe.audit.probed_file import AboutProbe, ProbedFile
 from dora_pipe.audit.repeat_steps import MadeWeights, Planted, StepRepeater
 from dora_pipe.cli.bisect import conclusion, print_cause, print_fall
 from dora_pipe.cli.probes import Probe, opened_probe
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import open_trainer
-from dora_pipe.consumers.trainer.changed_batch import BatchChange
+from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import Clock, SystemClock
@@ -78,7 +91,7 @@ class NamedPlant:
     """The poisoned one."""
     group: str
     harmless: int
-    """Groups that were drawn before it, whose poison made nothing worse."""
+    """Groups that were drawn before it, whose poison made nothing worse than the steps were."""
     fell: float
     found_step: str
     steps: int
@@ -147,15 +160,21 @@ def bench_bisect(
     `bisect` does."""
     settings = {**SETTINGS, "trainer.learning_rate": learning_rate}
     clock = clock or SystemClock()
-    history = read_history(run.bus, run.topics, clock)
     found = []
     with opened_probe(run, "eval", None, CommandProgress()) as probe:
+        case = _Case(
+            run=run,
+            history=read_history(run.bus, run.topics, clock),
+            settings=settings,
+            probe=probe,
+            limits=limits,
+        )
         for seed in range(1, seeds + 1):
             began_ns, harmless = clock.now_ns(), 0
             for plant in plants(run, seed):
                 place = folder / f"{seed}-{plant.group}"
-                fall, why, led = _look(run, history, plant, settings, probe, place, limits)
-                if fall.sure:
+                fall, why, led = case.look(plant, place)
+                if why is not None:
                     break
                 harmless += 1
             if whole:
@@ -168,39 +187,79 @@ def bench_bisect(
     return found
 
 
-def _look(
-    run: OpenRun,
-    history: CommitHistory,
-    plant: Plant,
-    settings: Mapping[str, float | bool],
-    probe: Probe,
-    folder: Path,
-    limits: Limits,
-) -> tuple[Fall, Explanation | None, int]:
-    assert history.run_started is not None
-    file = ProbedFile(folder)
-    file.begin(AboutProbe(run=run.topics.run, started_ns=0, probe="eval", digest=plant.group))
-    probe.begin(folder / "scratch")
-    repeater = StepRepeater(
-        run.bus,
-        run.topics,
-        run.policies,
-        history,
-        open_trainer(run, history.run_started),
-        folder=folder / "scratch",
-        clock=SystemClock(),
-        planted=Planted(
-            first=plant.step, change=BatchChange(rewards=plant.rewards), settings=settings
-        ),
-    )
-    planted = _PlantedRun(run=run, history=history, plant=plant, repeater=repeater)
-    measuring = Measuring(probe=probe, file=file, weights=planted.weights)
-    good, bad = plant.step - BEFORE, plant.step + AFTER
-    kept = [at for at in range(good, bad) if at <= plant.step]
-    fall = measuring.run(search(good, bad, limits, kept=kept, direction=1.0))
-    why = look_into(fall, measuring, repeater, limits, steps=bad) if fall.sure else None
-    repeater.forget()
-    return fall, why, repeater.led
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """What every plant is tried with."""
+
+    run: OpenRun
+    history: CommitHistory
+    settings: Mapping[str, float | bool]
+    probe: Probe
+    limits: Limits
+
+    def look(self, plant: Plant, folder: Path) -> tuple[Fall, Explanation | None, int]:
+        """Plant and look for it; there is no explanation where the poison has made nothing worse.
+
+        Last: how many steps were trained as they were.
+        """
+        self.probe.begin(folder / "scratch")
+        repeater = self._repeater(plant, BatchChange(rewards=plant.rewards), folder / "scratch")
+        planted = _PlantedRun(run=self.run, history=self.history, plant=plant, repeater=repeater)
+        measuring = self._measuring(plant, planted.weights, folder)
+        good, bad = plant.step - BEFORE, plant.step + AFTER
+        kept = [at for at in range(good, bad) if at <= plant.step]
+        fall = measuring.run(search(good, bad, self.limits, kept=kept, direction=1.0))
+        why = None
+        if fall.sure and self._goes_well(plant, good, bad, measuring, folder / "true"):
+            why = look_into(fall, measuring, repeater, self.limits, steps=bad)
+        repeater.forget()
+        return fall, why, repeater.led
+
+    def _goes_well(
+        self, plant: Plant, good: int, bad: int, measuring: Measuring, folder: Path
+    ) -> bool:
+        """Whether the same steps come to what is good, under the same settings, when every reward
+        is the true one."""
+        repeater = self._repeater(plant, UNCHANGED, folder / "scratch")
+        true = self._measuring(plant, _trained_by(repeater), folder)
+
+        def values(ask: Ask) -> Values:
+            return (true if isinstance(ask.subject, Trial) else measuring).values(ask)
+
+        reference = Reference(good=Version(good), bad=Version(bad))
+        steps = Trial(first=plant.step, last=bad - 1)
+        found = carry_out(Comparison(reference, self.limits).judge(steps), values)
+        repeater.forget()
+        return found.verdict == "good"
+
+    def _repeater(self, plant: Plant, change: BatchChange, folder: Path) -> StepRepeater:
+        assert self.history.run_started is not None
+        return StepRepeater(
+            self.run.bus,
+            self.run.topics,
+            self.run.policies,
+            self.history,
+            open_trainer(self.run, self.history.run_started),
+            folder=folder,
+            clock=SystemClock(),
+            planted=Planted(first=plant.step, change=change, settings=self.settings),
+        )
+
+    def _measuring(self, plant: Plant, weights: Weights, folder: Path) -> Measuring:
+        file = ProbedFile(folder)
+        about = AboutProbe(run=self.run.topics.run, started_ns=0, probe="eval", digest=plant.group)
+        file.begin(about)
+        return Measuring(probe=self.probe, file=file, weights=weights)
+
+
+def _trained_by(repeater: StepRepeater) -> Weights:
+    """What steps come to that are trained again; a version is not asked for."""
+
+    def weights(subject: Subject) -> tuple[Path, MadeWeights]:
+        assert isinstance(subject, Trial)
+        return repeater.train(subject)
+
+    return weights
 
 
 def _named(
@@ -219,5 +278,5 @@ def _named(
         trials=0 if why is None else len(why.trials),
         seconds=seconds,
         named=cause == [plant.group],
-        said="nothing fell" if why is None else conclusion(why)[0],
+        said="nothing fell for it" if why is None else conclusion(why)[0],
     )

@@ -81,7 +81,7 @@ def sampled(place: Path) -> int:
 
 
 def test_episodes_have_the_rewards_that_the_run_gave_them_also_after_a_kill(place: Path) -> None:
-    words = ("bisect", "one", "--good", "0", "--bad", str(STEPS), "--draws-max", "256")
+    words = ("bisect", "one", "--good", "0", "--bad", str(STEPS), "--draws-max", "128")
     log = (place / "runs" / "one" / "log.sqlite").read_bytes()
     killed = start(place, *words)
     until(lambda: sampled(place) >= 32)
@@ -94,7 +94,7 @@ def test_episodes_have_the_rewards_that_the_run_gave_them_also_after_a_kill(plac
         own = evaluated(place, "one", version)
         assert len(own) == 64
         assert found[f"version {version}"][:64] == own
-    assert len(found["version 0"]) == 256
+    assert len(found["version 0"]) == 128
     assert sampled(place) == 0, "what was sampled for it has gone"
     assert (place / "runs" / "one" / "log.sqlite").read_bytes() == log
 

@@ -103,6 +103,7 @@ def test_every_template_of_trl_has_bridges_or_is_reported(path: Path, tmp_path: 
         assert chat.renderer in known()
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_typed_renderer_keeps_what_was_sampled_and_gives_data_no_control_token(

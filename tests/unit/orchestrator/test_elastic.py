@@ -190,7 +190,7 @@ def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
 
 @pytest.mark.pure
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12, 160))
+@pytest.mark.parametrize("seed", range(12, 60))
 def test_runs_with_elastic_workers_are_safe_and_end_at_length(seed: int) -> None:
     check_to_the_end(world(seed))
 

@@ -186,7 +186,7 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
 
 @pytest.mark.pure
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30, 160))
+@pytest.mark.parametrize("seed", range(30, 80))
 def test_run_is_safe_under_faults_and_ends_when_they_stop_at_length(seed: int) -> None:
     check_to_the_end(swarm(seed))
 

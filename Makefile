@@ -60,7 +60,7 @@ demo: setup ## A policy that learns, a killed worker, an audit and a replay, wit
 
 # In the order of the folders: the short files of tests/unit come last, so that no worker waits long
 # for the other. xdist's own order has files of few tests last, and those are the longest.
-test: setup ## The fast tier of the tests, some ten minutes on two quiet cores
+test: setup ## The fast tier of the tests, some eight minutes on two quiet cores
 	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
@@ -84,6 +84,10 @@ test-vllm: vllm ## What needs vLLM, in process and as a server: the engine contr
 
 demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
 	@$(VLLM)/dora-pipe demo --engine vllm $(ARGS)
+
+.PHONY: collect
+collect: setup ## Import every test once: its bytecode is there for all who run it
+	@$(BIN)/pytest -qq --collect-only > $(VENV)/.collected || { tail -n 40 $(VENV)/.collected; exit 1; }
 
 lint: setup ## Style, format, floors and house rules
 	@$(BIN)/ruff check

@@ -1,8 +1,9 @@
 """Decides which tests run where: the broker, the accelerator, and one fixed course of chance.
 
-`slow` tests run when the command line asks for them (`make test-full`); those that are `pure` too
-run in the time that the others leave (`support.slow_tier`), so they only compute: no broker, no
-limit in seconds, no measurement of their own process.
+`slow` tests run when the command line asks for them (`make test-full`), two at a time; what
+measures, or kills at a moment, says why it runs `alone`. Those that are `pure` run in the time that
+the others leave (`support.slow_tier`), so they only compute: no broker, no limit in seconds, no
+measurement of their own process.
 
 A `gpu` test is skipped where there is no GPU, and with DORA_PIPE_DEVICE=cuda every test is
 (`support.device`); a `kafka` test is skipped with one line where Java or Maven is missing, except

@@ -40,7 +40,11 @@ from tests.support.bus_harness import leave_open
 from tests.support.bus_steps import PATIENCE_S
 from tests.support.kafka_broker import KafkaBroker
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow,
+    pytest.mark.alone("leases of two seconds run out, or must not"),
+]
 
 HEARTBEAT_S = 0.2
 LEASE_S = 2.0

@@ -12,7 +12,7 @@ import pytest
 
 from dora_pipe.bench.data import bench_data
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone("it compares two times and measures memory")]
 
 PARQUET_MB = 256
 TASK_MB_MAX = 100

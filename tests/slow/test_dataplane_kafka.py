@@ -10,7 +10,11 @@ from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane
 from dora_pipe.bus import open_bus
 from tests.support.kafka_broker import KafkaBroker
 
-pytestmark = [pytest.mark.slow, pytest.mark.kafka]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.kafka,
+    pytest.mark.alone("it compares the rates of two writers"),
+]
 
 RATIO_MIN = 0.4
 """Far below what bench/results/benchmarks.md has: this machine may be doing anything meanwhile."""

@@ -19,7 +19,7 @@ from dora_pipe.orchestrator.machine import OrchestratorMachine
 from tests.support.orchestrator_records import make_config
 from tests.support.orchestrator_world import World
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone("it measures time on the processor")]
 
 RECORD_US_MAX = 450.0
 """CPU time per control record: some 130 us on a quiet machine, 200 on one whose cores are shared.

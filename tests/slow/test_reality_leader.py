@@ -17,6 +17,7 @@ from tests.support.kafka_broker import KafkaCluster
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
+    pytest.mark.alone("the longest that a writer waits is measured"),
 ]
 
 PARTITIONS = 3

@@ -28,7 +28,10 @@ from dora_pipe.store.transfers.open import TOKEN_VARIABLE
 from tests.support.user_run import WAIT_S, call, furnish, start, until
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.alone("a worker is drained between two tokens of its requests"),
+]
 
 RUN = "tiny"
 TOPICS = Topics(RUN)

@@ -282,6 +282,7 @@ def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_pat
             page.leave()
 
 
+@pytest.mark.alone("it measures how long a page, an export and an overview take")
 def test_run_of_a_hundred_thousand_trajectories(
     page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,10 @@
 
 python -m tests.support.slow_tier [WORDS FOR PYTEST ...]
 
-The others start processes and brokers, wait with limits, measure time or memory: they run one at a
-time, and wait half of it. What is `pure` runs beside them, two at a time, with a processor only
-where nobody else wants it.
+The others start processes and brokers, and wait half of the time: they run two at a time, a file in
+one process. Behind them comes, one at a time, what measures time, rates or memory, or kills at
+moments that a busy machine would shift (`alone`). What is `pure` runs beside both, two at a time,
+with a processor only where nobody else wants it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ import pytest
 
 PYTEST = (sys.executable, "-m", "pytest", "-q")
 PURE = ("-n", "2", "--dist", "worksteal", "-m", "slow and pure")
-OTHERS = ("--durations=25", "-m", "slow and not pure")
+SLOWEST = "--durations=25"
+PAIRED = (
+    "-n",
+    "2",
+    "--dist",
+    "loadfile",
+    "--no-loadscope-reorder",
+    SLOWEST,
+    "-m",
+    "slow and not pure and not alone",
+)
+ALONE = (SLOWEST, "-m", "slow and alone")
 
 LAST = 19
 """The priority of who waits for everybody else."""
@@ -31,7 +43,7 @@ AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run both parts, and show the pure one's words after the other's; the exit code."""
+    """Run all parts, and show the pure one's words after the others'; the exit code."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryFile("w+") as said:
         pure = subprocess.Popen(
@@ -43,8 +55,9 @@ def main(words: Sequence[str]) -> int:
             preexec_fn=stand_back,
         )
         try:
-            others = subprocess.run([*PYTEST, *OTHERS, *words], check=False).returncode
-            codes = (others, pure.wait())
+            parts = [[*PYTEST, *part, *words] for part in (PAIRED, ALONE)]
+            codes = [subprocess.run(part, check=False).returncode for part in parts]
+            codes.append(pure.wait())
         finally:
             with suppress(ProcessLookupError):  # it has ended, unless this was interrupted
                 os.killpg(pure.pid, signal.SIGTERM)
@@ -62,8 +75,8 @@ def stand_back() -> None:
         AUTOGROUP.write_text(str(LAST))
 
 
-def exit_code(codes: tuple[int, int]) -> int:
-    """Of both parts together: WORDS may leave one of them without a test, but not both."""
+def exit_code(codes: Sequence[int]) -> int:
+    """Of all parts together: WORDS may leave some of them without a test, but not all."""
     nothing = pytest.ExitCode.NO_TESTS_COLLECTED
     wrong = [code for code in codes if code not in (0, nothing)]
     return wrong[0] if wrong else nothing if set(codes) == {nothing} else 0

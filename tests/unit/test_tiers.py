@@ -12,7 +12,7 @@ from tests.conftest import pytest_runtest_setup
 from tests.support import device, slow_tier
 from tests.support.device import NO_GPU, has_gpu
 from tests.support.gpu import ROUNDS
-from tests.support.slow_tier import AUTOGROUP, LAST, OTHERS, PURE, exit_code, stand_back
+from tests.support.slow_tier import ALONE, AUTOGROUP, LAST, PAIRED, PURE, exit_code, stand_back
 from tests.support.tidy import ROOT, files
 
 BROKER_TESTS = "tests/integration/test_kafka_broker.py"
@@ -115,13 +115,32 @@ def test_a_pure_test_is_slow_and_needs_no_broker() -> None:
         assert "slow" in marks and "kafka" not in marks, f"{path}::{name}"
 
 
-def test_both_parts_of_the_slow_tier_together_are_the_slow_tier() -> None:
-    assert (PURE[-1], OTHERS[-1]) == ("slow and pure", "slow and not pure")
+def test_a_test_that_runs_alone_is_slow_not_pure_and_says_why() -> None:
+    alone: list[str] = []
+    for path in files(".py"):
+        source = (ROOT / path).read_text() if path.name.startswith("test_") else ""
+        if path == Path("tests/unit/test_tiers.py") or "pytest.mark.alone" not in source:
+            continue
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.alone":
+                (why,) = call.args
+                assert isinstance(why, ast.Constant) and len(str(why.value)) > 20, path
+                alone.append(str(path))
+        assert source.count("pytest.mark.alone") == alone.count(str(path)), f"{path}: it says why"
+        assert "alone" not in _marks(path) or "slow" in _marks(path), path
+    assert alone
+    for path, name, marks in _decorated("alone"):
+        assert "slow" in marks and "pure" not in marks, f"{path}::{name}"
+
+
+def test_the_parts_of_the_slow_tier_together_are_the_slow_tier() -> None:
+    marks = (PURE[-1], PAIRED[-1], ALONE[-1])
+    assert marks == ("slow and pure", "slow and not pure and not alone", "slow and alone")
     recipes = (ROOT / "Makefile").read_text()
     assert "$(BIN)/python -m tests.support.slow_tier $(ARGS)\n" in recipes
 
 
-def test_the_slow_tier_shows_both_of_its_parts_and_one_may_be_empty(
+def test_the_slow_tier_shows_all_of_its_parts_and_one_may_be_empty(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = "import sys; print(sys.argv[1:]); sys.exit(5 if 'slow and pure' in sys.argv else 0)"
@@ -130,16 +149,20 @@ def test_the_slow_tier_shows_both_of_its_parts_and_one_may_be_empty(
     monkeypatch.setattr(slow_tier, "stand_back", lambda: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert slow_tier.main(["tests/some.py"]) == 0
-    first, second = capfd.readouterr().out.splitlines()
-    assert first == str([*OTHERS, "tests/some.py"]), "the others come first"
-    assert second == str([*PURE, "tests/some.py"])
+    first, second, third = capfd.readouterr().out.splitlines()
+    assert first == str([*PAIRED, "tests/some.py"])
+    assert second == str([*ALONE, "tests/some.py"]), "behind the others"
+    assert third == str([*PURE, "tests/some.py"])
 
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [((0, 0), 0), ((5, 0), 0), ((0, 5), 0), ((5, 5), 5), ((1, 0), 1), ((0, 1), 1), ((2, 5), 2)],
+    [
+        *(((0, 0, 0), 0), ((5, 0, 0), 0), ((0, 5, 5), 0), ((5, 5, 5), 5)),
+        *(((1, 0, 0), 1), ((0, 0, 1), 1), ((5, 2, 5), 2)),
+    ],
 )
-def test_one_part_that_fails_fails_the_slow_tier(codes: tuple[int, int], expected: int) -> None:
+def test_one_part_that_fails_fails_the_slow_tier(codes: tuple[int, ...], expected: int) -> None:
     assert exit_code(codes) == expected
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
+
+if TYPE_CHECKING:
+    from dora_pipe.sim.whatif_facts import TurnValues
 
 
 def plain_answers(measured: Any, answers: list[Any], error: float, cores: int) -> dict[str, Any]:
@@ -13,6 +17,7 @@ def plain_answers(measured: Any, answers: list[Any], error: float, cores: int) -
     return {
         "error": error,
         "cores": cores,
+        "turn_values": None if measured.turn_values is None else asdict(measured.turn_values),
         "speed": {
             "alone_ms": measured.speed.t0_s * 1e3,
             "per_active_ms": measured.speed.t1_s * 1e3,
@@ -42,6 +47,7 @@ def emit_answers(measured: Any, answers: list[Any], error: float, cores: int) ->
             "from assignment to ready": f"{measured.load_s * 1e3:.0f} ms",
             "workers busy while a step trains": f"{measured.busy_training:.2f}",
             "cores": cores,
+            **_turn_values(measured.turn_values),
         },
         title="What the log says of the machine",
     )
@@ -65,8 +71,25 @@ def emit_answers(measured: Any, answers: list[Any], error: float, cores: int) ->
     if len(answers) > 2:
         ratio = answers[2].wall_s / answers[1].wall_s
         emit_line(f"the run would take {ratio:.2f} of the time it takes as it was, simulated both")
+    if measured.turn_values is not None:
+        emit_line(
+            "not in the model: values of turns, whose tokens take slots and make the others "
+            "slower; half of the share, or of the samples, is half of their tokens"
+        )
     if measured.commands or measured.rejoined:
         emit_line(
             f"not in the model: {measured.commands} user commands, "
             f"{measured.rejoined} workers that came back"
         )
+
+
+def _turn_values(cost: TurnValues | None) -> dict[str, str]:
+    """Tokens that the engines sampled beside the responses."""
+    if cost is None:
+        return {}
+    return {
+        "values of turns": (
+            f"{cost.tokens:,} tokens, {cost.tokens / max(1, cost.trained):.2f} for each that was "
+            f"trained (share {cost.share:g}, {cost.samples} samples)"
+        )
+    }

@@ -321,6 +321,8 @@ class RunStats:
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
         self.cassette = CassetteCounts()
+        self.turn_value_tokens: int | None = None
+        """What values of turns cost, of the steps that count; None: no turn is valued."""
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         """Incarnations of workers that ended, by how."""
         self.faults, self.outcomes = Counter[str](), Counter[str]()
@@ -331,12 +333,9 @@ class RunStats:
         """Groups that were trained behind their deadline: C3 is broken."""
         self.waited_by: Counter[str] = Counter()
         """ms that the trainer waited, by the worker that it waited for."""
-        self.compute_ms = 0
-        self.ahead_ms = 0
+        self.compute_ms = self.ahead_ms = 0
         self.load_s = Histogram(LOADS)
-        self.step_s = Histogram(SECONDS)
-        self.training_s = Histogram(SECONDS)
-        self.wait_s = Histogram(SECONDS)
+        self.step_s, self.training_s, self.wait_s = (Histogram(SECONDS) for _ in range(3))
         self.delay_s = Histogram(DELAYS)
         self.lengths = Histogram(LENGTHS)
         self.staleness = Histogram(STALENESS)
@@ -528,6 +527,8 @@ class RunStats:
         )
         self.steps.append(step)
         self.commit = fact
+        if (cost := fact.figures.get("turn_value_tokens")) is not None:
+            self.turn_value_tokens = (self.turn_value_tokens or 0) + int(cost)
         self.late += ended.late
         self._measure(step, fact.compute_s)
 

@@ -58,6 +58,10 @@ DELAYS: Final = """
            (select count(*) from events where kind = 'command'),
            (select count(*) - count(distinct worker) from workers)"""
 
+VALUES: Final = """
+    select sum(cast(figures->>'turn_value_tokens' as double)), sum(tokens)
+    from steps where figures->>'turn_value_tokens' is not null"""
+
 SLOWER_TRIED = tuple(one / 50 for one in range(151))
 """Slow-downs while a step trains that the regression looks at: 0 .. 3."""
 
@@ -104,6 +108,19 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnValues:
+    """What values of turns cost (`groups.turn_values_share`), of the trained trajectories."""
+
+    tokens: int
+    """Of continuations; the model does not sample them."""
+    trained: int
+    """Sampled tokens of the same steps' batches."""
+    share: float
+    samples: int
+    """As configured: the cost grows with both alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Everything that `whatif` takes from a log."""
 
@@ -131,6 +148,8 @@ class Measured:
     train_fixed_s: float
     train_token_s: float
     first_step_s: float
+    turn_values: TurnValues | None
+    """None: no turn was valued."""
     commands: int
     """What users asked during the run; the model knows nothing of it."""
     rejoined: int
@@ -167,8 +186,9 @@ def measure(bus: Bus, topics: Topics, catalogue: Catalogue) -> Measured:
     workers = catalogue.query(WORKERS)
     ((react_s, load_s, commands, rejoined),) = catalogue.query(DELAYS)
     trained, evaluated = (catalogue.query(SIBLINGS, [one]) for one in ("train", "eval"))
+    logged = logged_config(json.loads(config))
     return Measured(
-        config=logged_config(json.loads(config)),
+        config=logged,
         workers=[(name, slots, prefetch) for name, slots, prefetch, _ in workers],
         began_s=(max(joined_ns for *_, joined_ns in workers) - zero_ns) / SECOND_NS,
         lengths=_keyed(trained, 2),
@@ -184,10 +204,20 @@ def measure(bus: Bus, topics: Topics, catalogue: Catalogue) -> Measured:
         train_fixed_s=fixed_s,
         train_token_s=token_s,
         first_step_s=first_s,
+        turn_values=turn_values_of(catalogue, logged),
         commands=commands,
         rejoined=rejoined,
         damage=damage,
     )
+
+
+def turn_values_of(catalogue: Catalogue, config: Config) -> TurnValues | None:
+    """What values of turns have cost, of the steps that say so."""
+    ((tokens, trained),) = catalogue.query(VALUES)
+    if not tokens:
+        return None
+    share, samples = config.groups.turn_values_share, config.groups.turn_values_samples
+    return TurnValues(tokens=int(tokens), trained=int(trained), share=share, samples=samples)
 
 
 def _keyed(siblings: Sequence[tuple[Any, ...]], column: int) -> dict[Key, Any]:

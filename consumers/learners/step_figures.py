@@ -11,6 +11,7 @@ from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
 from dora_pipe.core.errors import NonFinite
+from dora_pipe.schemas.trajectory import Trajectory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,9 +75,7 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
             "kl": sum(one.kl * count for one, count in rows) / tokens,
         }
     if settings.objective.advantage == TURNS:
-        valued = [item.trajectory.meta.turn_values for item in items]
-        figures["turn_valued_share"] = sum(map(bool, valued)) / max(1, len(items))
-        figures["turn_value_tokens"] = float(sum(one.sampled for some in valued for one in some))
+        figures |= turn_value_figures([item.trajectory for item in items])
     if settings.router_aux_loss:
         figures["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
     if settings.reference is not None:
@@ -89,6 +88,15 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
     if odd:
         raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
     return figures
+
+
+def turn_value_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How many of a batch's episodes have values of turns, and the tokens that those cost."""
+    valued = [one.meta.turn_values for one in trajectories]
+    return {
+        "turn_valued_share": sum(map(bool, valued)) / max(1, len(valued)),
+        "turn_value_tokens": float(sum(one.sampled for some in valued for one in some)),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

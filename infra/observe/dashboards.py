@@ -231,6 +231,11 @@ WORKERS: Final = Dashboard(
             stacked=True,
         ),
         panel(
+            "Tokens for values of turns",
+            "Per second, of the steps that were committed; the workers' tokens have them too.",
+            (rate("turn_value_tokens_total"), "{{run}}"),
+        ),
+        panel(
             "Prompt tokens reused",
             "Of those of prompts, what was not computed: equal beginnings were kept.",
             (

@@ -22,6 +22,8 @@ from dora_pipe.audit.worker_log import started_of
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.metrics.exposition import exposition
+from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
@@ -38,12 +40,14 @@ from dora_pipe.schemas.rounds import Drain
 from dora_pipe.schemas.trajectory import Trajectory, check_fields
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 from dora_pipe.schemas.turn_values import turn_places
+from dora_pipe.sim.whatif_facts import turn_values_of
 from tests.support import fork_stage
 from tests.support.cluster import make_config
 from tests.support.command_line import Call
 from tests.support.fork_stage import Puzzles, install
 from tests.support.inline_tasks import failed
 from tests.support.recorded_run import RecordedRun, audited
+from tests.support.stats_stage import stats_of
 from tests.support.worker import World
 
 VALUED: dict[str, Any] = {
@@ -94,6 +98,25 @@ def test_values_in_the_log_are_those_that_fork_samples(
 def test_a_run_with_values_keeps_every_promise(run: RecordedRun) -> None:
     found = audited(run)
     assert found.holds, found.violations
+
+
+def test_what_values_cost_is_a_counter_and_a_figure_of_whatif(
+    run: RecordedRun, recorded: RecordedRun
+) -> None:
+    with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
+        stats, found = stats_of(bus, run.topics), turn_values_of(tables, make_config(**VALUED))
+        steps = tables.query("select group_id from groups where fate = 'trained'")
+    in_steps = {group for (group,) in steps}
+    told = [one for one in trajectories(run) if one.trajectory.rpartition("-")[0] in in_steps]
+    valued = [one.meta.turn_values for one in told]
+    cost = sum(value.sampled for values in valued for value in values)
+    assert stats.turn_value_tokens == cost > 0
+    line = f'dora_pipe_turn_value_tokens_total{{run="{run.topics.run}"}} {cost}'
+    assert line in exposition(METRICS, stats).splitlines()
+    assert found is not None
+    assert (found.tokens, found.share, found.samples) == (cost, 0.5, 3)
+    with closing(recorded.open()) as bus:
+        assert stats_of(bus, recorded.topics).turn_value_tokens is None
 
 
 class Stage:

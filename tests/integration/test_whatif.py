@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.cli.app import app
+from dora_pipe.cli.whatif import emit_answers
 from dora_pipe.config.load import leaves
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import UsageError
@@ -34,7 +36,7 @@ from dora_pipe.sim.whatif import (
     lengths_of,
     rewards_of,
 )
-from dora_pipe.sim.whatif_facts import Measured, SlotTime, Steps, measure, speed_of
+from dora_pipe.sim.whatif_facts import Measured, SlotTime, Steps, TurnValues, measure, speed_of
 from dora_pipe.sim.world import SECOND_NS, World
 from tests.support.tiers import more
 
@@ -103,6 +105,18 @@ def test_the_run_as_it_was_is_reproduced(measured: Measured) -> None:
     was, again = as_measured(measured), simulated(measured, measured.config)
     assert again.wall_s == pytest.approx(was.wall_s, rel=0.15)
     assert again.staleness == pytest.approx(was.staleness, abs=0.25)
+
+
+def test_what_values_of_turns_cost_is_said_and_not_modelled(
+    measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emit_answers(measured, [as_measured(measured)], 0.0, 2)
+    assert "values of turns" not in capsys.readouterr().out
+    cost = TurnValues(tokens=3000, trained=1200, share=0.5, samples=4)
+    emit_answers(replace(measured, turn_values=cost), [as_measured(measured)], 0.0, 2)
+    out = capsys.readouterr().out
+    assert "3,000 tokens, 2.50 for each that was trained (share 0.5, 4 samples)" in out
+    assert "not in the model: values of turns" in out
 
 
 @pytest.mark.parametrize(

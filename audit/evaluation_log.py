@@ -27,7 +27,9 @@ import msgspec
 
 from dora_pipe.audit.worker_log import Work, WorkerLog
 from dora_pipe.bus.port import Bus
+from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, Evaluation
+from dora_pipe.config.several import SEVERAL, tables_of
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
 from dora_pipe.producers.tasks.calls import TaskFacts
@@ -39,6 +41,7 @@ from dora_pipe.schemas.control import (
     RunStarted,
     TakenTrajectory,
     TrajectoriesLogged,
+    config_digest,
     error_class,
 )
 from dora_pipe.schemas.identity import derive_seed, group_id, source_of, trajectory_id
@@ -58,6 +61,22 @@ SCORED_MAX: Final = 64
 
 Draw = tuple[int, int]
 """The ordinal of a group and a sibling."""
+
+
+def asking_only(started: RunStarted, evaluation: Evaluation) -> RunStarted:
+    """`run started` of a log that asks nothing else: other tasks of the run are none of its worker,
+    which need not start them."""
+    names = {
+        "task": logged_config(started.config).task_of(evaluation).name,
+        "evaluation": evaluation.name,
+    }
+    plain = dict(started.config)
+    for section, name in names.items():
+        several = tables_of(plain, section)
+        if len(several) > 1:
+            plain[section] = next(one for one in several if one.get("name", "") == name)
+            del plain[SEVERAL[section][0]]
+    return msgspec.structs.replace(started, config=plain, config_digest=config_digest(plain))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from dora_pipe.audit.evaluation_log import (
     DrawValues,
     EvaluationDraws,
     EvaluationLog,
+    asking_only,
 )
 from dora_pipe.audit.measuring import DrawnValues
 from dora_pipe.audit.repeat_steps import MadeWeights
@@ -178,11 +179,12 @@ def _check(found: DrawValues, of: str) -> None:
 
 @contextmanager
 def _evaluation(run: OpenRun, name: str, report: CommandProgress) -> Iterator[EvaluationProbe]:
-    started = started_of(_sampled_as(run), NAME)
+    started = started_of(sampled_as(run), NAME)
     local = with_cassettes(run.config, run.directory.path.parent)
     local = alone(local, local.workers.engine)
+    started = asking_only(started, _named(worker_config(started, local), name))
     config = worker_config(started, local)
-    evaluation = _named(config, name)
+    evaluation = config.evaluation
     draws = EvaluationDraws(started=started, config=config, evaluation=evaluation)
     if not draws.rows:
         raise UsageError(
@@ -208,7 +210,7 @@ def _evaluation(run: OpenRun, name: str, report: CommandProgress) -> Iterator[Ev
         )
 
 
-def _sampled_as(run: OpenRun) -> RunStarted:
+def sampled_as(run: OpenRun) -> RunStarted:
     """`run started`, and of a run without rollouts of its own, when that began whose rows it has:
     templates write the date into prompts."""
     started, _ = policy_after(run.bus, run.topics, 0)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dora_pipe.audit.bisect import Values
@@ -19,8 +20,10 @@ from dora_pipe.audit.evaluation_log import NAME
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.repeat_steps import MadeWeights
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.cli import probes
 from dora_pipe.cli.probes import Probe, opened_probe
 from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.config.model import Task
 from dora_pipe.core.errors import TaskError, UsageError
 from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.producers.engines.simulated import SimulatedEngine
@@ -30,7 +33,9 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     TaskEvent,
 )
-from dora_pipe.schemas.control import GroupScored, decode_control
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.worker.kept_parts import KeptParts
+from dora_pipe.schemas.control import GroupScored, RunStarted, decode_control
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support import fork_stage
@@ -135,6 +140,26 @@ def test_episodes_of_equal_weights_have_the_rewards_that_the_run_gave_them(
     assert any(len({*one.segments}) > 3 for one in asked.sampled()), "there are several turns"
 
 
+def test_a_task_that_the_probe_does_not_sample_is_not_started(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, pool, names = probes.sampled_as, KeptParts.pool, list[str]()
+
+    def with_another(run: OpenRun) -> RunStarted:
+        found = started(run)
+        more = [{**found.config["task"], "kind": "sandbox:Task", "name": "other"}]
+        return msgspec.structs.replace(found, config={**found.config, "more_tasks": more})
+
+    def noted(self: KeptParts, task: Task, **how: Any) -> TaskPool:
+        names.append(task.name)
+        return pool(self, task, **how)
+
+    monkeypatch.setattr(probes, "sampled_as", with_another)
+    monkeypatch.setattr(KeptParts, "pool", noted)
+    assert asked.of(asked.begin(Puzzles), 1, 0, DRAWS) == asked.logged(1)
+    assert set(names) == {""}
+
+
 def test_draws_behind_the_last_row_are_of_other_seeds_and_the_same_however_they_are_asked(
     asked: Asked,
 ) -> None:
@@ -196,9 +221,11 @@ def test_what_was_ended_goes_on_and_samples_nothing_twice(
     def ended(engine: SimulatedEngine) -> list[Any]:
         nonlocal steps
         steps += 1
-        if steps > ENDED_AFTER:
+        if steps <= ENDED_AFTER:
+            return step(engine)
+        if asked.sampled():
             raise KeyboardInterrupt
-        return step(engine)
+        return []  # the log has none of the episodes yet that are over
 
     monkeypatch.setattr(SimulatedEngine, "step", ended)
     with pytest.raises(KeyboardInterrupt):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from dora_pipe.audit.evaluation_log import AskedDraws, EvaluationDraws
+from dora_pipe.audit.evaluation_log import AskedDraws, EvaluationDraws, asking_only
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Evaluation, Task
+from dora_pipe.config.several import pool_specs
 from dora_pipe.orchestrator.evaluations import evaluation_group
 from dora_pipe.schemas.control import (
     GroupScored,
@@ -15,6 +19,7 @@ from dora_pipe.schemas.control import (
     ScoredSibling,
     TrajectoriesLogged,
 )
+from dora_pipe.schemas.identity import source_of
 from tests.support.orchestrator_records import make_config, run_started, weights
 
 GROUP = "e0000000000"
@@ -26,6 +31,33 @@ def draws(*, together: bool = False) -> EvaluationDraws:
     config = make_config(evaluation__prompts=ROWS, evaluation__siblings=2)
     started = run_started(config, together=("eval",) if together else ())
     return EvaluationDraws(started=started, config=config, evaluation=config.evaluation)
+
+
+@pytest.mark.parametrize("name", ["", "hard", "other"])
+def test_a_worker_of_one_evaluation_has_its_task_alone_and_asks_the_very_same(name: str) -> None:
+    first = {"kind": "arithmetic", "name": "sums"}
+    second = {"kind": "sandbox:Task", "name": "moves"}
+    plain = {"prompts": ROWS, "siblings": 2}
+    config = msgspec.structs.replace(
+        make_config(**{f"evaluation__{key}": value for key, value in plain.items()}),
+        task=msgspec.convert(first, Task),
+        more_tasks=(msgspec.convert(second, Task),),
+        more_evaluations=tuple(
+            msgspec.convert({**plain, "name": one, "task": task}, Evaluation)
+            for one, task in (("hard", "sums"), ("other", "moves"))
+        ),
+    )
+    started = run_started(config)
+    evaluation = next(one for one in config.evaluations if one.name == name)
+    asked = asking_only(started, evaluation)
+    alone = logged_config(asked.config)
+    (pool,) = pool_specs(alone)
+    assert pool.task.name == ("moves" if name == "other" else "sums")
+    assert source_of("eval", name) in pool.sources
+    one = EvaluationDraws(started=started, config=config, evaluation=evaluation)
+    same = EvaluationDraws(started=asked, config=alone, evaluation=alone.evaluation)
+    assert same.rows == one.rows
+    assert [same.spec(at, "d") for at in range(4)] == [one.spec(at, "d") for at in range(4)]
 
 
 def logged(trajectory: str, reward: float | None, *, epoch: int = 3, error: str = "") -> Any:

@@ -122,7 +122,8 @@ demo-kafka: setup ## The demo on a real broker, which is started before it and s
 
 DS := .venv-deepspeed/bin
 DS_WANTED = $$(cat requirements/deepspeed.txt requirements/dev.txt pyproject.toml | sha256sum | cut -c1-16)
-DS_TESTS := tests/contract/test_trainer.py tests/contract/test_trainer_engine.py tests/deepspeed
+# The torch trainer passes the same contract in `make test`.
+DS_TESTS := -k deepspeed tests/contract/test_trainer.py tests/contract/test_trainer_engine.py tests/deepspeed
 
 deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/training.md)
 	@if [ "$$(cat .venv-deepspeed/.stamp 2>/dev/null)" != "$(DS_WANTED)" ]; then \

@@ -76,8 +76,13 @@ def _summary(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table without the columns that say nothing in any row."""
-    said = [name for row in rows for name, cell in row.items() if cell not in (None, "", False)]
+    """A table without the columns that say nothing in any row, or more than a cell holds."""
+    said = [
+        name
+        for row in rows
+        for name, cell in row.items()
+        if cell not in (None, "", False) and not isinstance(cell, list | dict)
+    ]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name in said]
     head = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
     return [*head, *(f"| {' | '.join(_cell(row.get(name)) for name in names)} |" for row in rows)]

@@ -151,7 +151,7 @@ PIECES: Final = (
         "moves",
         "KV moved, beside a prefill",
         more="--engine vllm",
-        tiny=("--model", "demo", "--tokens", "30"),
+        tiny=("--tokens", "100"),
         needs="vllm",
     ),
     _bench(

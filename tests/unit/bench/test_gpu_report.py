@@ -103,7 +103,8 @@ def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Pat
 
 
 def test_a_table_leaves_out_what_no_row_says(tmp_path: Path) -> None:
-    code = 'print(\'{"a": 1234, "b": null, "c": true}\'); print(\'{"a": 2, "b": "", "c": false}\')'
+    rows = ('{"a": 1234, "b": null, "c": true, "d": [[1, 2]]}', '{"a": 2, "b": "", "c": false}')
+    code = "".join(f"print({row!r});" for row in rows)
     _run(tmp_path, _piece("one", code))
     page = tables(outcomes_of(tmp_path), {})
     assert page.endswith("| a | c |\n| --- | --- |\n| 1 234 | yes |\n| 2 |  |\n")

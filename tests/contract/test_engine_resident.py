@@ -21,6 +21,7 @@ from dora_pipe.producers.engines.port import (
     LORA,
     PREFILL_EXACT,
     PREFIX_REUSE,
+    SLEEP,
     Engine,
     EngineRequest,
     PromptTokens,
@@ -41,7 +42,7 @@ from tests.support.engine_contract import (
     run,
 )
 from tests.support.torch_engines import logprob_distance, make
-from tests.support.vllm_engines import need_vllm, vllm_opener
+from tests.support.vllm_engines import SETTINGS, need_vllm, vllm_opener
 from tests.support.vllm_servers import server_opener
 
 KINDS = ["simulated", "qwen2", "llama_gqa", "vllm", "vllm-server"]
@@ -158,8 +159,8 @@ def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
     engine = several.hosting(0)
     assert engine.versions_resident == 3
     if several.rounds:
-        moves = {KV_EXPORT} if several.kind == "vllm" else set()
-        assert engine.declares == {COUNTER_SAMPLING, LORA} | moves
+        sleeps = {SLEEP} if several.kind == "vllm" and SETTINGS.sleep else set()
+        assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT} | sleeps
         return
     assert {BATCH_INVARIANT, PREFILL_EXACT} <= engine.declares
     assert LORA in engine.declares or several.kind == "simulated"

@@ -43,7 +43,7 @@ _TYPES: Mapping[str, str] = {
     "Annotated[float, Meta(ge=0, lt=1)]": "number >= 0, < 1",
     "Annotated[int, Meta(ge=0, le=3)]": "integer, 0 to 3",
     "Annotated[int, Meta(ge=1, le=16)]": "integer, 1 to 16",
-    "WholeEvery": "integer, 1 to 64",
+    "WholeEvery | Literal['auto']": 'integer, 1 to 64, or "auto"',
     "RunName": "name",
     "Port": "integer, 0 to 65535",
     "RecordBytes": "integer, 65536 to 32505856",

@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from dora_pipe.config.section import NonNegative, PositiveFloat, Section, WholeEvery
+from dora_pipe.schemas.policy import PolicyDtype
+
+if TYPE_CHECKING:
+    from dora_pipe.config.model import Config
+
+PATCHES: Final = 8
+"""`policies.whole_every = "auto"` where a patch is a few hundredths of the whole."""
 
 
 class Policies(Section, frozen=True, kw_only=True):
@@ -15,9 +22,11 @@ class Policies(Section, frozen=True, kw_only=True):
     """Of the weights, or the adapter, that are published, sampled with and digested; `auto`:
     bfloat16 where the model's config says so and the trainer can. What the optimizer updates is
     float32."""
-    whole_every: WholeEvery = 1
+    whole_every: WholeEvery | Literal["auto"] = "auto"
     """Every so many versions one is stored whole, and so is one with a checkpoint; of the others
-    only what has changed is, as a patch (docs/storage.md). 1: all are whole, without patches."""
+    only what has changed is, as a patch (docs/storage.md). 1: all are whole, without patches; auto:
+    8 where all weights are published in bfloat16, and 1 where patches would save nothing, as of
+    float32 and of adapters, or with `transfers.ahead`."""
 
 
 class Store(Section, frozen=True, kw_only=True):
@@ -34,3 +43,12 @@ class Store(Section, frozen=True, kw_only=True):
     keep_every: NonNegative = 0
     """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
     replay makes them again. 0 keeps everything."""
+
+
+def whole_every(config: Config, dtype: PolicyDtype) -> int:
+    """`policies.whole_every` of a run that publishes in this type, as a number."""
+    asked = config.policies.whole_every
+    if asked != "auto":
+        return asked
+    small = dtype == "bfloat16" and not config.lora.rank
+    return PATCHES if small and not config.transfers.ahead else 1

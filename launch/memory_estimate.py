@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
+from dora_pipe.config.storage import whole_every
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.local_roles import gpus_of, worker_engine, worker_names
@@ -514,7 +515,7 @@ def version_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     whole = WIDTHS[dtype] * count
     # Where nearly all of it changes a patch is the whole again.
     patch = int(PATCHED_SHARE * count * PATCH_BYTES) if dtype == "bfloat16" else whole
-    every, kept = config.policies.whole_every, config.trainer.checkpoint_every
+    every, kept = whole_every(config, dtype), config.trainer.checkpoint_every
     wholes = len({step for step in range(VERSIONS) if step % every == 0 or step % kept == 0})
     patches = VERSIONS * patch if every > 1 else 0
     state = (10 if _remainders(shape, config) else 8) * count

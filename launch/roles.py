@@ -191,7 +191,7 @@ def transferring(
     """How this process hands bytes to others, and the policy store behind its peers; with `pulls`
     it may get versions while they are written."""
     root = directory.store(config)
-    far, whole = bool(config.store.url), config.policies.whole_every == 1
+    far, whole = bool(config.store.url), config.policies.whole_every in (1, "auto")
     opened = open_transfers(
         config.transfers,
         directory.handover,

@@ -198,11 +198,12 @@ class RunDir:
         """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
         if self._holds_policies:
             return PolicyStore(self.store(config))
+        every = config.policies.whole_every
         return open_store(
             self.store(config),
             config.store,
             run=config.run.name,
-            patched=config.policies.whole_every > 1,
+            patched=None if every == "auto" else every > 1,
             peers=peers,
         )
 
@@ -482,7 +483,7 @@ def open_store(
     section: Store,
     *,
     run: str,
-    patched: bool = False,
+    patched: bool | None = False,
     peers: Callable[[str, Path], bool] | None = None,
 ) -> PolicyStore:
     """The store of a run. `root` is its directory, or where copies of it lie if it is elsewhere.

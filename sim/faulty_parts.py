@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from dora_pipe.config.storage import whole_every
 from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import Kv, WeightsLoaded
@@ -80,7 +81,7 @@ class FaultyParts(PlainParts):
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         """One of which a step changes little, where versions are patches."""
         manifest, assets = super().policy(store, directory)
-        if self.injector.scenario.config.policies.whole_every > 1:
+        if whole_every(self.injector.scenario.config, "float32") > 1:
             manifest = store.publish_weights(partial(initial_weights, sparse=ELEMENTS))
         return manifest, assets
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.config.model import Config
+from dora_pipe.config.storage import whole_every
 from dora_pipe.sim.elastic import OF_ELASTIC
 from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
 from dora_pipe.sim.scenario import Scenario, draw
@@ -35,7 +36,7 @@ _TIMED: Final = _of(lambda config: config.groups.seconds_max is not None)
 _TOGETHER: Final = _of(lambda config: any(use.group for one in config.tasks for use in one.rewards))
 _DELETES: Final = _of(lambda config: config.store.keep_every > 0)
 
-_PATCHES: Final = _of(lambda config: config.policies.whole_every > 1)
+_PATCHES: Final = _of(lambda config: whole_every(config, "float32") > 1)
 
 _MEETS: Final[dict[str, Meets]] = {
     **{

@@ -17,6 +17,7 @@ import msgspec
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
+from dora_pipe.config.storage import whole_every
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import Clock
@@ -198,7 +199,7 @@ def _trainer(site: Site, parts: Parts) -> Started:
         role_epoch=started.role_epoch,
         checkpoint_every=config.trainer.checkpoint_every,
         keep_every=config.store.keep_every,
-        whole_every=config.policies.whole_every,
+        whole_every=whole_every(config, site.run_started.policy.dtype),
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(config.timing),
         limits=_limits(config),

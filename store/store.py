@@ -109,10 +109,11 @@ class PolicyStore:
         cache_bytes_max: int = CACHE_BYTES_MAX,
         clock: Clock | None = None,
         peers: Callable[[str, Path], bool] | None = None,
-        patched: bool = False,
+        patched: bool | None = False,
     ) -> None:
         """`peers` may write a file that `remote` has, by name, and says whether it did. `patched`:
-        most versions are stored as patches, which are looked for first."""
+        most versions are stored as patches, which are looked for first; None: those that have
+        one."""
         self.root = root
         self._files: Files = remote or LocalFiles(root)
         self._remote = remote is not None
@@ -260,7 +261,8 @@ class PolicyStore:
     def _from_elsewhere(self, digest: str) -> Path:
         """First in the way that the run stores most versions, then in the other."""
         first, has_other, other = self._made, self.has_whole, self.whole
-        if not self._patched:
+        patched = self.has_patch(digest) if self._patched is None else self._patched
+        if not patched:
             first, has_other, other = self.whole, self.has_patch, self._made
         try:
             return first(digest)

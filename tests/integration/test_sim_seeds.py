@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from dora_pipe.config.storage import whole_every
 from dora_pipe.sim.faults import FAULTS, OF_PATCHES
 from dora_pipe.sim.scenario import SHORT_STEPS, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
@@ -62,14 +63,14 @@ def test_most_seeds_are_short_and_the_others_as_all_were_before() -> None:
     same = [
         one == long
         for one, long in plain
-        if one.config.trainer.parts == one.config.policies.whole_every == 1
+        if one.config.trainer.parts == whole_every(one.config, "float32") == 1
     ]
     assert 0 < sum(same) <= 200 - len(short)
 
 
 def test_versions_are_patches_in_one_of_four_seeds_and_half_of_these_lose_or_damage_some() -> None:
     drawn = [draw(seed) for seed in range(400)]
-    patched = [one for one in drawn if one.config.policies.whole_every > 1]
+    patched = [one for one in drawn if whole_every(one.config, "float32") > 1]
     assert 0.2 < len(patched) / len(drawn) < 0.3
     assert all(one.config.trainer.checkpoint_every > 1 for one in patched)
     for fault in OF_PATCHES:

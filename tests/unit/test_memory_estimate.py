@@ -256,8 +256,9 @@ def test_patches_take_a_part_of_the_store_where_versions_are_bfloat16() -> None:
         parts = version_parts(BILLIONS, run(**keys))
         return next(one.bytes for one in parts if "versions" in one.what)
 
-    whole = stored()
+    whole = stored(policies__whole_every=1)
     assert whole == 100 * 2 * BILLIONS.parameters
+    assert stored() == stored(policies__whole_every=8) < 0.25 * whole
     assert stored(policies__whole_every=10) < 0.15 * whole
     assert stored(policies__dtype="float32", policies__whole_every=10) > 2 * whole
 

@@ -18,7 +18,9 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import Config, in_flight_batches
+from dora_pipe.config.storage import whole_every
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.topics import RULE
 
 SMALL = """
@@ -430,3 +432,21 @@ def test_a_run_that_is_older_than_parts_goes_on_without(tmp_path: Path) -> None:
         '[run]\nname = "a"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
     )
     assert load_config(file, ["groups.per_step=32"], stored=True).trainer.parts == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "every"),
+    [
+        ({}, "bfloat16", 8),
+        ({}, "float32", 1),
+        ({"lora": {"rank": 4}}, "bfloat16", 1),
+        ({"transfers": {"kind": "flight", "ahead": True}}, "bfloat16", 1),
+        ({"policies": {"whole_every": 3}}, "float32", 3),
+        ({"policies": {"whole_every": 1}}, "bfloat16", 1),
+    ],
+)
+def test_versions_in_bfloat16_are_patches_where_nothing_is_said(
+    keys: dict[str, Any], dtype: PolicyDtype, every: int
+) -> None:
+    table = {"run": {"name": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "a:B"}}
+    assert whole_every(from_plain({**table, **keys}), dtype) == every

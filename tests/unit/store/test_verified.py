@@ -16,7 +16,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store import verified
 from dora_pipe.store.arrow_files import open_files
-from dora_pipe.store.names import weights_name
+from dora_pipe.store.names import patch_name, weights_name
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.verified import OTHERS_S, digest_of, need_digest, note_path
@@ -228,6 +228,23 @@ def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list
     path.write_bytes(path.read_bytes())
     need_digest(path, after)
     assert reads == [path], "what changes later is read"
+
+
+def test_store_that_is_not_told_takes_the_patch_of_a_version_that_has_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "shared").mkdir()
+    files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
+    trainer = PolicyStore(tmp_path / "a", files, clock=clock)
+    before = trainer.publish_weights(write).digest
+    after = trainer.publish_version(
+        lambda path: write(path, 1.5), before=before, whole=True
+    ).manifest.digest
+    worker = PolicyStore(tmp_path / "b", files, clock=clock, patched=None)
+    worker.weights(before)
+    worker.weights(after)
+    assert (tmp_path / "b" / patch_name(after)).is_file()
+    assert not caplog.records, "that a version has no patch is no news"
 
 
 def test_note_goes_with_its_file_and_is_no_file_of_the_store_by_itself(

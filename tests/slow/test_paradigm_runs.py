@@ -1,4 +1,5 @@
-"""Real processes: one worker under a wide bound, workers that come and go, every paradigm."""
+"""Real processes: every paradigm, and workers that come and go; tests/integration/test_churn.py has
+both in one process, one worker under a wide bound too."""
 
 from __future__ import annotations
 
@@ -38,16 +39,6 @@ def test_every_paradigm_ends_clean_and_is_replayed(tmp_path: Path, paradigm: str
     assert call(place, "replay", "tiny", "--random", "20") == 0
 
 
-@pytest.mark.parametrize("paradigm", ["dora", "interruptible"])
-def test_one_worker_with_eta_three_ends_clean(tmp_path: Path, paradigm: str) -> None:
-    place = furnish(tmp_path)
-    wide = ("staleness.max_staleness=3", "staleness.in_flight_batches=4", "workers.count=1")
-    process = run_with(place, paradigm, "run.steps=12", *wide)
-    assert process.wait(200) == 0
-    assert steps(place, "tiny") == list(range(12))
-    assert_clean(place, "tiny")
-
-
 def living(place: Path) -> dict[str, int]:
     """Workers that have joined and not said that they leave, by name: the newest process of each.
 
@@ -69,13 +60,10 @@ def names() -> Iterator[str]:
         number += 1
 
 
-@pytest.mark.parametrize("paradigm", ["dora", "interruptible"])
-def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(
-    tmp_path: Path, paradigm: str
-) -> None:
+def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(tmp_path: Path) -> None:
     place, chance, fresh = furnish(tmp_path), random.Random(5), names()
     hardy = ("timing.restarts_max=200", "groups.attempts_max=50", "timing.lease_s=2.0")
-    process = run_with(place, paradigm, "run.steps=60", "sampling.max_tokens=40", *hardy)
+    process = run_with(place, "interruptible", "run.steps=60", "sampling.max_tokens=40", *hardy)
     log = place / "runs" / "tiny" / "log.sqlite"
     until(lambda: log.exists() and any(isinstance(one, RunStarted) for one in facts(place, "tiny")))
     until(lambda: len(living(place)) == 2)

@@ -52,3 +52,17 @@ def whole_every(config: Config, dtype: PolicyDtype) -> int:
         return asked
     small = dtype == "bfloat16" and not config.lora.rank
     return PATCHES if small and not config.transfers.ahead else 1
+
+
+def ahead_problem(config: Config) -> str:
+    """Why nothing would travel while it is written although `transfers.ahead` asks for it; empty:
+    it does, or is not asked for."""
+    if not config.transfers.ahead:
+        return ""
+    if config.transfers.kind != "flight":
+        return "versions come from peers, with transfers.kind = 'flight'"
+    if not config.store.url:
+        return "without a store.url all workers read the trainer's own file"
+    if config.policies.whole_every not in (1, "auto"):
+        return "what travels is whole, with policies.whole_every = 1 or 'auto'"
+    return ""

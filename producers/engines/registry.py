@@ -108,6 +108,12 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
             f"workers.gpus: {' and '.join(kinds)} compute on the CPU",
             hint="vllm and vllm-server have GPUs",
         )
+    if config.workers.vllm.gpus > 1 and set(kinds) == {"torch"}:
+        raise ConfigError(
+            "workers.vllm: tensor_parallel and pipeline_parallel are vLLM's, and all workers have"
+            " the torch engine",
+            hint="workers.engine = 'vllm-server', or leave the keys out",
+        )
     rank = config.lora.rank
     for name, kind in kinds.items():
         if config.sampling.routes and not kind.routes:

@@ -174,6 +174,11 @@ def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
     ("sections", "engines", "why"),
     [
         ({"workers": {"gpus": [0]}}, ["torch"], "workers.gpus: torch compute on the CPU"),
+        (
+            {"workers": {"engine": "torch", "vllm": {"tensor_parallel": 2}}},
+            ["torch"],
+            "workers.vllm: tensor_parallel and pipeline_parallel are vLLM's",
+        ),
         ({"lora": {"rank": 513}}, ["torch", "vllm"], "vllm hosts adapters of ranks up to 512"),
         ({"lora": {"rank": 513}}, ["vllm-server"], "vllm-server hosts adapters of ranks up to"),
     ],

@@ -18,7 +18,7 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import ahead_problem, whole_every
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.topics import RULE
@@ -450,3 +450,31 @@ def test_versions_in_bfloat16_are_patches_where_nothing_is_said(
 ) -> None:
     table = {"run": {"name": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "a:B"}}
     assert whole_every(from_plain({**table, **keys}), dtype) == every
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"kind": "files"}, "with transfers.kind = 'flight'"),
+        ({"url": ""}, "without a store.url"),
+        ({"every": 8}, "what travels is whole"),
+        ({}, ""),
+        ({"ahead": False, "kind": "files", "every": 8}, ""),
+    ],
+)
+def test_versions_that_would_not_travel_while_they_are_written_are_said(
+    keys: dict[str, Any], why: str
+) -> None:
+    asked = {"kind": "flight", "ahead": True, "url": "file:///shared", "every": "auto"} | keys
+    config = from_plain(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": "m"},
+            "task": {"kind": "a:B"},
+            "transfers": {"kind": asked["kind"], "ahead": asked["ahead"]},
+            "store": {"url": asked["url"]},
+            "policies": {"whole_every": asked["every"]},
+        }
+    )
+    found = ahead_problem(config)
+    assert (why in found) if why else not found

@@ -17,7 +17,6 @@ head of the chain.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -53,14 +52,13 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.policy import Manifest as PolicyManifest
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.schemas.wire import DIGEST, digest_as
 from dora_pipe.store.names import BlobKind, file_sha256
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
 _STOP: Final = b'"kind":"stop-run"'
 _LOGGED: Final = b'"trajectories-logged"'
-_HEX: Final = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,10 +194,10 @@ class Archiver:
         if lost := self._keep_claim(record):
             self._pass.notes.append(f"{where}: {lost}")
             return True
-        named = headers.get("sha256", b"")
-        if not _HEX.fullmatch(named) or claimed_bytes(record):
+        named = headers.get("sha256", b"").decode(errors="replace")
+        if not DIGEST.fullmatch(named) or claimed_bytes(record):
             return False
-        if sha256_hex(record.value).encode() == named:
+        if digest_as(named, record.value) == named:
             return False
         if record_at(self._bus, record.at, record.offset) != record:
             raise BusError(f"{where}: two readings gave different bytes; nothing was sealed")
@@ -213,7 +211,7 @@ class Archiver:
             return ""
         digest = dict(record.headers)[CLAIM].decode()
         value = None if self._claims is None else self._claims.read(digest, size_bytes)
-        if value is None or sha256_hex(value) != digest:
+        if value is None or digest_as(digest, value) != digest:
             return f"the value that it claims is not there: {digest}"
         self._kept.write(digest, value)
         return ""
@@ -484,7 +482,7 @@ def _look_at_claim(directory: Path, record: Record, entry: Entry, found: Verifie
     where = f"{record.topic}/{record.partition}@{record.offset}"
     if not path.is_file():
         found.add(f"{where}: the value that it claims is gone: {CLAIMS}/{digest}")
-    elif file_sha256(path) != digest:
+    elif digest_as(digest, path.read_bytes()) != digest:
         found.add(f"{where}: the value that it claims was changed: {CLAIMS}/{digest}")
     else:
         found.claims += 1

@@ -24,6 +24,7 @@ import msgspec
 
 from dora_pipe.audit.reading import EMPTY_POLLS_MAX, gc_paused, wait_after
 from dora_pipe.bus.claim_check import lost_claim
+from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.contexts import call_fault
@@ -36,7 +37,6 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
-from dora_pipe.schemas.wire import sha256_hex
 
 Place = tuple[int, int]
 """Partition and offset."""
@@ -126,7 +126,7 @@ def evidence_of(record: Record, validator: FastValidator | None) -> Evidence:
         partition=record.partition,
         offset=record.offset,
         bytes=len(record.value),
-        sha256=sha256_hex(record.value),
+        sha256=record_digest(record),
         headers=headers,
         header_error=header_error,
         content=content,

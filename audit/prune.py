@@ -32,7 +32,7 @@ from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.schemas.control import RunStarted, VersionsDropped
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import encode
+from dora_pipe.schemas.wire import DIGEST, encode
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.files import Listed
 from dora_pipe.store.names import blob_name, digest_in, patch_name, weights_name
@@ -213,7 +213,7 @@ def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
 AGE_MIN_S: Final = 3600.0
 """A role gives an append up after 120 s; the rest is for clocks that differ and frozen machines."""
 
-_OURS: Final = re.compile(r"[0-9a-f]{64}|\..*")
+_OURS: Final = re.compile(rf"{DIGEST.pattern}|\..*")
 """A digest, or an unfinished file. Nothing else is touched."""
 
 

@@ -31,6 +31,7 @@ from dora_pipe.audit.replay_step import FLOATS
 from dora_pipe.audit.report import CheckLine
 from dora_pipe.audit.round_reader import Fact, FoldedRound, folded_rounds
 from dora_pipe.audit.taken_again import rules_of
+from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.settings import advantage_rule, changed_settings
@@ -56,7 +57,6 @@ from dora_pipe.schemas.policy import weights_digest
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Headers
-from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.safetensors_file import Entry, mapped, read_entries
 from dora_pipe.store.store import PolicyStore
 
@@ -446,7 +446,7 @@ class _Audit:
             findings.add("records", who, f"is not there at {where} of the source")
             return None, ""
         self._bytes += len(record.value)
-        sha256 = sha256_hex(record.value)
+        sha256 = record_digest(record)
         message = f"its bytes at {where} of the source are not those that were trained (sha256)"
         findings.same("records", who, message, expected=one.sha256, found=sha256)
         try:

@@ -13,18 +13,23 @@ __all__ = ["open_bus"]
 
 
 def open_bus(
-    url: str, security: KafkaSecurity | None = None, *, claims: ClaimStore | None = None
+    url: str,
+    security: KafkaSecurity | None = None,
+    *,
+    claims: ClaimStore | None = None,
+    claim_above_bytes: int | None = None,
 ) -> Bus:
     """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]`` or ``archive:PATH``.
 
     Nothing is created; an archive can only be read.
 
     `security` is for Kafka; `claims` keeps the values that are too large for the log; without it
-    such a record is refused, and read as empty. Raises UsageError for any other address,
+    such a record is refused, and read as empty. Values above `claim_above_bytes` lie there even
+    where the log would take them. Raises UsageError for any other address,
     ConfigError for a missing secret, BusError when the log cannot be reached.
     """
     bus = _open(url, security)
-    return bus if claims is None else ClaimBus(bus, claims)
+    return bus if claims is None else ClaimBus(bus, claims, above_bytes=claim_above_bytes)
 
 
 def _open(url: str, security: KafkaSecurity | None) -> Bus:

@@ -1,10 +1,14 @@
 """Values too large for the log, kept beside it under their digest; decides how they are claimed.
 
-A record above its topic's limit is appended with an empty value and two headers, ``claim`` (the
-sha256 of the value) and ``claim-bytes`` (its size); the value lies in ``<store>/claims/<sha256>``,
-durably, before the record is appended. The reader puts it back and takes the headers away, so that
-nobody above knows. Where the value is gone or has another digest, the record comes with an empty
-value, its claim's headers and ``claim-lost`` (why): it is unreadable, and named.
+A record above its topic's limit, or above a bound of the writer's own, is appended with an empty
+value and two headers, ``claim`` (the digest of the value, see `value_digest`) and ``claim-bytes``
+(its size); the value lies in ``<store>/claims/<digest>``, as safe as the log keeps it, before the
+record is appended. The reader puts it back and takes the headers away, so that nobody above knows.
+Where the value is gone or has another digest, the record comes with an empty value, its claim's
+headers and ``claim-lost`` (why): it is unreadable, and named.
+
+A value is digested once on either side: who has written its digest into the header ``sha256`` has
+named its claim, too, and a reader's record says what the value was found to be (`Record.checked`).
 
 A file that no record names (its append failed, or its writer died in between) does no harm: the
 next append of that value finds it there, and `prune` removes it when it is old.
@@ -14,15 +18,15 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import sha256
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 from uuid import uuid4
 
 from msgspec import structs
@@ -30,8 +34,10 @@ from msgspec import structs
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.checks import OpenedHere, check_position, record_bytes
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Writer
+from dora_pipe.core.direct_io import read_direct, write_direct
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
+from dora_pipe.schemas.wire import DIGEST, digest_as, value_digest
 
 CLAIM: Final = "claim"
 CLAIM_BYTES: Final = "claim-bytes"
@@ -44,9 +50,14 @@ CLAIMED_TOPICS: Final = ("trajectories", "progress", "dead-letters")
 """Last parts of the names of topics whose records may be claimed. The others hold small facts; one
 that is too large there is a mistake, and refused."""
 
+AT_ONCE: Final = 2
+"""Values that one reader or writer reads or writes at the same time: a disk serves two in little
+more time than one, and one is digested while another is waited for."""
+
 _HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
 _NAME: Final = itemgetter(0)
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+R = TypeVar("R", Append, Record)
 
 _log = logging.getLogger(__name__)
 
@@ -64,13 +75,18 @@ class ClaimStore(Protocol):
 
 
 class ClaimFiles(ClaimStore):
-    """Claimed values as files of one folder, which is made with the first of them."""
+    """Claimed values as files of one folder, which is made with the first of them.
 
-    def __init__(self, folder: Path) -> None:
+    `synced`: they survive a power loss when `write` returns; otherwise they are as safe as what a
+    Kafka broker has acknowledged: no kill of a process loses them.
+    """
+
+    def __init__(self, folder: Path, *, synced: bool = True) -> None:
         self.folder = folder
+        self.synced = synced
 
     def write(self, digest: str, value: bytes) -> None:
-        """Write a temporary file, fsync, rename, fsync the folder."""
+        """Write a temporary file and rename it; both on the disk where that is wanted."""
         path = self.folder / digest
         with suppress(OSError):
             if path.stat().st_size == len(value):
@@ -79,12 +95,10 @@ class ClaimFiles(ClaimStore):
         partial = self.folder / f".{digest}.{uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with partial.open("xb") as file:
-                file.write(value)
-                file.flush()
-                os.fsync(file.fileno())
+            write_direct(partial, value, synced=self.synced)
             partial.replace(path)
-            sync(self.folder)
+            if self.synced:
+                sync(self.folder)
         except OSError as error:
             with suppress(OSError):
                 partial.unlink()
@@ -96,10 +110,7 @@ class ClaimFiles(ClaimStore):
     def read(self, digest: str, size_bytes: int) -> bytes | None:
         """The file's bytes; never more than were claimed."""
         try:
-            with (self.folder / digest).open("rb") as file:
-                if os.fstat(file.fileno()).st_size != size_bytes:
-                    return None
-                return file.read(size_bytes)
+            return read_direct(self.folder / digest, size_bytes)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -156,50 +167,54 @@ class ClaimWriter(Writer):
         self.inner = inner
         self._bus = bus
         self._limits: dict[str, int] = {}
+        self._several = Several()
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all; what is too large is stored first, durably."""
         while True:
             try:
-                return self.inner.append([self._checked_in(record) for record in records])
+                return self.inner.append(self._several.map(self._checked_in, records, self._large))
             except RecordTooLarge as error:
                 known = error.topic in self._limits
                 if error.limit_bytes is None or known or not self._bus.claimed(error.topic):
                     raise
                 self._limits[error.topic] = error.limit_bytes
 
-    def _checked_in(self, record: Append) -> Append:
-        """The record as it goes into the log."""
+    def _large(self, record: Append) -> bool:
+        """Whether its value lies beside the log."""
         if not self._bus.claimed(record.topic):
-            return record
-        limit = self._limits.get(record.topic)
+            return False
+        limit, above = self._limits.get(record.topic), self._bus.above_bytes
         fits = limit is None or record_bytes(record) <= limit
-        above = self._bus.above_bytes
-        if fits and (above is None or len(record.value) <= above):
-            return record
+        return not fits or (above is not None and len(record.value) > above)
+
+    def _checked_in(self, record: Append) -> Append:
+        """The record as it goes into the log when its value is kept."""
         if len(record.value) > self._bus.bytes_max:
             raise RecordTooLarge(
                 f"a value of {len(record.value)} bytes for topic {record.topic}: "
                 f"at most {self._bus.bytes_max} are kept beside the log"
             )
-        digest = sha256(record.value).hexdigest()
+        digest = _named(record) or value_digest(record.value)
         self._bus.store.write(digest, record.value)
         size = str(len(record.value)).encode()
         claim = ((CLAIM, digest.encode()), (CLAIM_BYTES, size))
         return structs.replace(record, value=b"", headers=(*record.headers, *claim))
 
     def close(self) -> None:
+        self._several.close()
         self.inner.close()
 
 
 class ClaimReader(ReaderWrapper):
-    """Puts claimed values back, one at a time, so that a poll stays within its bound in bytes."""
+    """Puts claimed values back, so many that a poll stays within its bound in bytes."""
 
     def __init__(self, bus: ClaimBus, inner: Reader) -> None:
         super().__init__(inner)
         self._bus = bus
         self._here = OpenedHere("this reader")
         self._waiting: deque[Record] = deque()  # read, and over the caller's last bound
+        self._several = Several()
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
@@ -210,30 +225,31 @@ class ClaimReader(ReaderWrapper):
             self._waiting.extend(
                 self.inner.poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
             )
-        found: list[Record] = []
-        while self._waiting and len(found) < records_max:
-            bytes_max -= record_bytes(self._waiting[0]) + claimed_bytes(self._waiting[0])
-            if found and bytes_max < 0:
+        within: list[Record] = []
+        for record in islice(self._waiting, records_max):
+            bytes_max -= record_bytes(record) + claimed_bytes(record)
+            if within and bytes_max < 0:
                 break
-            found.append(self._whole(self._waiting[0]))
+            within.append(record)
+        found = self._several.map(self._whole, within, claim_of)
+        for _ in found:
             self._waiting.popleft()
         return found
 
     def _whole(self, record: Record) -> Record:
         """The record as it was appended, or one that says why it cannot be."""
         claim = _claim(record)
-        if claim is None:
-            return record
+        assert claim is not None
         digest, size_bytes = claim
         if size_bytes > self._bus.bytes_max:
             return _lost(record, f"{size_bytes} bytes are above the limit")
         value = self._bus.store.read(digest, size_bytes)
         if value is None:
             return _lost(record, "there is no such value in the store")
-        if sha256(value).hexdigest() != digest:
+        if digest_as(digest, value) != digest:
             return _lost(record, "the stored value has another digest")
         kept = tuple(one for one in record.headers if one[0] not in _HEADERS)
-        return replace(record, value=value, headers=kept)
+        return replace(record, value=value, headers=kept, checked=digest)
 
     def position(self, tp: TopicPartition) -> int:
         reached = self.inner.position(tp)
@@ -246,7 +262,35 @@ class ClaimReader(ReaderWrapper):
 
     def close(self) -> None:
         self._here.close()
+        self._several.close()
         self.inner.close()
+
+
+class Several:
+    """Does what waits for a disk for `AT_ONCE` records at the same time, in threads that are made
+    when there is more than one. Decides nothing."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def map(
+        self, work: Callable[[R], R], records: Sequence[R], waits: Callable[[R], object]
+    ) -> list[R]:
+        """`work` of every record that `waits`, the others as they are, in order. Raises what it
+        raises."""
+        slow = [at for at, record in enumerate(records) if waits(record)]
+        found = list(records)
+        if len(slow) > 1 and self._pool is None:
+            self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims")
+        each = map if self._pool is None or len(slow) < 2 else self._pool.map
+        for at, record in zip(slow, each(work, [records[at] for at in slow]), strict=True):
+            found[at] = record
+        return found
+
+    def close(self) -> None:
+        """Let the threads end; idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def claimed_bytes(record: Record) -> int:
@@ -264,6 +308,12 @@ def lost_claim(record: Record) -> str:
     return f"claim {digest}: {headers[CLAIM_LOST].decode(errors='replace')}"
 
 
+def _named(record: Append) -> str:
+    """The digest that a record's headers name of its value; empty where they name none."""
+    named = dict(record.headers).get("sha256", b"").decode(errors="replace")
+    return named if DIGEST.fullmatch(named) else ""
+
+
 def _claim(record: Record) -> tuple[str, int] | None:
     """Digest and size; only a well-formed claim of an empty value is one, for anyone may write."""
     if record.value or not record.headers:
@@ -271,7 +321,7 @@ def _claim(record: Record) -> tuple[str, int] | None:
     headers = dict(record.headers)
     digest = headers.get(CLAIM, b"").decode(errors="replace")
     size = headers.get(CLAIM_BYTES, b"")
-    if not _DIGEST.fullmatch(digest) or not size.isdigit() or len(size) > len(str(1 << 62)):
+    if not DIGEST.fullmatch(digest) or not size.isdigit() or len(size) > len(str(1 << 62)):
         return None
     return digest, int(size)
 

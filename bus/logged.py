@@ -15,7 +15,7 @@ from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.schemas.wire import digest_as
 
 LINES_MAX: Final = 20
 """Damaged trajectories that are named; of more there is the number."""
@@ -48,14 +48,18 @@ class RecordFingerprint:
     """Why there is no value."""
 
 
+def record_digest(record: Record) -> str:
+    """The digest of its value, in the form that its headers name; sha256 where they name none."""
+    named = dict(record.headers).get("sha256", b"").decode(errors="replace")
+    return named if record.checked == named != "" else digest_as(named, record.value)
+
+
 def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
     """Of a record that was read."""
     headers_of = dict(record.headers).get("trajectory", b"").decode(errors="replace")
     if lost := lost_claim(record):
         return RecordFingerprint(sha256="", headers_of=headers_of, lost=lost)
-    return RecordFingerprint(
-        sha256=sha256_hex(record.value), headers_of=headers_of, value_of=value_of
-    )
+    return RecordFingerprint(sha256=record_digest(record), headers_of=headers_of, value_of=value_of)
 
 
 def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:

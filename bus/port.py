@@ -78,6 +78,9 @@ class Record:
     key: bytes
     value: bytes
     headers: tuple[tuple[str, bytes], ...] = field(default=())
+    checked: str = field(default="", compare=False)
+    """The digest that its value was just found to have; empty where nobody has looked. Who changes
+    the value takes it away."""
 
     @property
     def at(self) -> TopicPartition:

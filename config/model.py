@@ -340,6 +340,14 @@ class Bus(Section, frozen=True, kw_only=True):
     record_bytes_max: RecordBytes = 10 * 1024 * 1024
     """Largest record a topic takes when it is made; larger trajectories and progress records lie
     in the store's `claims`, and the log says which. See docs/kafka.md."""
+    claim_above_bytes: NonNegative = 256 * 1024
+    """Values of trajectories and progress records above this lie in the store's `claims` even where
+    a topic would take them: a file costs a fraction of the way through a broker. Where the store is
+    at `store.url`, a round trip away, only what is above `record_bytes_max` does."""
+    claims_synced: bool = False
+    """A claimed value is on the disk before its record is appended. With SQLite it always is; with
+    Kafka it is otherwise as safe as a broker keeps records: no kill of a process loses it, a power
+    loss may."""
     metrics_keep_hours: NonNegative = 168
     """Statuses of the roles (the metrics topic) older than this are deleted while a run goes on;
     nothing but pictures of that time needs them. 0 keeps them for ever. See docs/storage.md."""

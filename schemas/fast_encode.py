@@ -55,7 +55,7 @@ from dora_pipe.schemas.trajectory_codec import (
     encode_trajectory,
     same_bits,
 )
-from dora_pipe.schemas.wire import encode, sha256_hex
+from dora_pipe.schemas.wire import encode, value_digest
 
 META_BYTES_MAX: Final = 1024 * 1024
 """More of it is for Arrow, which bounds columns."""
@@ -87,11 +87,11 @@ def write_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple[
         check_arrays(arrays)
         check_segments(trajectory.segments, arrays.loss_mask)
         check_fields(trajectory)
-        check_routed(trajectory)
+        check_routed(trajectory, distinct=False)
         value = _framed(trajectory, arrays)
     except _GIVES_UP:
         return encode_trajectory(trajectory, traceparent=traceparent)
-    return value, describe(trajectory, sha256=sha256_hex(value), traceparent=traceparent)
+    return value, describe(trajectory, sha256=value_digest(value), traceparent=traceparent)
 
 
 def _arrays(trajectory: Trajectory) -> Arrays | None:

@@ -14,11 +14,11 @@ from typing import Any
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.trajectory import Described, Headers, Meta, Trajectory
+from dora_pipe.schemas.wire import DIGEST
 
 _TEXT_CHARACTERS_MAX = 500
-_DIGESTS = ("digest", "sha256")
+_DIGESTS = {"digest": re.compile("[0-9a-f]{64}"), "sha256": DIGEST}
 _INTEGER = re.compile("-?(?:0|[1-9][0-9]{0,18})")
-_HEX = re.compile("[0-9a-f]{64}")
 
 
 def describe(trajectory: Trajectory, *, sha256: str, traceparent: str = "") -> Headers:
@@ -82,7 +82,7 @@ def _parse(name: str, kind: str, value: bytes) -> Any:
     text = value.decode()
     if kind == "int" and _INTEGER.fullmatch(text) is None:
         raise SchemaError(f"not an integer: {text[:60]!r}", path=_path(name))
-    if name in _DIGESTS and _HEX.fullmatch(text) is None:
+    if name in _DIGESTS and _DIGESTS[name].fullmatch(text) is None:
         raise SchemaError("not 64 hex digits", path=_path(name))
     try:
         return _READ[kind](text)
@@ -141,7 +141,9 @@ _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 def _pattern(name: str, kind: str) -> str:
     if kind == "int":
         return _INTEGER.pattern
-    return _HEX.pattern if name in _DIGESTS else f"[^\n]{{0,{_TEXT_CHARACTERS_MAX}}}"
+    if name in _DIGESTS:
+        return _DIGESTS[name].pattern
+    return f"[^\n]{{0,{_TEXT_CHARACTERS_MAX}}}"
 
 
 _LINE = re.compile("\n".join(f"({_pattern(*one)})" for one in _KINDS.items()))

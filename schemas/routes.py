@@ -9,6 +9,7 @@ sequence, and tokens behind which nothing was sampled, have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,7 @@ Choices = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 BYTE_EXPERTS_MAX: Final = 255
 """Experts whose numbers are bytes: the highest byte says that there is none."""
 
-BLOCK_NUMBERS: Final = 1 << 18
+BLOCK_NUMBERS: Final = 1 << 19
 """Numbers that are looked at together, so that they stay near the processor ..."""
 
 ROW_NUMBERS: Final = 4096
@@ -92,8 +93,12 @@ def none_of(experts: int) -> int:
     return int(np.iinfo(number_type(experts)).max)
 
 
-def check_routes(routes: Routes | None, tokens: int) -> None:
-    """Raise SchemaError unless these are entries, or places for them, of so many tokens."""
+def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -> None:
+    """Raise SchemaError unless these are entries, or places for them, of so many tokens.
+
+    Without `distinct` an expert that a token names twice is not looked for: that is nine tenths of
+    the time, and who reads a record looks.
+    """
     if routes is None:
         return
     sizes = (routes.experts, routes.layers, routes.per_token)
@@ -106,8 +111,10 @@ def check_routes(routes: Routes | None, tokens: int) -> None:
     # Some tokens at a time, whatever they hold: nothing as large as the record is made of it.
     some = BLOCK_NUMBERS // (routes.layers * routes.per_token)
     choices = routes.choices
+    room = np.empty(min(some, tokens) * routes.layers * routes.per_token, choices.dtype)
     for start in range(0, tokens, some):
-        if not _plainly_sound(part := choices[start : start + some], routes):
+        part = choices[start : start + some]
+        if not _plainly_sound(part, routes, room if distinct else None):
             _look_closer(part, routes, start)
 
 
@@ -123,9 +130,12 @@ def _look_closer(choices: Choices, routes: Routes, start: int) -> None:
         raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{at}]")
 
 
-def _plainly_sound(choices: Choices, routes: Routes) -> bool:
+def _plainly_sound(choices: Choices, routes: Routes, room: Choices | None) -> bool:
     """Whether nothing is wrong, in passes over numbers as they lie: a tenth of the time of sorting
-    them. What is wrong, and where, is for who looks closer."""
+    them. What is wrong, and where, is for who looks closer.
+
+    `room` is for what is made of as many numbers; without it, none are looked for twice.
+    """
     rows = choices.reshape(len(choices), -1)
     none = none_of(routes.experts)
     there = rows[:, 0] != none
@@ -134,34 +144,44 @@ def _plainly_sound(choices: Choices, routes: Routes) -> bool:
         return False
     # Mostly the first token alone has none: what lies behind it need not be copied.
     rows = rows[start:] if there[start:].all() else rows[there]
-    return not rows.size or _each_once(rows.reshape(-1), routes)
+    if not rows.size:
+        return True
+    numbers = rows.reshape(-1)
+    return int(numbers.max()) < routes.experts and (
+        room is None or _each_once(numbers, routes, room)
+    )
 
 
-def _each_once(numbers: Choices, routes: Routes) -> bool:
-    """Whether these, some choices of `per_token` after each other, are experts, each once."""
-    if int(numbers.max()) >= routes.experts:
-        return False
+def _each_once(numbers: Choices, routes: Routes, room: Choices) -> bool:
+    """Whether these, some choices of `per_token` after each other, name each expert once."""
     width = max(1, ROW_NUMBERS // routes.per_token) * routes.per_token
     whole = len(numbers) // width * width
     rows, rest = numbers[:whole].reshape(-1, width), numbers[whole:].reshape(1, -1)
-    return all(_apart(some, routes.per_token) for some in (rows, rest) if some.size)
+    return all(_apart(some, routes.per_token, room) for some in (rows, rest) if some.size)
 
 
-def _apart(rows: Choices, per_token: int) -> bool:
+def _apart(rows: Choices, per_token: int, room: Choices) -> bool:
     """Whether no choice in rows of whole choices has a number twice.
 
     Every number is held against those behind it in its choice, one distance after the other, and
     what is least in a column of rows tells for all of them: two passes over bytes a distance.
     """
-    numbers, differs = rows.reshape(-1), np.empty_like(rows)
-    flat = differs.reshape(-1)
+    numbers, flat = rows.reshape(-1), room[: rows.size]
+    differs = flat.reshape(rows.shape)
+    least = np.empty((per_token - 1, rows.shape[1]), rows.dtype)
     for distance in range(1, per_token):
         np.bitwise_xor(numbers[distance:], numbers[:-distance], out=flat[:-distance])
         flat[-distance:] = 1
-        least = np.minimum.reduce(differs, axis=0).reshape(-1, per_token)
-        if not least[:, : per_token - distance].all():
-            return False
-    return True
+        np.minimum.reduce(differs, axis=0, out=least[distance - 1])
+    return not least.size or int((least | _beyond(per_token, least.shape[1])).min()) > 0
+
+
+@lru_cache(maxsize=8)
+def _beyond(per_token: int, width: int) -> Choices:
+    """[distances, width]: 1 where a row of whole choices has no number of the same choice so far
+    behind, else 0."""
+    places, distances = np.arange(width) % per_token, np.arange(1, per_token)
+    return (places + distances[:, None] >= per_token).astype("u1")
 
 
 def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, Any]) -> None:

@@ -255,7 +255,8 @@ class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """None when the trajectory has no valid reward."""
     schema_version: int
     sha256: str
-    """Of the value bytes as stored (hex)."""
+    """Of the value bytes as stored (hex); of a large value another digest, which says so
+    (`value_digest`)."""
     traceparent: str = ""
     """W3C trace context; empty where nothing is traced."""
 

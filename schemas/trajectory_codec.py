@@ -40,6 +40,7 @@ from dora_pipe.schemas.trajectory import (
     check_fields,
     check_segments,
 )
+from dora_pipe.schemas.wire import value_digest
 
 __all__ = [
     "decode_any_progress",
@@ -312,9 +313,9 @@ def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple
     check_arrays(arrays)
     check_segments(trajectory.segments, arrays.loss_mask)
     check_fields(trajectory)
-    check_routed(trajectory)
+    check_routed(trajectory, distinct=False)
     value = layout.finish(columns, arrays)
-    return value, describe(trajectory, sha256=wire.sha256_hex(value), traceparent=traceparent)
+    return value, describe(trajectory, sha256=value_digest(value), traceparent=traceparent)
 
 
 def decode_trajectory(value: bytes) -> Trajectory:
@@ -353,10 +354,11 @@ def _checked(
     return trajectory
 
 
-def check_routed(trajectory: Masked) -> None:
-    """Raise SchemaError unless every token that can be trained says through which experts."""
+def check_routed(trajectory: Masked, *, distinct: bool = True) -> None:
+    """Raise SchemaError unless every token that can be trained says through which experts;
+    `distinct` as in `check_routes`."""
     if trajectory.routed_experts is not None:
-        check_routes(trajectory.routed_experts, trajectory.length)
+        check_routes(trajectory.routed_experts, trajectory.length, distinct=distinct)
         need_entries(trajectory.routed_experts, counted_places(trajectory))
 
 

@@ -70,15 +70,23 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
 
     def _own(self) -> Bus:
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
-        bus = open_bus(self.url, security, claims=self.claim_store())
+        above = None if self.bus is None or self.store_url else self.bus.claim_above_bytes
+        bus = open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)
         return tiered(bus, Path(self.archive)) if self.archive else bus
+
+    @property
+    def _synced(self) -> bool:
+        """Whether claimed values are on the disk before their records are in the log: as the log
+        keeps its own, and Kafka keeps them in page caches."""
+        as_kafka = self.bus is not None and not self.bus.claims_synced
+        return not (as_kafka and self.url.startswith("kafka:"))
 
     def claim_store(self) -> ClaimStore | None:
         """Where the large values lie. Raises ConfigError."""
         if not self.claims:
             return None
         if not self.store_url:
-            return ClaimFiles(Path(self.claims))
+            return ClaimFiles(Path(self.claims), synced=self._synced)
         from dora_pipe.store.arrow_files import open_files
 
         return SharedClaims(open_files(self.store_url, folder=self.run), Path(self.claims))

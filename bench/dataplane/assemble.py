@@ -154,7 +154,7 @@ class Assembler:
 
 def assemble(task: Assemble, inside: Inside) -> Done:
     """Fetch until the total that comes later, after the warm ones."""
-    bus = open_plane(task.address, reads=True)
+    bus = open_plane(task.address, reads=True, claims=task.claims)
     with tempfile.TemporaryDirectory() as folder:
         assembler = Assembler(task, bus, Path(folder))
         while assembler.records < WARM:

@@ -7,6 +7,7 @@ a layer, then the planes. So what the machine does meanwhile spoils a whole repe
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -217,6 +218,8 @@ def _plane(
             path = setup.folder / f"{run}.sqlite"
             stack.callback(_remove, path)
             ends = (f"sqlite:{path}",) * 2
+        claims = setup.folder / f"{run}.claims"
+        stack.callback(shutil.rmtree, claims, ignore_errors=True)
         if log := _log_of(ends[0]):
             stack.enter_context(_topic(log, Topics(run).trajectories))
         write = Publish(
@@ -226,8 +229,11 @@ def _plane(
             seconds=seconds,
             per_s=per_s,
             routes=setup.routes,
+            claims=str(claims),
         )
-        read = Assemble(address=ends[1], run=run, batch=batch, routes=setup.routes)
+        read = Assemble(
+            address=ends[1], run=run, batch=batch, routes=setup.routes, claims=str(claims)
+        )
         broker = _Broker(address)
         published, assembled = _together(write, read, behind=0, fds=fds)
         return Load(published=published, assembled=assembled, broker_s=broker.spent_s())

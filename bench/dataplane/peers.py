@@ -39,8 +39,9 @@ QUEUE_POLL_S: Final = 0.002
 """Between two questions whether there is something: TransferQueue does not wait for its callers."""
 
 
-def open_outbox(address: str, run: str, *, paced: bool) -> Outbox:
-    """Of a plane; `paced`: one trajectory at a time. Raises UsageError for none."""
+def open_outbox(address: str, run: str, *, paced: bool, claims: str = "") -> Outbox:
+    """Of a plane; `paced`: one trajectory at a time, `claims`: as `open_plane` has it. Raises
+    UsageError for none."""
     kind, _, rest = address.partition(":")
     topic = Topics(run).trajectories
     match kind:
@@ -51,7 +52,7 @@ def open_outbox(address: str, run: str, *, paced: bool) -> Outbox:
         case "transferqueue" | "transferqueue-one":
             return QueueOutbox(rest, run, single=kind == QUEUE_ONE)
         case _:
-            return LogOutbox(open_plane(address, reads=False), topic)
+            return LogOutbox(open_plane(address, reads=False, claims=claims), topic)
 
 
 def open_inbox(address: str, run: str, *, routes: bool) -> Inbox:

@@ -14,9 +14,10 @@ from typing import Final
 import msgspec
 
 from dora_pipe.bench.dataplane.process import PARTITIONS
-from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.config.model import Bus as Section
 from dora_pipe.core.errors import BusError
+from dora_pipe.store.log_location import LogLocation
 
 PIPE: Final = "pipe"
 
@@ -24,10 +25,15 @@ _Message = tuple[str, int, bytes, bytes, tuple[tuple[str, bytes], ...]]
 _MESSAGE: Final = msgspec.msgpack.Decoder(_Message)
 
 
-def open_plane(address: str, *, reads: bool) -> Bus:
-    """A log by its address, or one end of a pipe: ``pipe:FD``. Raises what `open_bus` raises."""
+def open_plane(address: str, *, reads: bool, claims: str = "") -> Bus:
+    """A log by its address, or one end of a pipe: ``pipe:FD``. Raises what `open_bus` raises.
+
+    `claims` is the directory in which a log's large values lie, as a run has it by default.
+    """
     kind, _, rest = address.partition(":")
-    return PipeBus(int(rest), reads=reads) if kind == PIPE else open_bus(address)
+    if kind == PIPE:
+        return PipeBus(int(rest), reads=reads)
+    return LogLocation(run="", url=address, bus=Section(url=address), claims=claims).open()
 
 
 class PipeBus(Bus):

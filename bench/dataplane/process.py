@@ -61,6 +61,8 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
     """They finish at random moments, so many a second; 0: the next one when the last is encoded."""
     routes: bool = False
     """With the experts that each token passed."""
+    claims: str = ""
+    """Directory of a log's large values."""
 
 
 class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
@@ -72,6 +74,8 @@ class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
     """Trajectories; 0: whatever has come."""
     routes: bool = False
     """As `Publish.routes`."""
+    claims: str = ""
+    """As `Publish.claims`."""
 
 
 Task = Layer | Publish | Assemble

@@ -80,7 +80,7 @@ class Publisher:
 
 def publish(task: Publish, inside: Inside) -> Done:
     """Publish for `task.seconds`, after the warm ones."""
-    outbox = open_outbox(task.address, task.run, paced=bool(task.per_s))
+    outbox = open_outbox(task.address, task.run, paced=bool(task.per_s), claims=task.claims)
     publisher = Publisher(task, outbox)
     for _ in range(WARM):
         publisher.encode(time.monotonic_ns())

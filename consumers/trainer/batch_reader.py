@@ -18,6 +18,7 @@ from typing import Final
 
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.claim_check import lost_claim
+from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch, TrainGroup
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
@@ -33,7 +34,6 @@ from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Headers, Trajectory
-from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class BatchReader:
             parse_trajectory_id(headers.trajectory)
             if lost := lost_claim(record):
                 raise SchemaError(lost)
-            sha256 = sha256_hex(record.value)
+            sha256 = record_digest(record)
             if headers.run != self._run:
                 raise SchemaError(f"a record of run {headers.run}", path="$.headers.run")
             if headers.sha256 != sha256:
@@ -318,7 +318,7 @@ def committed_batch(
         except SchemaError as error:
             why = lost_claim(at.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error
-        sha256s[taken.trajectory] = sha256_hex(at.record.value)
+        sha256s[taken.trajectory] = record_digest(at.record)
     return batch_of(commit.step, commit.groups, trajectories, sha256s, parts=commit.parts)
 
 

@@ -1,4 +1,5 @@
-"""Audits a run's log with nothing of dora-pipe: the standard library and pyarrow.
+"""Audits a run's log with nothing of dora-pipe: the standard library and pyarrow,
+and blake3 where a digest is one.
 
     python examples/own_auditor runs/demo
 

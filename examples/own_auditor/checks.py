@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from digests import batch_digest, before, derive, sha256, tensors_of, weights_digest
+from digests import batch_digest, before, derive, of_value, sha256, tensors_of, weights_digest
 from ledger import TAKEN, Ledger, Logged
 from log import Json, Record, row_of, whole
 
@@ -84,8 +84,8 @@ def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -
             continue  # it could not be read, and the run has dealt with that
         ledger.findings.same("records", who, "run", run, record.headers.get("run"))
         found = whole(record, store)
-        digest = sha256(found.value)
-        ledger.findings.same("records", who, "sha256", record.headers.get("sha256"), digest)
+        named = record.headers.get("sha256")
+        ledger.findings.same("records", who, "sha256", named, of_value(named, found.value))
         if known is None:
             standings[_standing(ledger, record.headers)] += 1
             dispatched = record.headers.get("group") in ledger.groups
@@ -121,7 +121,8 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
     who = entry["trajectory"]
     spec = ledger.groups[who.rpartition("-")[0]].spec
     headers = _numbers(record.headers)
-    findings.same("records", who, "sha256 logged", entry["sha256"], sha256(record.value))
+    digest = of_value(entry["sha256"], record.value)
+    findings.same("records", who, "sha256 logged", entry["sha256"], digest)
     findings.same("records", who, "bytes", entry["bytes"], len(record.value))
     findings.same("records", who, "key", spec["group"], record.key.decode(errors="replace"))
     findings.same("records", who, "partition", spec["partition"], record.partition)

@@ -17,6 +17,15 @@ def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def of_value(named: str | None, value: bytes) -> str:
+    """Of a record's value, in the form of the digest that is named."""
+    if named is None or not named.startswith("blake3-"):
+        return sha256(value)
+    from blake3 import blake3
+
+    return "blake3-" + blake3(value).hexdigest()
+
+
 def derive(*parts: int | str) -> int:
     """A seed of 63 bits."""
     text = "\x1f".join(str(part) for part in parts)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.effect_runner import attempt
@@ -35,7 +36,7 @@ from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import ScoreGroup
 from dora_pipe.schemas.trajectory import Trajectory, turns_of
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
+from dora_pipe.schemas.wire import REWARD_MAX
 
 
 def key_of(decision: ScoreGroup) -> str:
@@ -254,7 +255,7 @@ class GroupPort:
         """Keep what the record holds; why it is not the one that is meant."""
         if (record.partition, record.offset) != (taken.partition, taken.offset):
             return f"there is no record at offset {taken.offset}"
-        if sha256_hex(record.value) != taken.sha256:
+        if record_digest(record) != taken.sha256:
             return "its bytes are not those that were logged"
         try:
             with self._meter.spend("codec"):

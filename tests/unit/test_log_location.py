@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.bus.claim_check import ClaimBus
+from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Bus, Config, Model, Run, Task
@@ -55,3 +56,31 @@ def test_large_values_lie_with_the_policies(tmp_path: Path) -> None:
     store = Store(path=str(tmp_path / "elsewhere"))
     place = RunDir(tmp_path).log_location(_config(store=store))
     assert place.claims == str(tmp_path / "elsewhere" / "claims")
+
+
+@pytest.mark.parametrize(
+    ("given", "above", "synced"),
+    [
+        ({"bus": Bus()}, 256 * 1024, True),
+        ({"bus": Bus(claim_above_bytes=1)}, 1, True),
+        ({"bus": Bus(url="kafka://h:1")}, 256 * 1024, False),
+        ({"bus": Bus(url="kafka://h:1", claims_synced=True)}, 256 * 1024, True),
+    ],
+)
+def test_values_above_the_configured_bound_lie_in_files_as_safe_as_the_log_keeps_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Bus], above: int, synced: bool
+) -> None:
+    monkeypatch.setattr("dora_pipe.bus._open", lambda url, security: MemoryBus(MemoryLog()))
+    found = RunDir(tmp_path).log_location(_config(**given)).open()
+    assert isinstance(found, ClaimBus) and isinstance(found.store, ClaimFiles)
+    assert (found.above_bytes, found.store.synced) == (above, synced)
+
+
+def test_values_in_a_store_a_round_trip_away_are_those_that_no_topic_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dora_pipe.bus._open", lambda url, security: MemoryBus(MemoryLog()))
+    store = Store(url=f"file://{tmp_path}/shared")
+    found = RunDir(tmp_path).log_location(_config(store=store)).open()
+    assert isinstance(found, ClaimBus)
+    assert found.above_bytes is None

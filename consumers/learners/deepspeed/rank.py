@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
@@ -63,7 +64,6 @@ from dora_pipe.schemas.contexts import row_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory
-from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.adapters import base_of
 from dora_pipe.store.store import PolicyStore
 
@@ -105,7 +105,7 @@ class ShareReader:
         where = f"{self._topic}/{place.partition} offset {place.offset}"
         if record is None:
             raise InvariantBroken(f"{where} is empty, where a trajectory of the batch was")
-        if sha256_hex(record.value) != place.sha256:
+        if record_digest(record) != place.sha256:
             raise InvariantBroken(f"{where} has other bytes than the batch was taken with")
         try:
             return view_trajectory(record.value)

@@ -19,10 +19,12 @@ from dora_pipe.bus.claim_check import (
     lost_claim,
     may_be_claimed,
 )
+from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusFull, RecordTooLarge
+from dora_pipe.schemas.wire import digest_as
 from tests.support.bus_steps import catch_up, values
 
 TOPIC = "r.trajectories"
@@ -78,6 +80,43 @@ def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
     assert (tmp_path / "claims" / DIGEST).read_bytes() == LARGE
     stored_names = [path.name for path in (tmp_path / "claims").iterdir()]
     assert stored_names == [DIGEST], "no temporary file stays"
+
+
+def test_several_large_values_of_one_append_keep_their_order(bus: ClaimBus) -> None:
+    records = [large(bytes([at]) * (2000 + at)) for at in range(7)]
+    records.insert(3, Append(topic=TOPIC, value=b"small"))
+    bus.writer().append(records)
+    assert [record.value for record in read(bus)] == [one.value for one in records]
+
+
+def test_a_value_is_claimed_under_the_digest_that_its_headers_name_and_digested_once_more(
+    bus: ClaimBus, log: MemoryLog
+) -> None:
+    named = digest_as("blake3-", LARGE)
+    one = Append(topic=TOPIC, value=LARGE, headers=(("sha256", named.encode()),))
+    bus.writer().append([one])
+    assert dict(raw(log)[0].headers)[CLAIM].decode() == named
+    found = read(bus)[0]
+    assert (found.value, found.checked) == (LARGE, named)
+    assert record_digest(found) == named
+
+
+def test_a_value_whose_headers_name_another_digest_is_lost_and_not_taken_for_it(
+    bus: ClaimBus,
+) -> None:
+    wrong = digest_as("blake3-", b"another")
+    bus.writer().append([Append(topic=TOPIC, value=LARGE, headers=(("sha256", wrong.encode()),))])
+    assert "another digest" in lost_claim(read(bus)[0])
+
+
+def test_a_writers_own_bound_claims_what_the_topic_would_take(
+    log: MemoryLog, tmp_path: Path
+) -> None:
+    bus = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path, synced=False), above_bytes=100)
+    bus.create([TopicSpec(name=TOPIC)])
+    bus.writer().append([large(bytes(100)), large(bytes(101))])
+    assert [claimed_bytes(record) for record in raw(log)] == [0, 101]
+    assert [record.value for record in read(bus)] == [bytes(100), bytes(101)]
 
 
 def test_a_limit_is_learnt_once_and_what_fits_stays_in_the_log(

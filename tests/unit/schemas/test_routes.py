@@ -73,7 +73,6 @@ def test_a_record_comes_back_with_its_experts_and_without_them_has_the_bytes_it_
     ("change", "why"),
     [
         (lambda one: one.part(1), "bytes for 6 tokens"),
-        (lambda one: Routes.of(one.choices * 0, 8), "each once"),
         (lambda one: msgspec.structs.replace(one, experts=4), "each once"),
         (lambda one: Routes.of(one.choices * 0 + 255, 8), "a sampled token without experts"),
         (lambda one: msgspec.structs.replace(one, layers=0), "no sizes of a mixture"),
@@ -84,6 +83,16 @@ def test_what_cannot_be_is_refused_by_the_writer(change: object, why: str) -> No
     found = change(entries(plain.token_ids))  # type: ignore[operator]
     with pytest.raises(SchemaError, match=why):
         encode_trajectory(replace(plain, routed_experts=found))
+
+
+def test_an_expert_that_is_named_twice_is_for_the_reader_to_refuse() -> None:
+    plain = make_trajectory(NAME)
+    twice = Routes.of(entries(plain.token_ids).choices * 0, 8)
+    check_routes(twice, len(plain.token_ids), distinct=False)
+    value = encode_trajectory(replace(plain, routed_experts=twice))[0]
+    for read in (decode_trajectory, view_trajectory):
+        with pytest.raises(SchemaError, match="each once"):
+            read(value)
 
 
 @given(st.data())
@@ -193,7 +202,7 @@ def test_a_long_response_of_a_wide_mixture_has_a_record() -> None:
     damaged[-1, -1, 0] = damaged[-1, -1, 1]
     twice = replace(trajectory, routed_experts=Routes.of(damaged, 256))
     with pytest.raises(SchemaError, match="each once") as caught:
-        encode_trajectory(twice)
+        view_trajectory(encode_trajectory(twice)[0])
     assert caught.value.path == f"$.routed_experts[{tokens - 1}]"
 
 

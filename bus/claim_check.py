@@ -7,8 +7,8 @@ record is appended. The reader puts it back and takes the headers away, so that 
 Where the value is gone or has another digest, the record comes with an empty value, its claim's
 headers and ``claim-lost`` (why): it is unreadable, and named.
 
-A value is digested once on either side: who has written its digest into the header ``sha256`` has
-named its claim, too, and a reader's record says what the value was found to be (`Record.checked`).
+A value is digested once on either side: who has computed its digest says so (`Append.digest`), and
+a reader's record says what the value was found to be (`Record.checked`).
 
 A file that no record names (its append failed, or its writer died in between) does no harm: the
 next append of that value finds it there, and `prune` removes it when it is old.
@@ -195,7 +195,7 @@ class ClaimWriter(Writer):
                 f"a value of {len(record.value)} bytes for topic {record.topic}: "
                 f"at most {self._bus.bytes_max} are kept beside the log"
             )
-        digest = _named(record) or value_digest(record.value)
+        digest = record.digest or value_digest(record.value)
         self._bus.store.write(digest, record.value)
         size = str(len(record.value)).encode()
         claim = ((CLAIM, digest.encode()), (CLAIM_BYTES, size))
@@ -306,12 +306,6 @@ def lost_claim(record: Record) -> str:
     headers = dict(record.headers)
     digest = headers.get(CLAIM, b"?").decode(errors="replace")
     return f"claim {digest}: {headers[CLAIM_LOST].decode(errors='replace')}"
-
-
-def _named(record: Append) -> str:
-    """The digest that a record's headers name of its value; empty where they name none."""
-    named = dict(record.headers).get("sha256", b"").decode(errors="replace")
-    return named if DIGEST.fullmatch(named) else ""
 
 
 def _claim(record: Record) -> tuple[str, int] | None:

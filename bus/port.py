@@ -66,6 +66,8 @@ class Append(msgspec.Struct, frozen=True, kw_only=True):
     partition: int = 0
     key: bytes = b""
     headers: tuple[tuple[str, bytes], ...] = ()
+    digest: str = ""
+    """Of the value, where its maker has computed it (`wire.value_digest`); no log keeps it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,7 @@ def encoded(trajectory: Trajectory, topic: str) -> Append:
         key=headers.group.encode(),
         value=value,
         headers=header_pairs(headers),
+        digest=headers.sha256,
     )
 
 

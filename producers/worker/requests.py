@@ -431,6 +431,7 @@ class Requests(ProgressRecords):
             key=request.place.spec.group.encode(),
             value=event.value,
             headers=event.headers,
+            digest=event.sha256,
         )
         self.enter(request, Phase.LOGGING)
         self.out.publish.append(Publish(record=append, tag=TRAJECTORY_TAG + request.key))
@@ -451,8 +452,7 @@ class Requests(ProgressRecords):
     # Progress records
 
     def _chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
-        """The request finished while its progress was encoded: nobody will go on from there, but
-        an episode whose reward is lost with its environment."""
+        """The request has finished: only an episode that loses its reward's environment goes on."""
         if request.episode:
             self.append_progress(request, event, now)
         else:

@@ -53,6 +53,7 @@ from dora_pipe.orchestrator.snapshots import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
+from dora_pipe.producers.engines.torch.causal_lm import EXPERTS
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.schemas.control import (
@@ -415,8 +416,14 @@ def _value(config: Config, key: str) -> Any:
 
 
 def check_model(config: Config, directory: Path) -> None:
-    """A model directory that the run's engines take, with a tokenizer. Raises PolicyError."""
+    """A model directory that the run's engines take, with a tokenizer. Raises PolicyError, and
+    ConfigError for a key that asks for what it has not."""
     check_engine_model(config, worker_engines(config).values(), directory)
+    if config.trainer.router_aux_loss and not any(map(read_config(directory).get, EXPERTS)):
+        raise ConfigError(
+            f"trainer.router_aux_loss: {directory} is no mixture of experts",
+            hint="leave the key out",
+        )
     longest = read_config(directory).get("max_position_embeddings")
     if isinstance(longest, int) and longest < config.workers.context_tokens:
         raise PolicyError(

@@ -16,7 +16,7 @@ from dora_pipe.cli.options import EXAMPLES
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError
-from dora_pipe.launch import local_roles
+from dora_pipe.launch import local_roles, plan
 from dora_pipe.launch.examples import example_config
 from dora_pipe.producers.engines.port import LORA
 from dora_pipe.producers.engines.registry import (
@@ -30,6 +30,7 @@ from dora_pipe.producers.engines.registry import (
 )
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from tests.support.fake_vllm_server import FakeVllm
+from tests.support.models import make_qwen2
 
 OWN = EngineKind(
     open=lambda assets, config, decode: SimulatedEngine(
@@ -250,3 +251,17 @@ def _model(folder: Path, **changes: Any) -> None:
         "max_position_embeddings": 512,
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_loss_of_routers_is_refused_of_a_dense_model_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    config = _config()
+    change = msgspec.structs.replace
+    asked = change(
+        config,
+        trainer=change(config.trainer, router_aux_loss=0.1),
+        workers=change(config.workers, context_tokens=32),
+    )
+    with pytest.raises(ConfigError, match="dense is no mixture of experts"):
+        plan.check_model(asked, make_qwen2(tmp_path / "dense"))

@@ -160,11 +160,8 @@ def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
 def deepspeed_refuses(config: Config) -> str:
     """A key of the run that DeepSpeed does not take; empty: it takes all."""
     kind = learner_kind("deepspeed")
-    asked = {
-        "sampling.routes": config.sampling.routes and not kind.routes,
-        "trainer.router_aux_loss": config.trainer.router_aux_loss and not kind.router_aux_loss,
-    }
-    return next((key for key, refused in asked.items() if refused), "")
+    refused = config.trainer.router_aux_loss and not kind.router_aux_loss
+    return "trainer.router_aux_loss" if refused else ""
 
 
 def _value(config: Config, key: str) -> Any:

@@ -309,6 +309,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),
+        routes=config.sampling.routes,
     )
     options = DeepspeedOptions(
         engine=engine,
@@ -343,6 +344,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         moving_reference=True,
         teacher=True,
         bfloat16=True,
+        routes=True,
         weights=True,
         leaves_device=True,
     ),

@@ -1,6 +1,7 @@
 """Mixtures of experts on ranks: the torch trainer's steps, by the names of files."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,14 @@ import pytest
 
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import base_of
-from tests.deepspeed.conftest import Bench
+from tests.deepspeed.conftest import Bench, steps
 from tests.deepspeed.test_arithmetic import (
     DISTANCE_MAX,
     assert_same_steps,
     three_batches,
 )
 from tests.support import deepspeed
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, routed
 from tests.support.models import make_further, make_qwen3_moe
 
 KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype]] = {
@@ -64,6 +65,33 @@ def test_steps_are_those_of_the_torch_trainer_whose_checkpoint_is_gone_on_with(
     ours.save_optimizer(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "state").read_bytes()
     assert_same_steps([ours.train(second, STEP)], [theirs.train(second, STEP)])
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_tokens_go_through_the_experts_of_the_log_on_every_rank(
+    mixture: Bench, options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = mixture.torch()
+    layers = theirs._model.routed.layers
+    batches = [routed(one, layers=layers) for one in three_batches()[:2]]
+    free, ours = mixture.deepspeed(**options), mixture.deepspeed(routes=True, **options)
+    expected = steps(theirs, batches, STEP)
+    assert_same_steps(steps(ours, batches, STEP), expected)
+    with pytest.raises(AssertionError):
+        assert_same_steps(steps(free, [batches[0]], STEP), expected[:1])
+    left = three_batches()[2]  # Its records say nothing: routers choose again.
+    assert_same_steps([ours.train(left, STEP)], [theirs.train(left, STEP)])
+
+
+def test_parts_of_a_step_go_through_the_experts_of_the_log(mixture: Bench) -> None:
+    theirs = mixture.torch()
+    whole = routed(make_batch(seed=3, groups=4), layers=theirs._model.routed.layers)
+    one = {**STEP, "trainer.minibatches": 1}
+    for stage in (2, 3):
+        ours = mixture.deepspeed(zero_stage=stage, routes=True)
+        split = ours.train(replace(whole, parts=[1, 1]), one)
+        theirs.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)
+        assert_same_steps([split], [theirs.train(whole, one)])
 
 
 def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(

@@ -13,6 +13,7 @@ import numpy as np
 from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.routes import Routes
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 
 SETTINGS: Settings = {
@@ -162,3 +163,15 @@ def states_with_a_part_ahead(
         trainer.save_optimizer(path)
         states.append((trainer.manifest(), path.read_bytes()))
     return states
+
+
+def routed(batch: TrainBatch, *, layers: int, experts: int = 8, per_token: int = 2) -> TrainBatch:
+    """The batch, where every token has experts drawn at random."""
+    chance, groups = np.random.default_rng(5), []
+    for group in batch.groups:
+        made = []
+        for one in group.trajectories:
+            drawn = chance.random((one.length, layers, experts)).argsort(-1)[:, :, :per_token]
+            made.append(replace(one, routed_experts=Routes.of(drawn.astype("u1"), experts)))
+        groups.append(replace(group, trajectories=made))
+    return replace(batch, groups=groups)

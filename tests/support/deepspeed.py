@@ -143,6 +143,7 @@ def make_learner(
     weight_decay: float = 0.0,
     weight_decay_exclude: WeightDecayExclude = "none",
     memory: Mapping[str, Any] | None = None,
+    routes: bool = False,
 ) -> LoggedTrainer:
     """A trainer of `RANKS` ranks."""
     prepare()
@@ -159,6 +160,7 @@ def make_learner(
             weight_decay=weight_decay,
             weight_decay_exclude=weight_decay_exclude,
             memory=MemoryOptions(**(memory or {})),
+            routes=routes,
         ),
         ranks=RANKS,
         rounds_min=rounds_min,

@@ -35,6 +35,7 @@ from dora_pipe.consumers.learners.torch.model import (
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
+from dora_pipe.consumers.learners.torch.routing import RoutedExperts
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import Piece, pieces, untied
@@ -67,6 +68,8 @@ class EngineOptions:
     temperature: float = 1.0
     """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
     memory: MemoryOptions = AT_ONCE
+    routes: bool = False
+    """Whether records name the experts that tokens go through (`sampling.routes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +148,8 @@ class Engine:
         lean = head_is_all(network, "cpu")
         if options.memory.packing:
             need_apart(network, "cpu")
+        # While its weights are whole: it computes, and ranks then need not do so together.
+        self._routed = RoutedExperts(network) if options.routes else None
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
         self.mlp_width = mlp_width(network)
@@ -197,7 +202,10 @@ class Engine:
     # A training step
 
     def logprobs(self, passage: Passage) -> Tensor:
-        """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3."""
+        """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3. Raises
+        PolicyError for experts of another mixture."""
+        if self._routed is not None:
+            self._routed.take(passage.routes)
         found: Tensor = self._engine(
             passage.ids, passage.places, passage.targets, passage.positions
         )

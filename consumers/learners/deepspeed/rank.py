@@ -60,7 +60,7 @@ from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
-from dora_pipe.schemas.contexts import row_of
+from dora_pipe.schemas.contexts import choices_of, row_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory
@@ -373,12 +373,13 @@ class Rank:
         return rounds
 
     def _given(self, one: PassCommand, following: Iterator[Trajectory]) -> tuple[PassInputs, int]:
-        rows = []
+        rows, choices = [], []
         for unit in one.units:
             trajectory = next(following)
             rows += [row_of(trajectory, context) for context in unit.contexts]
+            choices += [choices_of(trajectory, context) for context in unit.contexts]
         given = PassInputs(
-            passages=cut_passages(rows, one.parts, self._device),
+            passages=cut_passages(rows, one.parts, self._device, choices),
             lengths=[unit.length for unit in one.units],
             advantages=[unit.advantages for unit in one.units],
             weights=[unit.weight for unit in one.units],

@@ -130,6 +130,8 @@ class TorchModel:
 
     def load(self, weights: Path) -> None:
         """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
+        if self._routed is not None:  # Those of the last pass are not for what is probed here.
+            self._routed.take(None)
         self._carried = load_weights(self.network, weights)
         self.lean = head_is_all(self.network, self.device)
         if self._memory.packing:

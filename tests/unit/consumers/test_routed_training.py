@@ -24,7 +24,7 @@ from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
-from tests.support.batches import SETTINGS, make_batch, make_trajectory
+from tests.support.batches import SETTINGS, make_batch, make_trajectory, routed
 from tests.support.engine_contract import request as engine_request
 from tests.support.models import MIXTURE, make_qwen2
 from tests.support.torch_engines import make
@@ -192,19 +192,6 @@ def test_a_disturbance_of_the_router_is_called_routing(
     assert found.plain()["causes"]["routing"]["share"] == share
 
 
-def routed_batch() -> TrainBatch:
-    """A batch whose every token has experts drawn at random."""
-    chance, batch = np.random.default_rng(5), make_batch(seed=0)
-    groups = []
-    for group in batch.groups:
-        made = []
-        for one in group.trajectories:
-            drawn = chance.random((one.length, 2, 8)).argsort(-1)[:, :, :2]
-            made.append(replace(one, routed_experts=Routes.of(drawn.astype("u1"), 8)))
-        groups.append(replace(group, trajectories=made))
-    return replace(batch, groups=groups)
-
-
 def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, torch.Tensor]:
     trainer = policy.trainer(**options)
     step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
@@ -222,7 +209,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 
 def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) -> None:
-    batch = routed_batch()
+    batch = routed(make_batch(seed=0), layers=2)
     logged = gradients(qwen3, batch)
     assert apart(gradients(qwen3, make_batch(seed=0)), logged) > 1e-2
     assert float(logged["model.layers.1.mlp.gate.weight"].abs().max()) > 0
@@ -230,6 +217,15 @@ def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) ->
     assert all(torch.equal(again[name], one) for name, one in logged.items())
     for options in ({"packing": True}, {"micro_batch_tokens": 60}):
         assert apart(gradients(qwen3, batch, **options), logged) < 1e-5
+
+
+def test_weights_are_loaded_again_behind_a_step_through_experts_of_the_log(qwen3: Policy) -> None:
+    trainer, batch = qwen3.trainer(), routed(make_batch(seed=0), layers=2)
+    first = trainer.train(batch, SETTINGS)
+    trained = trainer.manifest()
+    trainer.load(qwen3.weights, digest=qwen3.manifest.digest, optimizer=None)
+    assert trainer.train(batch, SETTINGS).figures == first.figures
+    assert trainer.manifest() == trained
 
 
 def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy) -> None:
@@ -244,7 +240,7 @@ def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy
 def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
     qwen3: Policy,
 ) -> None:
-    batch = routed_batch()
+    batch = routed(make_batch(seed=0), layers=2)
     plain, whole = (gradients(qwen3, batch, router_aux_loss=one) for one in (0.0, 0.5))
     twice = gradients(qwen3, batch, router_aux_loss=1.0)
     gate = "model.layers.0.mlp.gate.weight"

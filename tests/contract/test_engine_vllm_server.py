@@ -72,7 +72,7 @@ def test_no_door_of_a_server_opens_without_the_key(vllm: Subject, path: str) -> 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 def test_no_door_for_adapters_opens_without_the_key(vllm: Subject, path: str) -> None:
-    server, _ = running_server(RANK)
+    server, _ = running_server(lora_rank=RANK)
     body = {"lora_name": "a", "lora_path": "/nowhere"}
     for key in ("", "guessed"):
         with pytest.raises(ResourceError, match="401"):

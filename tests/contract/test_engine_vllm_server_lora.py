@@ -51,7 +51,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
 
 def adapters() -> list[str]:
     """The names that the server's front end knows."""
-    return sorted(VllmServerClient(running_server(RANK)[0].address, None).adapters())
+    return sorted(VllmServerClient(running_server(lora_rank=RANK)[0].address, None).adapters())
 
 
 def test_adapter_that_a_server_has_loaded_lies_nowhere_and_a_dropped_one_is_forgotten(

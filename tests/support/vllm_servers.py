@@ -1,4 +1,4 @@
-"""Opens the vllm-server engine on a tiny model for tests: one server, which all of them share."""
+"""Opens the vllm-server engine on tiny models for tests: few servers, which all of them share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,46 @@ SLOTS = 64
 ADAPTERS = 3
 """At once, of a server that hosts some."""
 
+SERVERS = 4
+"""That run at once: one of two ranks has 2.5 GB. No test asks for more."""
 
-@cache
-def running_server(
+_running: dict[tuple[tuple[str, Any], ...], tuple[ServerProcess, Path]] = {}
+"""By what they were asked for; who was asked for last is last."""
+
+
+def running_server(**which: Any) -> tuple[ServerProcess, Path]:
+    """The server that `start_server` starts for these, and the folder of the model that it has.
+
+    Starting one takes half a minute of CPU: it runs until the tests end, or until `SERVERS` others
+    were asked for since. Engines that want less take a part of it.
+    """
+    asked = signature(start_server).bind(**which)
+    asked.apply_defaults()
+    key = tuple(asked.arguments.items())
+    found = _running.pop(key, None) or start_server(**which)
+    _running[key] = found
+    _end_beyond(SERVERS)
+    return found
+
+
+def _end_beyond(count: int) -> None:
+    """End those that were asked for longest ago."""
+    while len(_running) > count:
+        _running.pop(next(iter(_running)))[0].close()
+
+
+atexit.register(_end_beyond, 0)
+
+
+def start_server(
     lora_rank: int = 0,
     tensor_parallel: int = 1,
     kind: str = "qwen2",
     number: int = 0,
     pipeline_parallel: int = 1,
 ) -> tuple[ServerProcess, Path]:
-    """A server of so many ranks and groups of them, and the folder of the model that it has; both
-    until the tests end. Those of another `number` are others, of an equal model.
-
-    Starting one takes half a minute of CPU. Engines that want less take a part of it.
-    """
+    """A server of so many ranks and groups of them, and its model's folder. Those of another
+    `number` are others, of an equal model."""
     folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = BUILDERS[kind](folder / "seed0", 0)
@@ -52,7 +79,6 @@ def running_server(
         lora_rank=lora_rank,
         versions_resident=ADAPTERS if lora_rank else 1,
     )
-    atexit.register(server.close)
     return server, model
 
 
@@ -135,7 +161,7 @@ def server_subject(
 @contextmanager
 def server_opener(lora_rank: int) -> Iterator[Callable[..., Engine]]:
     """Opens engines for adapters, each of which takes the one server from the one before it."""
-    server, model = running_server(lora_rank)
+    server, model = running_server(lora_rank=lora_rank)
     opened: list[Engine] = []
 
     def open_engine(*, slots: int, most: int) -> Engine:

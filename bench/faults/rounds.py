@@ -367,7 +367,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
 def _policies(order: Order) -> dict[str, Any]:
     """How versions are stored: drawn by the round's seed, whatever else is drawn of it."""
     every = random.Random(f"{order.seed}/versions").choice(WHOLE_EVERY)
-    return {} if every == 1 else {"whole_every": every, "dtype": "bfloat16"}
+    return {"whole_every": every} | ({} if every == 1 else {"dtype": "bfloat16"})
 
 
 def _make_several(plain: dict[str, Any]) -> None:

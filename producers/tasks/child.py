@@ -131,6 +131,8 @@ class Child:
     """It is to say until then that it goes on without its main thread; 0: it need say nothing."""
     exhausted: str = ""
     """Why it gets no calls but those of the episodes that it has, and then ends."""
+    left_alone: bool = False
+    """Whether that is for calls that failed there: what else fails in it counts no more."""
     episodes: dict[int, str] = field(default_factory=dict)
     """Number of the episode to its request."""
     closing_until_ns: int = 0

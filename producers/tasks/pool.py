@@ -427,12 +427,15 @@ class TaskPool:
         does ends with the episodes that it has; a place where they do is left alone."""
         place, child.bad = child.link.url, child.bad + 1
         everywhere = self._places.bad(place) >= BAD_MAX
-        if child.exhausted or not (everywhere or child.bad >= BAD_MAX):
+        if child.left_alone or not (everywhere or child.bad >= BAD_MAX):
             return
+        child.left_alone = True
         why = one_line(f"{BAD_MAX} calls in a row failed there, the last with {what}")
         self._places.failed(place, now_ns, why)
         for one in list(self._children):
-            if one is child or (everywhere and one.link.url == place and not one.exhausted):
+            there = one is child or (everywhere and one.link.url == place)
+            if there and not one.exhausted:
+                one.left_alone = True
                 self._retire(one, Exhausted(f"{place} {why}".strip()), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:

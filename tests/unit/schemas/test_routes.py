@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.registry import BUILT_IN as TRAINERS
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.producers.engines.registry import BUILT_IN, check_engines
@@ -275,6 +276,7 @@ def config(tmp_path: Path, *overrides: str) -> Config:
 
 
 SILENT = replace(BUILT_IN["torch"], routes=False)
+OWN_TRAINER = replace(TRAINERS["torch"], routes=False)
 
 
 def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
@@ -287,6 +289,6 @@ def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
         check_engines(graphs, ["vllm"])
     check_engines(graphs, ["torch"])
     check_engines(config(tmp_path), ["torch", "vllm", "vllm-server"])
-    deepspeed = config(tmp_path, "trainer.kind=deepspeed")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `deepspeed` routes by"):
-        need_learner(deepspeed)
+    own = config(tmp_path, f"trainer.kind={__name__}:OWN_TRAINER")
+    with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `.*OWN_TRAINER` routes by"):
+        need_learner(own)

@@ -432,9 +432,8 @@ class TaskPool:
         child.left_alone = True
         why = one_line(f"{BAD_MAX} calls in a row failed there, the last with {what}")
         self._places.failed(place, now_ns, why)
-        for one in list(self._children):
-            there = one is child or (everywhere and one.link.url == place)
-            if there and not one.exhausted:
+        for one in [one for one in self._children if not one.exhausted]:
+            if one is child or (everywhere and one.link.url == place):
                 one.left_alone = True
                 self._retire(one, Exhausted(f"{place} {why}".strip()), now_ns)
 
@@ -471,9 +470,7 @@ class TaskPool:
                 )
         elif child.silent_until_ns:
             if now_ns > child.silent_until_ns:
-                self._end_process(
-                    child, now_ns, "", "its main thread hangs, and all others with it"
-                )
+                self._end_process(child, now_ns, "", "its main thread hangs, and all others too")
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
             self._head_is_late(child, now_ns)
         elif child.over and not child.closing_s(now_ns):
@@ -487,10 +484,9 @@ class TaskPool:
         others = child.deferred or any(number != call.episode for number in child.episodes)
         if not others or len(child.hung) >= HUNG_CALLS_MAX:
             self._end_process(child, now_ns, call.late, late(self._task, call))
-            self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
-            return
-        child.pass_over(now_ns)
-        self._blame(call, call.late, late(self._task, call))
+        else:
+            child.pass_over(now_ns)
+            self._blame(call, call.late, late(self._task, call))
         self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:

@@ -37,6 +37,10 @@ FIT: Final = 0.25
 has to be made again."""
 
 
+DRAWS_MAX: Final = 2048
+"""Of a probe, for a version or a trial, where nobody says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """A version as the run has it."""
@@ -105,7 +109,7 @@ class Limits:
 
     draws: int = 256
     """At first."""
-    draws_max: int = 2048
+    draws_max: int = DRAWS_MAX
     after: int = 1
     """Steps after the one that is looked into, which are trained again too."""
     before: int = 2

@@ -88,8 +88,9 @@ def bisect(
     ] = 1,
     draws: Annotated[int, typer.Option(min=1, help="Of the probe for a version, at first.")] = 256,
     draws_max: Annotated[
-        int, typer.Option(min=1, help="Where an interval has not decided before.")
-    ] = 2048,
+        int | None,
+        typer.Option(min=1, help="Where an interval has not decided before; default: 2048."),
+    ] = None,
     directory: Annotated[
         Path | None, typer.Option(help="Where the probe's module is imported from; here.")
     ] = None,
@@ -99,13 +100,14 @@ def bisect(
 ) -> None:
     """Which step made a run bad, and which of its groups did it: versions between are evaluated,
     then steps trained again without suspects. The log stays as it is; the same command goes on."""
-    from dora_pipe.audit.bisect import Limits
+    from dora_pipe.audit.bisect import DRAWS_MAX, Limits
     from dora_pipe.cli.bisect import bisect_run
     from dora_pipe.launch.run_dir import opened
 
+    most = max(draws, DRAWS_MAX) if draws_max is None else draws_max
     limits = Limits(
-        draws=draws,
-        draws_max=max(draws, draws_max),
+        draws=min(draws, most),
+        draws_max=most,
         after=after,
         before=before,
         steps=steps,

@@ -25,6 +25,7 @@ from dora_pipe.catalogue.account import (
 from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerGone, WorkerHistory
 from dora_pipe.catalogue.batches import Batch
 from dora_pipe.catalogue.evaluations import EvaluationEnded
+from dora_pipe.catalogue.fallbacks import FallbackAccount
 from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
 from dora_pipe.catalogue.tables import (
     AttemptRow,
@@ -52,6 +53,7 @@ from dora_pipe.schemas.control import (
     RequestFailed,
     RoleStarted,
     RunStarted,
+    StepCommitted,
     TrajectoryLogged,
     WeightsAdopted,
     WorkerJoined,
@@ -91,6 +93,7 @@ class CatalogueBuilder:
         self.last_ns = 0
         """The first and the latest moment that a record names; 0 before there is one."""
         self.rounds = 0
+        self._fallbacks = FallbackAccount()
         self._rows: list[Row] = []
 
     @property
@@ -119,6 +122,9 @@ class CatalogueBuilder:
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
                 at = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
                 self._rows.append(_row(HostingRow, fact, incarnation=fact.epoch, **at))
+                self._rows += self._fallbacks.ready(fact)
+            case StepCommitted():
+                self._fallbacks.committed(fact)
             case RequestFailed():
                 message = fact.message[:MESSAGE_MAX]
                 row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)

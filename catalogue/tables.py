@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 8
+FORM: Final = 9
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -110,6 +110,18 @@ class HostingRow(Row, frozen=True, kw_only=True, gc=False):
     assigned_ns: Annotated[int | None, "when it was decided that it shall"]
     ready_ns: Annotated[int, "`worker ready`"]
     load_ms: Annotated[float, "how long loading took"]
+
+
+class FallbackRow(Row, frozen=True, kw_only=True, gc=False):
+    """A file of a version was lost or damaged where a worker had it from, and another was taken."""
+
+    worker: Annotated[str, "its name"]
+    incarnation: Annotated[int, "of the worker"]
+    version: Annotated[Small, "the policy version that it loaded"]
+    at_ns: Annotated[int, "`worker ready`"]
+    why: Annotated[str, "what was wrong with which file: its name and its place"]
+    taken: Annotated[str, "name of the file that was taken in its place"]
+    bytes: Annotated[int, "fetched in its place; 0: all of it was on the machine"]
 
 
 class VersionRow(Row, frozen=True, kw_only=True, gc=False):
@@ -423,6 +435,7 @@ TABLES: Final = (
     Table(name="versions", row=VersionRow),
     Table(name="workers", row=WorkerRow, live=True),
     Table(name="hostings", row=HostingRow),
+    Table(name="fallbacks", row=FallbackRow),
     Table(name="roles", row=RoleRow),
     Table(name="batches", row=BatchRow, live=True),
     Table(name="parts", row=PartRow),

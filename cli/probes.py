@@ -43,6 +43,7 @@ from dora_pipe.producers.worker.kept_parts import KeptParts
 from dora_pipe.producers.worker.role import worker_config
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.store.adapters import base_of, read_adapter, write_merged
+from dora_pipe.store.fallbacks import Fallbacks
 from dora_pipe.store.model_dir import write_model_dir
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
@@ -112,15 +113,20 @@ class _OtherWeights:
     digest: str
 
     def weights(self, digest: str) -> Path:
-        """See `role.Policies`."""
+        """See `engine_port.Policies`."""
         return self.file if digest == self.digest else self.store.weights(digest)
 
     def verify(self, digest: str) -> object:
-        """See `role.Policies`."""
+        """See `engine_port.Policies`."""
         return read_manifest(self.file) if digest == self.digest else self.store.verify(digest)
 
+    @property
+    def fallbacks(self) -> Fallbacks:
+        """See `engine_port.Policies`."""
+        return self.store.fallbacks
+
     def assets(self, digest: str) -> Path:
-        """See `role.Policies`."""
+        """See `engine_port.Policies`."""
         return self.store.assets(digest)
 
 

@@ -19,6 +19,7 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.text import duration
 from dora_pipe.observe.why.answer import WhyAnswer, why_at, why_now, why_step
+from dora_pipe.observe.why.fallbacks import lines_of
 from dora_pipe.observe.why.slots import WORDS as SLOT_WORDS
 from dora_pipe.observe.why.slots import SlotSpan, slots_of
 from dora_pipe.observe.why.summary import RoleWaits, StepWait, Summary, summarise, waits_of
@@ -124,6 +125,8 @@ def _print_answer(found: WhyAnswer, asked: Asked) -> None:
         emit_line(found.no_step)
     for alarm in found.alarms:
         emit_line(f"ALARM {alarm}")
+    for line in lines_of(found.fallbacks):
+        emit_line(line)
     emit_line()
     rows = [
         (role, text, BLANK if since_s is None else duration(since_s), end or BLANK, advice or BLANK)
@@ -150,6 +153,8 @@ def _print_summary(run: OpenRun, asked: Asked) -> None:
         emit_line(found.ahead)
     for alarm in found.alarms:
         emit_line(alarm)
+    for line in lines_of(found.fallbacks):
+        emit_line(line)
     emit_line()
     _emit_waits(found)
     if not found.longest:

@@ -13,7 +13,8 @@ from dora_pipe.bus.port import TopicPartition
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.model import Config
 from dora_pipe.launch.local_roles import with_engine
-from dora_pipe.producers.worker.role import EngineFactory, OpenPool, Policies, run_worker
+from dora_pipe.producers.worker.engine_port import Policies
+from dora_pipe.producers.worker.role import EngineFactory, OpenPool, run_worker
 
 
 def alone(config: Config, engine: str) -> Config:

@@ -13,7 +13,7 @@ import msgspec
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.identity import group_of
-from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.policy import Blob, Fallback, Manifest
 from dora_pipe.schemas.wire import Unknown, canonical, decode_tagged, kebab, kinds_of, sha256_hex
 
 ExclusiveRole = Literal["orchestrator", "trainer"]
@@ -257,6 +257,8 @@ class WorkerReady(Control, frozen=True, kw_only=True):
     version: int
     digest: str
     load_ms: float
+    fallbacks: tuple[Fallback, ...] = ()
+    """Files of versions that were lost or damaged on the way to these weights; the last few."""
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -44,6 +44,26 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a KV cache can be fetched from another machine; see docs/storage.md."""
 
 
+class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file of a version's weights that is not there or was damaged, and what was taken instead.
+
+    Example: ``Fallback(digest="ab12...", why="patches/ab12....patch in s3://policies/demo is not
+    what its name says", taken="weights/ab12....safetensors", bytes=61_000)``
+    """
+
+    digest: str
+    """Of the version (hex)."""
+    why: str
+    """What was wrong with which file: its name, which has a digest, and its place."""
+    taken: str
+    """Name of the file that was taken; of a patch, with those that it is made on."""
+    bytes: int = 0
+    """Fetched in its place from the store or from peers; 0 where all of it was on the machine."""
+    absent: bool = False
+    """The store has no other form of this version: it was lost, unless the version's commit says
+    that there never was one."""
+
+
 def weights_digest(tensors: Iterable[Tensor]) -> str:
     """sha256 over the sorted (name, dtype, shape, sha256 of bytes); hex."""
     digest = hashlib.sha256()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.core.clock import Clock
+from dora_pipe.core.durable import sync
 from dora_pipe.store.verified import SUFFIX, unlink_noted
 
 KEEP_S: Final = 600.0
@@ -52,3 +53,11 @@ def shrink(
         removed.append(path)
         total -= size
     return removed
+
+
+def place(path: Path, final: Path) -> None:
+    """Give a finished directory its name, unless another process just has."""
+    sync(path)
+    if not final.is_dir():
+        path.replace(final)
+    sync(final.parent)

@@ -40,7 +40,8 @@ from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.store.copies import CACHED, MADE, shrink, touch
+from dora_pipe.store.copies import CACHED, MADE, place, shrink, touch
+from dora_pipe.store.fallbacks import Fallbacks
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
 from dora_pipe.store.names import (
     BlobKind,
@@ -115,6 +116,7 @@ class PolicyStore:
         most versions are stored as patches, which are looked for first; None: those that have
         one."""
         self.root = root
+        self.fallbacks = Fallbacks()
         self._files: Files = remote or LocalFiles(root)
         self._remote = remote is not None
         self._patched = patched
@@ -166,7 +168,12 @@ class PolicyStore:
             return here
         if self._remote:
             return self._from_elsewhere(digest)
-        return self._made(digest) if self.has_patch(digest) else self._sound(digest)
+        if not self.has_patch(digest):
+            return self._sound(digest)
+        if (whole := self.weights_path(digest)).is_file():
+            damaged = PolicyError(f"{whole} is not what its name says")
+            self.fallbacks.note(digest, damaged, patch_name(digest))
+        return self._made(digest)
 
     def held_weights(self, digest: str) -> Path:
         """As `weights`, by a name that stays on this machine: for what is opened much later."""
@@ -260,16 +267,16 @@ class PolicyStore:
 
     def _from_elsewhere(self, digest: str) -> Path:
         """First in the way that the run stores most versions, then in the other."""
-        first, has_other, other = self._made, self.has_whole, self.whole
         patched = self.has_patch(digest) if self._patched is None else self._patched
-        if not patched:
-            first, has_other, other = self.whole, self.has_patch, self._made
+        ways = (self._made, self.has_patch, patch_name), (self.whole, self.has_whole, weights_name)
+        (first, has_first, _), (other, has_other, named) = ways if patched else ways[::-1]
         try:
             return first(digest)
         except PolicyError as error:
             if not has_other(digest):
                 raise
-            LOG.warning("version %s...: %s; another file is taken", digest[:12], error.message)
+            absent = not has_first(digest)
+            self.fallbacks.note(digest, error, named(digest), absent=absent)
         return other(digest)
 
     def _made(self, digest: str) -> Path:
@@ -319,7 +326,7 @@ class PolicyStore:
         except PolicyError as error:
             if not self.has_patch(digest):
                 raise
-            LOG.warning("version %s...: %s; patches are taken", digest[:12], error.message)
+            self.fallbacks.note(digest, error, patch_name(digest))
         return None
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
@@ -383,7 +390,7 @@ class PolicyStore:
                 self._files.get(one.name, path / Path(one.name).name)
             if not listed or assets_digest(sorted(path.iterdir())) != digest:
                 raise PolicyError(f"no config and tokenizer files {digest[:12]}... in {self.where}")
-            _place(path, final)
+            place(path, final)
         return final
 
     # Writing
@@ -486,7 +493,7 @@ class PolicyStore:
             for file in files:
                 shutil.copyfile(file, path / file.name)
                 sync(path / file.name)
-            _place(path, final)
+            place(path, final)
         return digest
 
     # Removing
@@ -557,6 +564,7 @@ class PolicyStore:
         with self._temporary(path.parent) as partial:
             if not (self._peers(name, partial) and is_whole(partial)):
                 self._get(name, partial, is_whole)
+            self.fallbacks.fetched(partial)
             settle(partial)
             partial.replace(path)
         shrink(self.root, self._cache_bytes_max, self._clock)
@@ -590,11 +598,3 @@ class PolicyStore:
 def as_store(store: PolicyStore | Path) -> PolicyStore:
     """A store, or the local one in a directory."""
     return store if isinstance(store, PolicyStore) else PolicyStore(store)
-
-
-def _place(path: Path, final: Path) -> None:
-    """Give a finished directory its name, unless somebody else just has."""
-    sync(path)
-    if not final.is_dir():
-        path.replace(final)
-    sync(final.parent)

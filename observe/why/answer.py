@@ -14,6 +14,7 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.text import duration
 from dora_pipe.observe.why.advice import ADVICE
 from dora_pipe.observe.why.chain import Node, roles_of
+from dora_pipe.observe.why.fallbacks import FallbackTaken
 from dora_pipe.observe.why.log import Picture, look, look_back, look_before
 from dora_pipe.observe.why.parts import NextPart, next_part
 from dora_pipe.orchestrator.failures import ended, summary
@@ -49,6 +50,8 @@ class WhyAnswer:
     """
     alarms: tuple[str, ...]
     roles: tuple[Node, ...]
+    fallbacks: tuple[FallbackTaken, ...] = ()
+    """Files of versions that were lost or damaged on their way to a worker, until then."""
     part: NextPart | None = None
     """What the trainer waits for, where the next batch is taken in parts and no step trains."""
 
@@ -133,6 +136,7 @@ def _answer(picture: Picture, topics: Topics) -> WhyAnswer:
         if state.failures.halted
         else tuple(alarm for role in roles for alarm in _alarms(role, role)),
         roles=roles,
+        fallbacks=tuple(picture.fallbacks),
         part=next_part(state),
     )
 

@@ -6,6 +6,7 @@ What a status says is a claim of its role; what the state says was decided, and 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,13 +16,15 @@ from typing import Final
 from dora_pipe.audit.reading import record_at
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.account import Event, RunAccount
+from dora_pipe.catalogue.fallbacks import FallbackAccount
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.observe.run_stats import GroupsSinceStep
+from dora_pipe.observe.why.fallbacks import KEPT_MAX, FallbackTaken, fallback_taken
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import ReadRound, read_rounds
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import Resume, decode_control
+from dora_pipe.schemas.control import Resume, StepCommitted, WorkerReady, decode_control
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
@@ -46,6 +49,10 @@ class Picture:
     since_step: GroupsSinceStep = field(default_factory=GroupsSinceStep)
     heard: dict[str, LastStatus] = field(default_factory=dict)
     """By role: `orchestrator`, `trainer`, a worker's name."""
+    fallbacks: deque[FallbackTaken] = field(default_factory=partial(deque, maxlen=KEPT_MAX))
+    """Which files of versions were lost or damaged on their way to a worker; the newest."""
+    forms: FallbackAccount = field(default_factory=FallbackAccount)
+    """Knows which there were."""
     answered: Callable[[Resume], TurnProgress | None] = lambda _: None
     """The call of an agent that a progress record is of; None for any other record."""
 
@@ -124,6 +131,10 @@ def _note(picture: Picture, at: ReadRound) -> None:
             fact = decode_control(record.value)
             if not isinstance(fact, Unknown):
                 events += picture.account.fact(record.offset, fact)
+            if isinstance(fact, StepCommitted):
+                picture.forms.committed(fact)
+            elif isinstance(fact, WorkerReady):
+                picture.fallbacks += map(fallback_taken, picture.forms.ready(fact))
     events += picture.account.round(at.round, at.offset)
     for event in events:
         picture.since_step.happened(event)

@@ -27,6 +27,7 @@ from dora_pipe.core.wait_tracker import alarm_line
 from dora_pipe.observe.alarms import HEARTBEAT_S
 from dora_pipe.observe.text import ahead_share, counted, duration
 from dora_pipe.observe.why.advice import ADVICE, SILENT, WORDS
+from dora_pipe.observe.why.fallbacks import FallbackTaken, fallbacks_of
 from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
 
@@ -191,6 +192,8 @@ class Summary:
     longest: tuple[StepWait, ...]
     """The steps with the longest waits for their batch."""
     alarms: tuple[str, ...]
+    fallbacks: tuple[FallbackTaken, ...] = ()
+    """Files of versions that were lost or damaged on their way to a worker."""
     ahead_s: float = 0.0
     """Training of parts, begun before their batch was whole."""
     beside_s: float = 0.0
@@ -246,6 +249,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         roles=(trainer, *(_role(name, roles[name], heartbeat_ns) for name in sorted(roles))),
         longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
         alarms=tuple(_alarms(found)),
+        fallbacks=fallbacks_of(catalogue),
         **catalogue.records(TRAINED)[0],
     )
 

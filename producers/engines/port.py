@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.routes import Routes
 
 COUNTER_SAMPLING = "counter_sampling"
@@ -170,6 +171,8 @@ class WeightsLoaded:
     version: int
     digest: str
     load_ms: float
+    fallbacks: tuple[Fallback, ...] = ()
+    """What was lost or damaged on the way to its file; the worker's port knows, not the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.effect_runner import (
@@ -27,7 +27,12 @@ from dora_pipe.core.errors import (
     ResourceError,
     reason,
 )
-from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
+from dora_pipe.producers.engines.port import (
+    Engine,
+    EngineRequest,
+    RequestFinished,
+    WeightsLoaded,
+)
 from dora_pipe.producers.worker.effects import (
     DropWeights,
     EngineAdd,
@@ -40,6 +45,8 @@ from dora_pipe.producers.worker.effects import (
     LoadWeights,
     Sleep,
 )
+from dora_pipe.schemas.policy import Fallback
+from dora_pipe.store.fallbacks import Fallbacks
 
 STEP_NS: Final = 10_000_000
 """The engine steps until so much time has passed, so that a turn of the loop costs little beside
@@ -50,6 +57,23 @@ STEPS_MAX: Final = 64
 
 CLOSE_S: Final = 30.0
 """Closing waits so long for weights that are being loaded."""
+
+
+class Policies(Protocol):
+    """What a worker needs of the run's store: `store.store.PolicyStore`."""
+
+    def weights(self, digest: str) -> Path:
+        """The file of a version's weights."""
+
+    def verify(self, digest: str) -> object:
+        """Raises PolicyError where that file is not what its digest says."""
+
+    @property
+    def fallbacks(self) -> Fallbacks:
+        """What was lost or damaged there since it was asked last."""
+
+    def assets(self, digest: str) -> Path:
+        """The directory of the model's config and tokenizer files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +93,7 @@ class EnginePort:
 
     A file that the engine refuses may have been damaged since it was had: `verify` reads it, takes
     a damaged copy away or raises PolicyError, and then it is had and loaded again, once.
+    `fallbacks` tells which files of versions were lost or damaged meanwhile.
     """
 
     effects: tuple[type, ...] = (
@@ -81,6 +106,7 @@ class EnginePort:
         weights_path: Callable[[str], Path],
         *,
         verify: Callable[[str], object] = lambda digest: None,
+        fallbacks: Callable[[], tuple[Fallback, ...]] = tuple,
         clock: Clock,
         in_thread: bool = True,
         steps_max: int = STEPS_MAX,
@@ -88,6 +114,7 @@ class EnginePort:
         self._engine = engine
         self._weights_path = weights_path
         self._verify = verify
+        self._fallbacks = fallbacks
         self._clock = clock
         self._steps_max = steps_max
         self._events: list[Any] = []
@@ -236,7 +263,11 @@ class EnginePort:
             self._verify(effect.digest)
             self._file = self._weights_path(effect.digest)
             loaded = load(self._file, version=effect.version, digest=effect.digest)
-        yield from loaded if isinstance(loaded, list) else [loaded]
+        for one in loaded if isinstance(loaded, list) else [loaded]:
+            if isinstance(one, WeightsLoaded):
+                yield replace(one, fallbacks=self._fallbacks())
+            else:
+                yield one
 
     def _failed(self, effect: Any, error: Exception) -> list[Any]:
         """The engine is in no state that anybody knows. Raises InvariantBroken."""

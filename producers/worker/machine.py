@@ -62,6 +62,7 @@ from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.producers.worker.valuation import Valuations
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingPlace, WorkerStatus
+from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
@@ -272,7 +273,7 @@ class WorkerMachine:
             self.loaded.add(self.hosted)
         else:
             self.requests.weights_replaced(self.hosted, now)
-        self._ready(event.load_ms, now)
+        self._ready(event.load_ms, now, event.fallbacks)
 
     def _fail(self, error: str, here: bool, now: Now) -> None:
         self.loading, self.error, self.error_here = None, error, here
@@ -432,7 +433,7 @@ class WorkerMachine:
         )
         self.requests.ask(effect)
 
-    def _ready(self, load_ms: float, now: Now) -> None:
+    def _ready(self, load_ms: float, now: Now, fallbacks: tuple[Fallback, ...] = ()) -> None:
         """The hosted version may be the target, or one that was replaced while it was loaded."""
         hosted = self.hosted
         self.requests.hold_versions(now, *self._versions())
@@ -443,6 +444,7 @@ class WorkerMachine:
             version=hosted.version,
             digest=hosted.digest,
             load_ms=load_ms,
+            fallbacks=fallbacks,
         )
         self._publish(self.setup.topics.control, record)
 

@@ -60,7 +60,7 @@ from dora_pipe.producers.tasks.registry import (
     reward_digest_of,
 )
 from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
-from dora_pipe.producers.worker.engine_port import EnginePort
+from dora_pipe.producers.worker.engine_port import EnginePort, Policies
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TaskPorts
@@ -100,19 +100,6 @@ class EngineFactory(Protocol):
 
     def __call__(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
         """Raises PolicyError for a model that the engine cannot run."""
-
-
-class Policies(Protocol):
-    """What a worker needs of the run's store: `store.store.PolicyStore`."""
-
-    def weights(self, digest: str) -> Path:
-        """The file of a version's weights."""
-
-    def verify(self, digest: str) -> object:
-        """Raises PolicyError where that file is not what its digest says."""
-
-    def assets(self, digest: str) -> Path:
-        """The directory of the model's config and tokenizer files."""
 
 
 class OpenPool(Protocol):
@@ -420,7 +407,13 @@ def _serve(
                 clock=here.clock,
             ),
             HandoverPort(here.handover),
-            EnginePort(engine, here.store.weights, verify=here.store.verify, clock=here.clock),
+            EnginePort(
+                engine,
+                here.store.weights,
+                verify=here.store.verify,
+                fallbacks=here.store.fallbacks.take,
+                clock=here.clock,
+            ),
         ],
         clock=here.clock,
         meter=here.meter,

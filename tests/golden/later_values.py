@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from dora_pipe.schemas import control, metrics, rounds
-from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.policy import Blob, Fallback
 from dora_pipe.schemas.turn_values import TurnValue, turn_places
 from tests.golden.arrow_values import PLAIN_TRAJECTORY, TRAJECTORY
 from tests.golden.values import AT_NS, CONTROL, COST, DIGEST, GROUP, ROUND, SHA256
@@ -460,3 +460,17 @@ COMMITTED_PATCH = msgspec.structs.replace(
     patch=Blob(sha256="9" * 64, bytes=4096),
 )
 """A commit whose version is stored as a patch alone."""
+
+READY_FALLBACK = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.WorkerReady)),
+    fallbacks=(
+        Fallback(
+            digest=DIGEST,
+            why=f"no patches/{DIGEST}.patch in s3://policies/demo",
+            taken=f"weights/{DIGEST}.safetensors",
+            bytes=61_000,
+            absent=True,
+        ),
+    ),
+)
+"""A worker that had no patch of a version, and took all of it."""

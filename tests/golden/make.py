@@ -130,6 +130,7 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-chat.json": encode(later_values.JOINED_CHAT),
         "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
         "control/worker-joined-elastic.json": encode(later_values.JOINED_ELASTIC),
+        "control/worker-ready-fallback.json": encode(later_values.READY_FALLBACK),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),
         "control/trajectories-logged-taped.json": encode(later_values.LOGGED_TAPED),

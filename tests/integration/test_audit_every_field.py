@@ -29,7 +29,7 @@ UNSEEN: Final = {
     "role-started": "at_ns instance host pid package",
     "worker-joined": "at_ns instance host pid kv_tokens engine engine_version dtype device "
     "declares.0 reward_digest package",
-    "worker-ready": "at_ns load_ms",
+    "worker-ready": "at_ns load_ms fallbacks",
     "worker-left": "at_ns reason",
     "trajectories-logged": "at_ns",
     "step-committed": "at_ns ahead_s beside_s compute_s figures.loss figures.tokens "

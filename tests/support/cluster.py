@@ -436,7 +436,7 @@ class Cluster:
             engine.load(self.store.weights(first), version=0, digest=first)
             engine.drop(0)
         ports = [
-            EnginePort(engine, self.store.weights, clock=self.clock, in_thread=False, steps_max=1),
+            self.engine_port(engine, self.store_of(site.name)),
             TaskPort(tasks, self.parts.texts(self.assets)),
             CodecPort(site.meter, clock=self.clock),
             ProgressPort(self.open_bus(), self.topics.progress, site.meter, clock=self.clock),
@@ -456,6 +456,21 @@ class Cluster:
             stop_ids=self.parts.stop_ids(self.assets),
             failing=lambda: self.failing,
         )
+
+    def engine_port(self, engine: Engine, store: PolicyStore) -> EnginePort:
+        return EnginePort(
+            engine,
+            store.weights,
+            verify=store.verify,
+            fallbacks=store.fallbacks.take,
+            clock=self.clock,
+            in_thread=False,
+            steps_max=1,
+        )
+
+    def store_of(self, worker: str) -> PolicyStore:
+        """Where a worker has versions from; all roles share a machine."""
+        return self.store
 
     def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
         handlers = EffectHandlers(

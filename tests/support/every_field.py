@@ -11,6 +11,9 @@ Path = tuple[str | int, ...]
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "run-started": {"lineage": {"run": "another", "step": 3, "digest": "a" * 64}},
     "worker-joined": {"versions_resident": 2},
+    "worker-ready": {
+        "fallbacks": [{"digest": "a" * 64, "why": "lost", "taken": "weights/a.safetensors"}]
+    },
     "worker-left": {"progress": {"g0000000001-000": [1, 0, 0]}},
     "step-committed": {
         "checkpoint": {"sha256": "a" * 64, "bytes": 8},

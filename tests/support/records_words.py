@@ -55,6 +55,7 @@ PARTS = (
     ("Manifest", "policy"),
     ("Tensor", "policy"),
     ("Blob", "policy"),
+    ("Fallback", "policy"),
     ("Times", "trajectory"),
     ("Sampler", "trajectory"),
     ("TurnValue", "turn_values"),

@@ -39,6 +39,7 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.engine_port import STEP_NS, EnginePort
 from dora_pipe.producers.worker.ports import TaskPort, TaskPorts
+from dora_pipe.schemas.policy import Fallback
 from dora_pipe.sim.parts import Numbers
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
@@ -197,6 +198,21 @@ def test_a_file_that_was_damaged_since_it_was_had_is_had_again_once(had: list[st
     else:
         assert isinstance(found, LoadFailed) and "another digest" in found.message
         assert not found.here
+
+
+def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
+    lost = Fallback(digest="a", why="no patches/a.patch in x", taken="weights/a", bytes=9)
+    waiting = [lost]
+
+    def taken() -> tuple[Fallback, ...]:
+        found, waiting[:] = tuple(waiting), []
+        return found
+
+    engine = _engine()
+    port = EnginePort(engine, Path, fallbacks=taken, clock=VirtualClock(), in_thread=False)
+    port.start(LoadWeights(version=3, digest="a"))
+    port.start(LoadWeights(version=4, digest="b"))
+    assert [one.fallbacks for one in port.poll()] == [(lost,), ()]
 
 
 def test_weights_are_loaded_beside_the_loop() -> None:

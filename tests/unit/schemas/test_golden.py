@@ -180,6 +180,7 @@ LATER = (
     later_values.JOINED_CHAT,
     later_values.JOINED_PLAYS,
     later_values.JOINED_ELASTIC,
+    later_values.READY_FALLBACK,
     later_values.STATUS_OFF_ENGINE,
     later_values.STATUS_KEEPING,
     later_values.STATUS_TOLD_AGAIN,

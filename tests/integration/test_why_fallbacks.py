@@ -1,0 +1,138 @@
+"""`why` names the patch that was lost or damaged, who took what in its place, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from dora_pipe.audit.auditor import audit
+from dora_pipe.config.load import dump_toml
+from dora_pipe.observe.why.answer import why_now
+from dora_pipe.observe.why.fallbacks import FallbackTaken, lines_of
+from dora_pipe.store.files import LocalFiles
+from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.store import PolicyStore
+from tests.integration.test_patch_runs import digests_of
+from tests.support.cluster import Cluster, make_config
+from tests.support.command_line import Call
+
+STEPS = 4
+WHOLE_EVERY = 2
+Case = Literal["lost", "damaged"]
+
+
+class BadWay(LocalFiles):
+    """The run's store as one machine has it: patches of versions that are whole there, too, do not
+    arrive, or not as they are."""
+
+    def __init__(self, root: Path, case: Case) -> None:
+        super().__init__(root)
+        self.case = case
+
+    def exists(self, name: str) -> bool:
+        """See `Files`."""
+        return super().exists(name) and not (self.case == "lost" and self._bad(name))
+
+    def get(self, name: str, target: Path) -> bool:
+        """See `Files`."""
+        if not self.exists(name) or not super().get(name, target):
+            return False
+        if self._bad(name):
+            target.write_bytes(target.read_bytes()[:-1])
+        return True
+
+    def _bad(self, name: str) -> bool:
+        digest = Path(name).stem
+        return name == patch_name(digest) and super().exists(weights_name(digest))
+
+
+class TwoMachines(Cluster):
+    """w0 has versions from a store elsewhere, over a bad way; all others are where that lies."""
+
+    case: Case = "lost"
+    live: Sequence[str] = ()
+    """What `why` said in the middle of the run."""
+
+    def store_of(self, worker: str) -> PolicyStore:
+        """See `Cluster`."""
+        if worker != "w0":
+            return self.store
+        way = BadWay(self.store.root, self.case)
+        return PolicyStore(self.directory / worker, way, clock=self.clock, patched=True)
+
+
+@pytest.fixture(scope="module", params=["lost", "damaged"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TwoMachines]:
+    config = make_config(run__name="patched", run__steps=STEPS, policies__whole_every=WHOLE_EVERY)
+    directory = tmp_path_factory.mktemp("fallbacks") / "patched"
+
+    class Made(TwoMachines):
+        case = request.param
+
+    with Made(directory, config) as made:
+        (directory / "config.toml").write_text(dump_toml(config))
+        made.until(lambda: made.version >= STEPS - 1)
+        made.live = [one.line for one in why_now(made.bus, made.topics, now_ns=1).fallbacks]
+        made.run()
+        yield made
+
+
+def test_a_patch_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken(
+    call: Call, cluster: TwoMachines
+) -> None:
+    code, out, err = call("why", str(cluster.directory))
+    assert code == 0, err
+    over = re.findall(r"^w[0-9] took .*$", out, re.MULTILINE)
+    assert over and cluster.live == over[: len(cluster.live)]
+    for line in over:
+        (version,) = map(int, re.findall(r"^w0 took version ([0-9]+) as a whole file \(", line))
+        assert version > 0, "there never was a patch of version 0"
+        digest = digests_of(cluster)[version]
+        size = (cluster.store.root / weights_name(digest)).stat().st_size
+        assert f"({weights_name(digest)}, {size:,} bytes): " in line
+        assert patch_name(digest) in line and str(cluster.store.root) in line
+        wrong = "is not what its name says" if cluster.case == "damaged" else ": no patches/"
+        assert wrong in line
+
+
+def test_json_sql_and_audit_have_it_too(call: Call, cluster: TwoMachines) -> None:
+    found = json.loads(call("why", str(cluster.directory), "--json")[1])["fallbacks"]
+    first = found[0]
+    digest = digests_of(cluster)[first["version"]]
+    size = (cluster.store.root / weights_name(digest)).stat().st_size
+    assert (first["worker"], first["taken"], first["bytes"]) == ("w0", weights_name(digest), size)
+    assert patch_name(digest) in first["why"]
+    asked = "select * from fallbacks order by at_ns limit 1"
+    code, out, err = call("sql", str(cluster.directory), asked, "--json")
+    assert (code, json.loads(out)) == (0, first), err
+    assert not audit(cluster.bus, cluster.topics, cluster.store).violations
+
+
+def test_the_newest_are_lines_and_those_before_are_counted() -> None:
+    found = [
+        FallbackTaken(
+            worker="w0",
+            incarnation=7,
+            version=version,
+            at_ns=version,
+            why="weights/ab.safetensors is not what its name says",
+            taken="patches/ab.patch",
+            bytes=0,
+        )
+        for version in range(5)
+    ]
+    *lines, rest = lines_of(found)
+    assert lines == [
+        f"w0 took version {version} as patches (patches/ab.patch, nothing was fetched):"
+        " weights/ab.safetensors is not what its name says"
+        for version in (2, 3, 4)
+    ]
+    assert rest == "and 2 times before (--json has them)"
+    assert list(lines_of(found[:3])) == [one.line for one in found[:3]]

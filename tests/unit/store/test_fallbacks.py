@@ -1,0 +1,78 @@
+"""A store says which file of a version was not to be had, what was taken, and what that cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import Fallback
+from dora_pipe.store.fallbacks import FALLBACKS_MAX, Fallbacks
+from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.store import PolicyStore
+from tests.support.stores import publish_walk
+from tests.unit.store.test_store_patches import Counted, elsewhere, flip, machine
+
+__all__ = ["elsewhere"]
+
+
+def test_what_can_be_had_as_it_should_leaves_no_word(tmp_path: Path, elsewhere: Counted) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    worker = machine(tmp_path, "m1", elsewhere)
+    for one in published[1:]:
+        worker.weights(one.manifest.digest)
+    assert worker.fallbacks.take() == ()
+
+
+@pytest.mark.parametrize("case", ["lost", "damaged"])
+def test_a_patch_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
+    tmp_path: Path, elsewhere: Counted, case: str
+) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    worker, digest = machine(tmp_path, "m1", elsewhere), published[4].manifest.digest
+    worker.weights(published[3].manifest.digest)
+    there = tmp_path / "shared" / "x"
+    if case == "lost":
+        (there / patch_name(digest)).unlink()
+    else:
+        flip(there / patch_name(digest))
+    worker.weights(digest)
+    (found,) = worker.fallbacks.take()
+    assert found.digest == digest and patch_name(digest) in found.why
+    assert str(there) in found.why
+    assert (found.taken, found.absent) == (weights_name(digest), case == "lost")
+    assert found.bytes == (there / weights_name(digest)).stat().st_size
+    assert worker.fallbacks.take() == (), "it is said once"
+
+
+@pytest.mark.parametrize("how", ["away", "here"])
+def test_a_damaged_whole_file_is_named_with_the_patches_that_make_it(
+    tmp_path: Path, elsewhere: Counted, how: str
+) -> None:
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    there, digest = tmp_path / "shared" / "x", published[4].manifest.digest
+    flip(there / weights_name(digest))
+    store = machine(tmp_path, "m1", elsewhere) if how == "away" else PolicyStore(there)
+    for _ in range(2):
+        store.weights(digest)
+    (found,) = store.fallbacks.take()
+    assert found.taken == patch_name(digest) and not found.absent
+    assert f"{weights_name(digest)}" in found.why and str(there) in found.why
+    if how == "here":
+        assert found.bytes == 0
+    else:
+        names = [patch_name(one.manifest.digest) for one in published[1:4]]
+        names.append(weights_name(published[0].manifest.digest))
+        assert found.bytes == sum((there / name).stat().st_size for name in names)
+
+
+def test_the_newest_are_kept_until_somebody_asks(tmp_path: Path) -> None:
+    known, file = Fallbacks(), tmp_path / "file"
+    file.write_bytes(b"12345")
+    for place in range(FALLBACKS_MAX + 2):
+        known.note(f"{place}", PolicyError(f"no {place}"), "weights/a")
+    known.fetched(file)
+    found = known.take()
+    assert found[0] == Fallback(digest="2", why="no 2", taken="weights/a", bytes=5)
+    assert (len(found), found[-1].digest) == (FALLBACKS_MAX, f"{FALLBACKS_MAX + 1}")

@@ -101,6 +101,16 @@ class Trainer(Section, frozen=True, kw_only=True):
     empty: the first ones."""
 
     @property
+    def stage_without_effect(self) -> str:
+        """What to say of a `zero_stage` that another kind of trainer was given; empty: nothing."""
+        if self.kind != "torch" or self.zero_stage == Trainer().zero_stage:
+            return ""
+        return (
+            f"trainer.zero_stage = {self.zero_stage} does nothing with trainer.kind = 'torch', "
+            "which has one process; 'deepspeed' spreads what it names over ranks"
+        )
+
+    @property
     def chunks_refused(self) -> bool:
         """Whether blocks are computed at once whatever `mlp_chunk_tokens` says: ZeRO 3 gathers
         weights for each call, on all ranks together, and their passes have other lengths."""

@@ -33,7 +33,7 @@ from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import typed
+from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import ConfigError, LogTruncated, PolicyError, TopicMissing, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.launch.inherit import inherit
@@ -117,6 +117,8 @@ def plan_new(
         create(config, root)  # raises: what is there is never overwritten
     if here and not parent:
         check_model(config, Path(config.model.path))
+    if idle := config.trainer.stage_without_effect:
+        say(idle)
     with ExitStack() as undo:
         if not root.exists():
             undo.callback(_remove_empty, root)

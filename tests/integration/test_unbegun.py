@@ -69,6 +69,18 @@ def test_a_run_from_a_version_of_another_one_begins_there_and_not_with_the_model
     assert begins_with(after) == begins_with(before)
 
 
+def test_a_stage_that_does_nothing_is_said_when_a_run_is_made_and_no_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made("trainer.zero_stage=3")
+    said = capsys.readouterr().err
+    assert "trainer.zero_stage = 3 does nothing with trainer.kind = 'torch'" in said
+    resumed("tiny", "trainer.zero_stage=3")
+    assert "zero_stage" not in capsys.readouterr().err
+    made("run.name=other")
+    assert "zero_stage" not in capsys.readouterr().err
+
+
 def test_a_run_of_a_model_begins_with_what_that_was_when_the_run_was_made(place: Path) -> None:
     before = made().first
     shutil.rmtree(place / "model")

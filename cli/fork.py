@@ -131,7 +131,7 @@ def fork_trajectory(
         first = started_of(started, log.topics.run)
         config = _local(run.config, engine, replayable=replayable)
         done = _sample(run, log, folder, first, config, cuts, wanted.samples, report)
-        if joins := log.log.joins():
+        if (joins := log.log.joins()) and len(config.tasks) == 1:  # else theirs is of all tasks
             say_other_code("reward's code", rewards, joins[-1].reward_digest)
         found = log.continued()
     owner = Owner(trajectory=trajectory, version=version, digest=digest)
@@ -168,7 +168,8 @@ def _sample(
     wanted = [(cut, sample) for cut in cuts for sample in range(samples)]
     before, began_s = len(log.samples()), time.monotonic()
 
-    parts = WorkerParts(store=run.policies, config=config, engine=open_engine)
+    source = log.recorded.meta.source
+    parts = WorkerParts(store=run.policies, config=config, engine=open_engine, source=source)
     total = len(wanted)
     work = work_on(log.log, WORKER, parts, phase="sampling", total=total, report=report)
     lost = log.fill(wanted, work)

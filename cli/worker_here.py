@@ -53,6 +53,7 @@ def work_on(
                 stop=how_far,
                 config=parts.config,
                 joined=joined,
+                source=parts.source,
             )
 
     return work
@@ -68,6 +69,8 @@ class WorkerParts:
     engine: EngineFactory
     pool: OpenPool | None = None
     """None: its own, which end with it."""
+    source: str = ""
+    """Of what it samples; empty: all tasks of the configuration are started."""
 
 
 class _HowFar:

@@ -27,7 +27,7 @@ from dora_pipe import __version__
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.config import model
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.several import pool_specs, with_tasks_of
+from dora_pipe.config.several import PoolSpec, pool_specs, with_tasks_of
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import (
     ConfigError,
@@ -127,6 +127,13 @@ class _Worker:
     run: RunStarted
     config: model.Config
     joined: Joined
+    source: str
+
+    @property
+    def pools(self) -> list[PoolSpec]:
+        """The pools of tasks that are started here."""
+        every = pool_specs(self.config)
+        return [one for one in every if not self.source or self.source in one.sources]
 
     @property
     def elastic(self) -> bool:
@@ -149,15 +156,16 @@ def run_worker(
     clock: Clock | None = None,
     meter: Meter | None = None,
     joined: Joined = lambda setup, facts: None,
+    source: str = "",
 ) -> None:
     """Be the worker of this name until the run ends or `stop` says so.
 
     `config` is this machine's: free keys (slots, timing, task processes) are taken from it, all
     else from the log. Without a `handover` moved requests are prefilled; `transfers` is where this
-    process serves weights; `joined` may write decisions, where nobody else does. Call it in the
-    process's main thread. Raises ConfigError, TaskError or PolicyError for what is not the run's,
-    ResourceError where this machine cannot host a version, Fenced when another took the name, what
-    ends a role.
+    process serves weights; `joined` may write decisions, where nobody else does; of several tasks
+    that of `source` alone is started, where one is named. Call it in the process's main thread.
+    Raises ConfigError, TaskError or PolicyError for what is not the run's, ResourceError where this
+    machine cannot host a version, Fenced when another took the name, what ends a role.
     """
     check_worker_name(worker)
     clock = clock or SystemClock()
@@ -179,6 +187,7 @@ def run_worker(
         run=run,
         config=worker_config(run, config),
         joined=joined,
+        source=source,
     )
     instances: set[str] = set()
     for _ in range(REJOINS_MAX + 1):
@@ -289,7 +298,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         run = f"{here.topics.run}@{here.run.at_ns}"
         pools = [
             (one, stack.enter_context(here.open_pool(one.task, clock=here.clock, run=run)))
-            for one in pool_specs(here.config)
+            for one in here.pools
         ]
         assets = _checked_assets(here)
         tokenizer = Tokenizer(assets)
@@ -344,7 +353,7 @@ def _endpoint(
     here: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
 ) -> SessionPort | None:
     """Where agents call the model; None without agents. Raises ConfigError."""
-    specs = [one for one in pool_specs(here.config) if one.task.has_agent]
+    specs = [one for one in here.pools if one.task.has_agent]
     if not specs:
         return None
     sampling = sampling_by_source(here.config)

@@ -11,16 +11,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dora_pipe.audit import fork_log
 from dora_pipe.audit.fork import turn_starts
 from dora_pipe.audit.replay_trajectory import recorded_trajectory
+from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.cli import fork
+from dora_pipe.config.model import Task
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, TaskEvent
+from dora_pipe.producers.worker import role
+from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.identity import group_seed, parse_trajectory_id
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support import fork_stage
 from tests.support.command_line import Call
@@ -272,3 +279,25 @@ def test_a_trajectory_that_is_not_there_is_refused(episodes: RecordedRun, call: 
     code, _, err = call("fork", episodes.directory, "g0000999999-000")
     assert code == 2
     assert "has no record that counts" in err
+
+
+def test_of_several_tasks_the_one_of_the_trajectory_alone_is_started(
+    call: Call, episodes: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = recorded(episodes, turns_min=2)
+    install(monkeypatch, Puzzles)
+    after, pool, names = vars(fork)["policy_after"], vars(role)["TaskPool"], list[str]()
+
+    def with_another(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, object]:
+        found, step = after(bus, topics, version)
+        more = [{**found.config["task"], "kind": "sandbox:Task", "name": "other"}]
+        return msgspec.structs.replace(found, config={**found.config, "more_tasks": more}), step
+
+    def noted(task: Task, **how: Any) -> Any:
+        names.append(task.name)
+        return pool(task, **how)
+
+    monkeypatch.setattr(fork, "policy_after", with_another)
+    monkeypatch.setattr(role, "TaskPool", noted)
+    forked(call, episodes, one.trajectory, tmp_path / "forks", "--samples", 1)
+    assert names and set(names) == {""}

@@ -137,6 +137,7 @@ deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see
 test-deepspeed: deepspeed ## The trainer's contract on DeepSpeed with one rank and with two, and what is its own
 	@DORA_PIPE_RANKS=1 $(DS)/pytest -q -m "not slow" $(DS_TESTS) $(ARGS)
 	@DORA_PIPE_RANKS=2 $(DS)/pytest -q $(DS_TESTS) $(ARGS)
+	@DORA_PIPE_RANKS=4 $(DS)/pytest -q tests/deepspeed/test_mixtures.py -k "test_steps and qwen3_moe and expert"
 
 # What computes on a GPU, in one environment: vLLM's build for GPUs, DeepSpeed, the developers' tools.
 # DeepSpeed comes second: its build looks at the torch that is there, and with DS_ACCELERATOR for no

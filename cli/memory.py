@@ -234,6 +234,7 @@ def _ways(shape: ModelShape, config: Config, place: Placement, left: int | None)
     """The torch trainer, and DeepSpeed over the GPUs that are not workers'."""
     torch = {"kind": "torch", "ranks": 1, "offload": "none", "dtype": "float32", "zero_stage": 2}
     alone = {f"trainer.{key}": value for key, value in torch.items()}
+    alone["trainer.expert_parallel"] = 1
     found = []
     narrow = {**alone, "trainer.dtype": "bfloat16"}
     for keys in (alone, narrow, *zero_ways(config, place.trainer_gpus)):

@@ -42,7 +42,7 @@ trainer.optimizer trainer.weight_decay trainer.weight_decay_exclude trainer.sche
 trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens
 bus.partitions trainer.head_chunk_tokens trainer.mlp_chunk_tokens trainer.packing
 trainer.parts trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation
-trainer.dtype policies.dtype trainer.router_aux_loss
+trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel
 """
 FROZEN = frozenset(_FROZEN.split())
 """A resumed run must have the same; a name stands for its whole section."""

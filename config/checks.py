@@ -468,6 +468,17 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
 
 
+def _check_dealt(config: Config) -> Iterator[Problem]:
+    ranks, dealt = config.trainer.ranks, config.trainer.expert_parallel
+    key = "trainer.expert_parallel"
+    if config.trainer.kind != "torch" and ranks % dealt:
+        text = f"{key}: {ranks} ranks are no groups of {dealt}, each with all experts"
+        yield Problem(text=text, hint="it divides trainer.ranks")
+    elif dealt > 1 and config.lora.rank:
+        text = f"{key}: beside an adapter (lora.rank) experts are frozen, and are not dealt"
+        yield Problem(text=text, hint="leave it out; trainer.zero_stage = 3 spreads them")
+
+
 def _check_parallel(config: Config) -> Iterator[Problem]:
     workers, vllm = config.workers, config.workers.vllm
     many = vllm.gpus
@@ -551,6 +562,7 @@ def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
 _DEEPSPEED: Final = {
     "ranks": 1,
     "offload": "none",
+    "expert_parallel": 1,
     "gradient_accumulation": 1,
 }
 """Keys of [trainer] that another kind takes only as they are by default."""
@@ -576,6 +588,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_routes,
     _check_trainer,
     _check_optimizer,
+    _check_dealt,
     _check_parallel,
     _check_gpus,
     _check_lora,

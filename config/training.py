@@ -89,6 +89,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """What is spread over the ranks: 1 AdamW's moments, 2 gradients too, 3 weights too."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What lies in the host's memory: AdamW's moments and its update, or weights too (stage 3)."""
+    expert_parallel: Positive = 1
+    """Ranks that share the experts of each layer of a mixture, and send tokens to each other's; it
+    divides ranks and experts. 1: every rank computes all experts."""
     gradient_accumulation: Positive = 1
     """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
     dtype: ComputeDtype = "float32"

@@ -229,7 +229,7 @@ def state_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
         parts.append(
             MemoryPart(
                 "copy for parts that are updates",
-                _ceil(bytes_ * trained(shape, config), _shards(config, 1)),
+                _spread(shape, config, bytes_, 1),
             )
         )
     return [one for one in parts if one.bytes]
@@ -290,28 +290,40 @@ def _shards(config: Config, stage: int) -> int:
     return trainer.ranks if spread else 1
 
 
+def _on_a_rank(shape: ModelShape, config: Config) -> int:
+    """Parameters that are trained on a rank and on those that have the same experts."""
+    count, dealt = trained(shape, config), config.trainer.expert_parallel
+    return count if dealt == 1 else count - shape.expert_matrices * (dealt - 1) // dealt
+
+
+def _spread(shape: ModelShape, config: Config, width: int, stage: int) -> int:
+    """Bytes on a rank of so many for each parameter that is trained, spread from this stage on.
+    Then experts are so over fewer ranks, by as much as each of these has fewer of them."""
+    shards = _shards(config, stage)
+    count = trained(shape, config) if shards > 1 else _on_a_rank(shape, config)
+    return _ceil(width * count, shards)
+
+
 def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     """ZeRO's sums (arXiv 1910.02054, section 5) with float32 masters, which stage 0 has not."""
-    trainer, count = config.trainer, trained(shape, config)
+    trainer, count = config.trainer, _on_a_rank(shape, config)
     width, stage = WIDTHS[trainer.dtype], trainer.zero_stage
     here = trainer.offload == "none"
     frozen, narrow = _frozen(shape, config), _frozen_width(shape, config)
-    weights = 0 if trainer.offload == "all" else width * count + narrow * frozen
+    weights = _spread(shape, config, width, 3) + _ceil(narrow * frozen, _shards(config, 3))
     live = min(LIVE_ELEMENTS, count + frozen) * (narrow if frozen else width)
     whole = stage < 2 and here
     halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0  # bfloat16 beside float32
-    gradients = (4 + halves) * count if whole else _ceil(4 * count, trainer.ranks) if here else 0
-    remainders = 2 * count if here and _remainders(shape, config) else 0
+    gradients = (4 + halves) * count if whole else _spread(shape, config, 4, 2) if here else 0
+    remainders = 2 if here and _remainders(shape, config) else 0
     return [
-        MemoryPart("weights", _ceil(weights, _shards(config, 3))),
+        MemoryPart("weights", 0 if trainer.offload == "all" else weights),
         MemoryPart("weights that are gathered", live if stage == 3 else 0),
         MemoryPart("a tensor of the base, widened", _widened(shape, config)),
-        MemoryPart(
-            "masters, float32", _ceil(4 * count, _shards(config, 1)) if stage and here else 0
-        ),
-        MemoryPart("remainders of masters", _ceil(remainders, _shards(config, 1))),
+        MemoryPart("masters, float32", _spread(shape, config, 4, 1) if stage and here else 0),
+        MemoryPart("remainders of masters", _spread(shape, config, remainders, 1)),
         MemoryPart("gradients", gradients),
-        MemoryPart("moments of the optimizer", _ceil(8 * count, _shards(config, 1)) if here else 0),
+        MemoryPart("moments of the optimizer", _spread(shape, config, 8, 1) if here else 0),
         MemoryPart("buckets", 2 * min(BUCKET_ELEMENTS, count) * 4 if trainer.ranks > 1 else 0),
     ]
 
@@ -424,7 +436,7 @@ def update_bytes(shape: ModelShape, config: Config) -> int:
     of a rank at once."""
     if config.trainer.offload != "none":
         return 0
-    whole = _ceil(4 * trained(shape, config), _shards(config, 1))
+    whole = _spread(shape, config, 4, 1)
     if config.trainer.kind == "deepspeed":
         return whole
     return min(whole, UPDATE_COPIES * 4 * shape.largest_trained)

@@ -151,6 +151,8 @@ def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
     stages = [{"zero_stage": stage} for stage in range(dtype == "bfloat16", 4)]
     plain = {"kind": "deepspeed", "ranks": count, "dtype": dtype, "offload": "none"}
     plain |= {"optimizer": "adamw"}  # It has no other.
+    if count % config.trainer.expert_parallel:
+        plain |= {"expert_parallel": 1}
     return [
         {f"trainer.{key}": value for key, value in {**plain, **one}.items()}
         for one in (*stages, *further)

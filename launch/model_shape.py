@@ -97,11 +97,15 @@ class ModelShape:
         return self.layers * self.attention.kept
 
     @property
+    def expert_matrices(self) -> int:
+        """Parameters of the experts that routers choose among, of all layers."""
+        return sum(3 * self.hidden * one.experts * one.expert_width for one in self.blocks)
+
+    @property
     def hidden_matrices(self) -> int:
         """Parameters of the layers' matrices, norms and biases with them; experts are stacked."""
         ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        experts = sum(3 * self.hidden * one.experts * one.expert_width for one in self.blocks)
-        return self.parameters - ends - experts
+        return self.parameters - ends - self.expert_matrices
 
     @property
     def mixture(self) -> Block | None:

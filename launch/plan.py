@@ -417,15 +417,29 @@ def _value(config: Config, key: str) -> Any:
 # What is refused.
 
 
+def _need_experts(config: Config, directory: Path) -> None:
+    """Raise ConfigError for keys of mixtures that the model has no experts for, or too few."""
+    of_model = read_config(directory)
+    experts = next((int(of_model[one]) for one in EXPERTS if of_model.get(one)), 0)
+    dealt = config.trainer.expert_parallel
+    asked = {"router_aux_loss": config.trainer.router_aux_loss, "expert_parallel": dealt - 1}
+    odd = [key for key, value in asked.items() if value]
+    if odd and not experts:
+        raise ConfigError(
+            f"trainer.{odd[0]}: {directory} is no mixture of experts", hint="leave the key out"
+        )
+    if experts % dealt:
+        raise ConfigError(
+            f"trainer.expert_parallel: {experts} experts are not dealt among {dealt} ranks",
+            hint="take a divisor of both",
+        )
+
+
 def check_model(config: Config, directory: Path) -> None:
     """A model directory that the run's engines take, with a tokenizer. Raises PolicyError, and
     ConfigError for a key that asks for what it has not."""
     check_engine_model(config, worker_engines(config).values(), directory)
-    if config.trainer.router_aux_loss and not any(map(read_config(directory).get, EXPERTS)):
-        raise ConfigError(
-            f"trainer.router_aux_loss: {directory} is no mixture of experts",
-            hint="leave the key out",
-        )
+    _need_experts(config, directory)
     longest = read_config(directory).get("max_position_embeddings")
     if isinstance(longest, int) and longest < config.workers.context_tokens:
         raise PolicyError(

@@ -65,6 +65,8 @@ class LearnerKind:
     """Whether it sends tokens through the experts that a record names (`sampling.routes`)."""
     router_aux_loss: bool = False
     """Whether it takes `trainer.router_aux_loss`."""
+    expert_parallel: bool = False
+    """Whether its ranks share the experts of a mixture (`trainer.expert_parallel`)."""
     weights: bool = False
     """Whether it takes `TrainBatch.weights`, which a step that is trained again may have."""
     leaves_device: bool = False
@@ -101,6 +103,11 @@ def need_learner(config: Config) -> None:
         raise ConfigError(
             f"trainer.router_aux_loss: trainer `{name}` has no loss of routers",
             hint="trainer.kind = 'torch', or leave the key out",
+        )
+    if config.trainer.expert_parallel > 1 and not kind.expert_parallel:
+        raise ConfigError(
+            f"trainer.expert_parallel: trainer `{name}` deals no experts among ranks",
+            hint="trainer.kind = 'deepspeed', or leave the key out",
         )
     if config.trainer.offload_between_steps and not kind.leaves_device:
         raise ConfigError(
@@ -310,6 +317,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),
         routes=config.sampling.routes,
+        expert_parallel=section.expert_parallel,
     )
     options = DeepspeedOptions(
         engine=engine,
@@ -345,6 +353,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         teacher=True,
         bfloat16=True,
         routes=True,
+        expert_parallel=True,
         weights=True,
         leaves_device=True,
     ),

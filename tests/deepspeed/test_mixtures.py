@@ -27,6 +27,16 @@ WAYS: list[dict[str, Any]] = [
     *({"zero_stage": stage} for stage in range(4)),
     {"zero_stage": 3, "offload": "all", "memory": {"gradient_checkpointing": True}},
 ]
+DEALT: list[dict[str, Any]] = [
+    *({"zero_stage": stage, "expert_parallel": 2} for stage in range(4)),
+    {"zero_stage": 2, "offload": "optimizer", "expert_parallel": 2},
+    {"zero_stage": 3, "expert_parallel": 2}
+    | {"offload": "all", "memory": {"gradient_checkpointing": True, "packing": True}},
+]
+"""Experts are dealt among the ranks, where there are as many."""
+DEALT = DEALT if deepspeed.RANKS % 2 == 0 else []
+WAYS += DEALT
+STAGES: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 3}, *DEALT[2:4]]
 STEP = {**SETTINGS, "objective.kl": 0.2}
 
 
@@ -87,8 +97,8 @@ def test_parts_of_a_step_go_through_the_experts_of_the_log(mixture: Bench) -> No
     theirs = mixture.torch()
     whole = routed(make_batch(seed=3, groups=4), layers=theirs._model.routed.layers)
     one = {**STEP, "trainer.minibatches": 1}
-    for stage in (2, 3):
-        ours = mixture.deepspeed(zero_stage=stage, routes=True)
+    for options in STAGES:
+        ours = mixture.deepspeed(routes=True, **options)
         split = ours.train(replace(whole, parts=[1, 1]), one)
         theirs.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)
         assert_same_steps([split], [theirs.train(whole, one)])
@@ -98,8 +108,8 @@ def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(
     mixture: Bench,
 ) -> None:
     """One trajectory: a rank without one computes two tokens, which few experts see."""
-    for stage in (2, 3):
-        trainer = mixture.deepspeed(zero_stage=stage)
+    for options in STAGES:
+        trainer = mixture.deepspeed(**options)
         batch = make_batch(seed=8, groups=1, siblings=3)
         digests = set()
         for _ in range(2):

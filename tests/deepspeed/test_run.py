@@ -33,9 +33,11 @@ def score(row, text):
     return len(set(text)) / 12
 """
 """A reward that tells siblings apart from the first step on."""
+DEALT = ["-o", "trainer.expert_parallel=2"]
 RUNS = [
-    pytest.param(make_glm4_moe, 2, "bfloat16", id="glm4_moe"),
-    pytest.param(make_qwen3_moe, 3, "float32", id="qwen3_moe"),
+    pytest.param(make_glm4_moe, 2, "bfloat16", [], id="glm4_moe"),
+    pytest.param(make_qwen3_moe, 3, "float32", [], id="qwen3_moe"),
+    pytest.param(make_qwen3_moe, 2, "bfloat16", DEALT, id="dealt"),
 ]
 COMMAND = str(Path(sys.executable).parent / "dora-pipe")
 
@@ -152,9 +154,9 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
     assert again.returncode == 0, again.stderr
 
 
-@pytest.mark.parametrize(("make", "stage", "dtype"), RUNS)
+@pytest.mark.parametrize(("make", "stage", "dtype", "keys"), RUNS)
 def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
-    make: Callable[..., Path], stage: int, dtype: str, tmp_path: Path
+    make: Callable[..., Path], stage: int, dtype: str, keys: list[str], tmp_path: Path
 ) -> None:
     """From a warm start; all versions between checkpoints are patches."""
     place = furnish(tmp_path)
@@ -165,7 +167,7 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     train_sft(cold, examples, warm, encode=lambda example: example, options=options)
     words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.learning_rate=1e-3"]
     words += ["-o", f"policies.dtype={dtype}", "-o", "policies.whole_every=4"]
-    words += ["-o", "model.path=warm"]
+    words += ["-o", "model.path=warm", *keys]
     assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
     assert_clean(place, "tiny")
     assert list((place / "runs" / "tiny" / "policies" / "patches").glob("*.patch"))

@@ -144,6 +144,7 @@ def make_learner(
     weight_decay_exclude: WeightDecayExclude = "none",
     memory: Mapping[str, Any] | None = None,
     routes: bool = False,
+    expert_parallel: int = 1,
 ) -> LoggedTrainer:
     """A trainer of `RANKS` ranks."""
     prepare()
@@ -161,6 +162,7 @@ def make_learner(
             weight_decay_exclude=weight_decay_exclude,
             memory=MemoryOptions(**(memory or {})),
             routes=routes,
+            expert_parallel=expert_parallel,
         ),
         ranks=RANKS,
         rounds_min=rounds_min,

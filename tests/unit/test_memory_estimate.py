@@ -220,6 +220,23 @@ def test_zero_3_spreads_masters_weights_gradients_and_moments() -> None:
     assert sum(spread) == pytest.approx(20 * BILLIONS.parameters / 8, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_that_share_experts_hold_the_fewer_of_what_is_not_spread(stage: int) -> None:
+    shape = shape_of(NETWORKS["qwen3 mixture"])
+    experts = 8 * 3 * 64 * 48  # of the one layer that has some: their matrices and sizes
+    keys: dict[str, Any] = dict(trainer__kind="deepspeed", trainer__ranks=4)
+    keys |= dict(trainer__zero_stage=stage, policies__dtype="float32")
+
+    def bytes_of(dealt: int) -> int:
+        parts = state_parts(shape, run(**keys, trainer__expert_parallel=dealt))
+        apart = {"weights that are gathered", "buckets"}
+        return sum(one.bytes for one in parts if one.what not in apart)
+
+    assert shape.expert_matrices == experts
+    width = {0: 16, 1: 8, 2: 4, 3: 0}[stage]  # of a parameter that is whole on every rank
+    assert bytes_of(1) - bytes_of(4) == width * experts * 3 // 4
+
+
 def test_an_adapter_is_all_that_has_gradients_and_moments() -> None:
     config = run(lora__rank=16, policies__dtype="float32")
     parts = {one.what: one.bytes for one in state_parts(BILLIONS, config)}

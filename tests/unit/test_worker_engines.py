@@ -30,7 +30,7 @@ from dora_pipe.producers.engines.registry import (
 )
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from tests.support.fake_vllm_server import FakeVllm
-from tests.support.models import make_qwen2
+from tests.support.models import make_qwen2, make_qwen3_moe
 
 OWN = EngineKind(
     open=lambda assets, config, decode: SimulatedEngine(
@@ -253,15 +253,30 @@ def _model(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_a_loss_of_routers_is_refused_of_a_dense_model_before_anything_starts(
+@pytest.mark.parametrize("keys", [{"router_aux_loss": 0.1}, {"expert_parallel": 2}], ids=str)
+def test_what_is_of_experts_is_refused_of_a_dense_model_before_anything_starts(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    config = _config()
+    change = msgspec.structs.replace
+    asked = change(
+        config,
+        trainer=change(config.trainer, **keys),
+        workers=change(config.workers, context_tokens=32),
+    )
+    with pytest.raises(ConfigError, match="dense is no mixture of experts"):
+        plan.check_model(asked, make_qwen2(tmp_path / "dense"))
+
+
+def test_ranks_among_which_experts_cannot_be_dealt_are_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     config = _config()
     change = msgspec.structs.replace
     asked = change(
         config,
-        trainer=change(config.trainer, router_aux_loss=0.1),
+        trainer=change(config.trainer, expert_parallel=3),
         workers=change(config.workers, context_tokens=32),
     )
-    with pytest.raises(ConfigError, match="dense is no mixture of experts"):
-        plan.check_model(asked, make_qwen2(tmp_path / "dense"))
+    with pytest.raises(ConfigError, match="8 experts are not dealt among 3 ranks"):
+        plan.check_model(asked, make_qwen3_moe(tmp_path / "mixture"))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dora_pipe.config.section import ComputeDtype, WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
+from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts
 from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.device_states import tensors_in
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
@@ -70,6 +71,8 @@ class EngineOptions:
     memory: MemoryOptions = AT_ONCE
     routes: bool = False
     """Whether records name the experts that tokens go through (`sampling.routes`)."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of each layer; a divisor of the ranks and of the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +106,11 @@ class _Scored(torch.nn.Module):
         *,
         lean: bool,
         narrow: NarrowWeights | None,
+        dealt: DealtExperts | None,
     ) -> None:
         super().__init__()
         self.options = options
+        self.experts = None if dealt is None else dealt.mark
         self.network = network
         self.pairs = pairs
         self.lean = lean
@@ -161,15 +166,19 @@ class Engine:
         """What is stored, by its name in a file, sorted."""
         self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
         """What the adapter stands on, likewise."""
-        module = _Scored(network, self.pairs, options, lean=lean, narrow=narrow)
+        deepspeed = import_deepspeed(options.device)
+        many = options.expert_parallel
+        self._dealt = DealtExperts(network, many) if many > 1 else None
+        module = _Scored(network, self.pairs, options, lean=lean, narrow=narrow, dealt=self._dealt)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
         """The network's own, of what is stored, sorted: parameters and persistent buffers, or the
         adapter's."""
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
         groups = decay_groups(parameters, options.weight_decay, options.weight_decay_exclude)
+        groups = groups if self._dealt is None else self._dealt.groups(groups)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
-        self._engine: Any = import_deepspeed(options.device).initialize(
+        self._engine: Any = deepspeed.initialize(
             model=module, optimizer=self._adamw, config=_config(options), dist_init_required=False
         )[0]
         self._zero: Any = self._engine.optimizer
@@ -244,7 +253,7 @@ class Engine:
             for one in own:
                 if divisor != 1 and one.grad is not None:
                     one.grad.div_(divisor)
-            norm = float(torch.nn.utils.clip_grad_norm_(own, norm_max))
+            norm = self._clip(own, norm_max)
             self._engine.step()
             return norm
         self._zero.clip_grad = norm_max
@@ -253,6 +262,18 @@ class Engine:
         self._zero.loss_scale = 1.0
         norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0.0 else math.inf  # DeepSpeed says -1 where it is not finite
+
+    def _clip(self, own: Sequence[Tensor], norm_max: float) -> float:
+        """Scale gradients down to this norm, where it is more; the norm of all ranks' experts."""
+        if self._dealt is None:
+            return float(torch.nn.utils.clip_grad_norm_(own, norm_max))
+        dealt = [one for one in own if self._dealt.is_dealt(one)]
+        shared = [one for one in own if not self._dealt.is_dealt(one)]
+        squares = self._dealt.square_norm([one.grad for one in dealt if one.grad is not None])
+        norms = [one.grad.norm() for one in shared if one.grad is not None]
+        norm = (torch.stack(norms).square().sum() + squares).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(own, norm_max, norm)
+        return float(norm)
 
     # Weights and moments, tensor by tensor
 
@@ -279,15 +300,29 @@ class Engine:
         part = shard.of(self._within(shard, moment)).detach()
         if moment == REMAINDER:
             part = part.to(torch.int32).view(torch.float32)
+        if self._dealt is not None and self._dealt.is_dealt(tensor):
+            return self._put_together(part, shard, tensor)
         if self._ranks == 1 or self.options.zero_stage == 0:
             return part[: _size(tensor)].reshape(_shape(tensor))
         if self.options.zero_stage < 3:
             if moment is None and self.options.dtype == "float32":
                 return tensor.detach()  # every rank has the whole of it beside its shard
-            return _added(part, shard, tensor).reshape(_shape(tensor))
+            part = part.to(tensor.device)
+            return _added(part, shard.start, tensor.numel()).reshape(_shape(tensor))
         found = torch.empty(self._ranks * len(part), dtype=part.dtype, device=self.options.device)
         dist.all_gather_single(found, part.to(self.options.device).contiguous())
         return found[: _size(tensor)].reshape(_shape(tensor))
+
+    def _put_together(self, part: Tensor, shard: _Shard, tensor: Any) -> Tensor:
+        """The experts of all ranks. Those that have the same each have a part, but at stage 0."""
+        assert self._dealt is not None
+        size, shape = _size(tensor), self._dealt.whole_shape(_shape(tensor))
+        mine = part[: max(0, min(len(part), size - shard.start))]
+        if self.options.zero_stage == 0 and not self._dealt.is_first:
+            mine = mine[:0]
+        start = self._dealt.rank * size + shard.start
+        on_device = mine.to(self.options.device)
+        return _added(on_device, start, math.prod(shape)).reshape(shape)
 
     def read_files(self) -> Iterator[Tensor]:
         """Every tensor of `files`, in their order; collective. A tensor of the network is put
@@ -305,6 +340,8 @@ class Engine:
     def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
         """Take a whole tensor; the rank keeps its shard of it. The shape must be right."""
         tensor, shard = self._tensor(name), self._shards.get(name)
+        if self._dealt is not None and self._dealt.is_dealt(tensor):
+            value = self._dealt.part_of(value)
         with torch.no_grad():
             if shard is None:
                 self._write_whole(tensor, value)
@@ -328,7 +365,10 @@ class Engine:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return _shape(self._tensor(name))
+        tensor = self._tensor(name)
+        if self._dealt is not None and self._dealt.is_dealt(tensor):
+            return self._dealt.whole_shape(_shape(tensor))
+        return _shape(tensor)
 
     def dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
         """As it crosses from rank 0: what is trained as float32, the rest as it is held."""
@@ -420,7 +460,8 @@ class Engine:
         if stage == 3:
             group, at, elements = zero.grad_position[zero.get_param_id(parameter)]
             flat = zero.fp32_partitioned_groups_flat[group]
-            return _Shard(flat=flat, at=at, start=elements * self._rank, elements=elements)
+            rank = getattr(parameter, "ds_zero_partition_rank", self._rank)
+            return _Shard(flat=flat, at=at, start=elements * rank, elements=elements)
         flats: Sequence[Tensor] = (
             zero.single_partition_of_fp32_groups
             if hasattr(zero, "single_partition_of_fp32_groups")
@@ -470,11 +511,10 @@ def _part(value: Tensor, start: int, elements: int) -> Tensor:
     return flat[start : start + elements]
 
 
-def _added(part: Tensor, shard: _Shard, tensor: Tensor) -> Tensor:
-    """A tensor from the shards of all ranks, bit for bit: bits are added, not numbers."""
-    whole = torch.zeros(tensor.numel(), dtype=torch.int32, device=tensor.device)
-    bits = part.to(tensor.device).contiguous().view(torch.int32)
-    whole[shard.start : shard.start + shard.elements] = bits
+def _added(part: Tensor, start: int, elements: int) -> Tensor:
+    """A flat tensor from parts of all ranks, bit for bit: bits are added, not numbers."""
+    whole = torch.zeros(elements, dtype=torch.int32, device=part.device)
+    whole[start : start + len(part)] = part.contiguous().view(torch.int32)
     dist.all_reduce(whole)
     return whole.view(torch.float32)
 

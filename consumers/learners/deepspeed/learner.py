@@ -364,9 +364,11 @@ class DeepspeedLearner:
         options, engine = self._options, self._options.engine
         lora = engine.lora.numerics if engine.lora else {}
         narrow = {} if engine.published == "float32" else {"policies": engine.published}
+        dealt = engine.expert_parallel
         return (
             lora
             | narrow
+            | ({} if dealt == 1 else {"expert_parallel": str(dealt)})
             | temperature_numerics(engine.temperature)
             | engine.memory.numerics(
                 self._engine.vocabulary,

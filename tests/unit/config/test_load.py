@@ -36,6 +36,7 @@ kind = "arithmetic"
 
 DEEPSPEED = ["trainer.kind=deepspeed"]
 STAGE_0 = ["trainer.zero_stage=0"]
+DEALT = ["trainer.expert_parallel=2"]
 
 
 @pytest.fixture
@@ -302,6 +303,9 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
         (["timing.lease_s=1.0"], "not more than two heartbeats"),
         (["trainer.betas=[0.9, 1.0]"], "must be below 1"),
         (["trainer.ranks=2"], "2 needs trainer.kind = 'deepspeed'"),
+        (["trainer.expert_parallel=2"], "2 needs trainer.kind = 'deepspeed'"),
+        ([*DEEPSPEED, *DEALT, "trainer.ranks=3"], "3 ranks are no groups of 2"),
+        ([*DEEPSPEED, *DEALT, "trainer.ranks=2", "lora.rank=8"], "experts are frozen"),
         ([*DEEPSPEED, "trainer.offload=all"], "only with zero_stage = 3"),
         ([*DEEPSPEED, *STAGE_0, "trainer.offload=optimizer"], "nothing is offloaded"),
         ([*DEEPSPEED, *STAGE_0, "trainer.dtype=bfloat16"], "needs zero_stage 1, 2 or 3"),
@@ -320,6 +324,7 @@ def test_sections_that_do_not_fit_together_are_refused(
     [
         ["staleness.in_flight_batches=1"],
         [*DEEPSPEED, "trainer.ranks=8", "trainer.zero_stage=3", "trainer.offload=all"],
+        [*DEEPSPEED, *DEALT, "trainer.ranks=8"],
         ["staleness.in_flight_batches=3"],
         ["staleness.in_flight_batches=auto"],
         ["staleness.in_flight_batches=auto", "staleness.max_staleness=0"],

@@ -1,0 +1,216 @@
+"""The experts of a mixture, dealt among ranks; decides which rank has which, and how tokens come.
+
+`size` ranks in a row share the experts of every layer: the first has the first of them, and so
+on. A token's row goes to the ranks of its experts and comes back, in one exchange each; its
+weights stay where it is. All else is the network's own: its router chooses, its experts compute,
+and a tensor keeps its name and is shorter (GShard, arXiv 2006.16668, section 3.3). What belongs to
+the same experts on other ranks is reduced and spread among those alone, which ZeRO does by
+DeepSpeed's groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dora_pipe.core.errors import PolicyError
+
+KEY: Final = "trainer.expert_parallel"
+
+NEAR: Final = 1e-4
+"""What experts make of a probe may differ by so much of its size where they are dealt: sums in
+another order, no more."""
+
+_PROBE_TOKENS: Final = 8
+
+
+class DealtExperts:
+    """See the module. Example: ``DealtExperts(network, 2)`` leaves this rank half of the experts;
+    collective, and so is each pass of the network from then on.
+    """
+
+    def __init__(self, network: Any, size: int) -> None:
+        """Raises PolicyError for a network whose experts cannot be dealt among so many."""
+        self.size = size
+        self._modules = list(_expert_modules(network))
+        self.experts = self._modules[0].num_experts if self._modules else 0
+        if not self.experts or self.experts % size:
+            raise PolicyError(
+                f"{KEY}: {self.experts} experts of {network.config.model_type} are not dealt"
+                f" among {size} ranks",
+                hint=f"leave {KEY} out, or take a divisor of the experts",
+            )
+        self._name, self._group, self._replica = _groups(size)
+        self.rank = dist.get_rank(self._group)
+        hidden = _probe(network)
+        if not all(self._deal(module, hidden) for module in self._modules):
+            raise PolicyError(
+                f"{KEY}: experts of {network.config.model_type} compute something else apart",
+                hint=f"leave {KEY} out",
+            )
+        self._dealt = {id(one) for module in self._modules for one in module.parameters()}
+        self.mark = _mark(self.experts)
+        """What has to stand in the module that ZeRO is given: by it DeepSpeed knows of experts."""
+
+    def _deal(self, module: Any, hidden: Tensor) -> bool:
+        """Leave the module this rank's experts, which then sees rows of all ranks; whether they
+        compute the same of [tokens, H] as among the others."""
+        local = self.experts // self.size
+        chosen = torch.arange(2 * len(hidden)).reshape(-1, 2) % local
+        weights = torch.linspace(0.1, 0.9, chosen.numel()).reshape(chosen.shape)
+        with torch.no_grad():
+            before = module.forward(hidden, chosen + self.rank * local, weights)
+        module.num_experts = local
+        for one in module.parameters():
+            one.data = self.part_of(one.data).clone()
+            one.allreduce = False
+            one.group_name = one.ds_zero_partition_group_name = self._name
+            one.ds_zero_placement_family = "autoep_expert"
+        with torch.no_grad():
+            rows = hidden.repeat_interleave(2, 0)
+            after = _weighted(_computed(module.forward, rows, chosen.reshape(-1, 1)), weights)
+        module.forward = self._exchanged(module.forward)
+        return torch.allclose(before, after, rtol=NEAR, atol=NEAR * float(before.abs().max()))
+
+    def is_dealt(self, parameter: Any) -> bool:
+        """Whether a parameter is this rank's part of one."""
+        return id(parameter) in self._dealt
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's experts of a tensor [experts, ...]: a view."""
+        count = self.experts // self.size
+        return whole.narrow(0, self.rank * count, count)
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the tensor whose part has this shape."""
+        return (shape[0] * self.size, *shape[1:])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no rank before this one has the same experts."""
+        return dist.get_rank(self._replica) == 0
+
+    def groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """An optimizer's groups of parameters, with those of experts apart, as ZeRO wants them."""
+        found: list[dict[str, Any]] = []
+        for group in groups:
+            shared = [one for one in group["params"] if not self.is_dealt(one)]
+            dealt = [one for one in group["params"] if self.is_dealt(one)]
+            found.append({**group, "params": shared})
+            found.append({**group, "params": dealt, "moe": True, "name": self._name})
+        return [one for one in found if one["params"]]
+
+    def square_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The square of the norm of these gradients of experts and of those that the other ranks
+        have of theirs; collective."""
+        norms = torch.stack([one.norm() for one in gradients])
+        total = norms.square().sum()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def _exchanged(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        local, group = self.experts // self.size, self._group
+        cross: Any = _Crossed.apply
+
+        def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            """Of tokens [T, H] and their experts [T, K] with weights [T, K]: [T, H]."""
+            per_token = chosen.shape[1]
+            wanted = chosen.reshape(-1)
+            order = torch.argsort(wanted, stable=True)
+            counts = torch.bincount(wanted // local, minlength=self.size)
+            arriving = torch.empty_like(counts)
+            dist.all_to_all_single(arriving, counts, group=group)
+            sent, received = counts.tolist(), arriving.tolist()
+            rows = cross(hidden[order // per_token], sent, received, group)
+            whose = _crossed((wanted[order] % local).unsqueeze(1), sent, received, group)
+            done = cross(_computed(compute, rows, whose), received, sent, group)
+            return _weighted(torch.zeros_like(done).index_copy(0, order, done), weights)
+
+        return forward
+
+
+def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    """Of what experts made of each token, [T * K, H], the sum by weights [T, K]: [T, H]."""
+    apart = rows.reshape(*weights.shape, -1) * weights.unsqueeze(-1)
+    return apart.sum(1).to(rows.dtype)
+
+
+def _computed(compute: Callable[..., Tensor], rows: Tensor, whose: Tensor) -> Tensor:
+    """The rows through their experts, unweighted.
+
+    A row of zeros goes to the first expert beside them. Without it a rank to which no token came
+    would have no way back to its weights and to the exchange, and the others would wait for it.
+    """
+    rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
+    whose = torch.cat((whose, whose.new_zeros((1, 1))))
+    ones = torch.ones_like(whose, dtype=rows.dtype)
+    return compute(rows, whose, ones)[:-1]
+
+
+class _Crossed(torch.autograd.Function):
+    """Rows [N, H] to the ranks of a group, as many to each as `sent` says; gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.back = (received, sent, group)
+        return _crossed(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _crossed(gradients[0], *ctx.back), None, None, None
+
+
+def _crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """As bytes: gloo does not know all types."""
+    found = rows.new_empty((sum(received), rows.shape[1]))
+    arrived, left = found.view(torch.uint8), rows.contiguous().view(torch.uint8)
+    dist.all_to_all_single(arrived, left, received, sent, group=group)
+    return found
+
+
+def _expert_modules(network: Any) -> Iterator[Any]:
+    """Those that hold the experts of a layer, whose tensors are [experts, ...] all."""
+    for module in network.modules():
+        count = getattr(module, "num_experts", 0)
+        own = list(module.parameters(recurse=False))
+        if any(one.ndim == 3 for one in own) and all(len(one) == count for one in own):
+            yield module
+
+
+def _groups(size: int) -> tuple[str, Any, Any]:
+    """The name of DeepSpeed's groups; the ranks that share experts; those that have the same."""
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    name = f"ep_size_{size}"
+    groups._create_expert_and_data_parallel(size)
+    return (
+        name,
+        groups._get_expert_parallel_group(name),
+        groups._get_expert_data_parallel_group(name),
+    )
+
+
+def _mark(experts: int) -> torch.nn.Module:
+    """DeepSpeed looks for layers of this class, and has experts only where it finds one. What the
+    class does is not wanted (docs/decisions/0106)."""
+    layer: Any = importlib.import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer
+
+    class Mark(layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.num_experts = experts
+
+        def set_deepspeed_parallelism(self, *given: Any, **named: Any) -> None:
+            """Its groups are ours."""
+
+    return Mark()
+
+
+def _probe(network: Any) -> Tensor:
+    """Hidden states of some tokens, [tokens, H]."""
+    width = int(network.config.get_text_config().hidden_size)
+    return torch.sin(torch.arange(_PROBE_TOKENS * width).float()).reshape(_PROBE_TOKENS, width)

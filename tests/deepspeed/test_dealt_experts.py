@@ -1,0 +1,96 @@
+"""Experts that two ranks share: what lies where, and what holds whichever of them tokens choose."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.routes import Routes
+from tests.deepspeed.conftest import Bench, steps
+from tests.deepspeed.test_arithmetic import assert_same_steps, three_batches
+from tests.support import deepspeed
+from tests.support.batches import SETTINGS
+from tests.support.models import make_qwen3_moe
+
+ONE = {**SETTINGS, "trainer.minibatches": 1}
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks() -> None:
+    deepspeed.need_deepspeed(ranks=2)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    root = tmp_path_factory.mktemp("dealt")
+    yield Bench(root, make_qwen3_moe(root / "model", scale=20.0))
+
+
+def held(trainer: Any) -> int:
+    """Numbers that rank 0 holds and updates, moments among them."""
+    return sum(one.numel() for one in trainer.trainer._rank.engine.held())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_rank_holds_its_own_experts_and_no_others(mixture: Bench, stage: int) -> None:
+    whole = held(mixture.deepspeed(zero_stage=stage))
+    dealt = held(mixture.deepspeed(zero_stage=stage, expert_parallel=2))
+    experts = 2 * 8 * 3 * 64 * 48  # layers, experts, matrices, hidden and inner size
+    copies = {0: 4, 2: 1}[stage]  # Under ZeRO 2 the rest is spread either way.
+    assert whole - dealt == pytest.approx(copies * experts / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_rank_to_which_no_token_comes_does_not_keep_the_others_waiting(
+    mixture: Bench, stage: int
+) -> None:
+    theirs = mixture.torch()
+    batch = through(three_batches()[0], experts=[1, 2], layers=theirs._model.routed.layers)
+    ours = mixture.deepspeed(zero_stage=stage, routes=True, expert_parallel=2)
+    assert_same_steps(steps(ours, [batch], SETTINGS), steps(theirs, [batch], SETTINGS))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_equal_steps_have_equal_bits_and_the_fingerprint_says_how_experts_were_dealt(
+    mixture: Bench, stage: int
+) -> None:
+    ours, digests = mixture.deepspeed(zero_stage=stage, expert_parallel=2), set()
+    for _ in range(2):
+        ours.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)
+        steps(ours, three_batches()[:2], SETTINGS)
+        digests.add(ours.manifest().digest)
+    assert len(digests) == 1
+    assert ours.numerics()["expert_parallel"] == "2"
+    assert "expert_parallel" not in mixture.deepspeed(zero_stage=stage).numerics()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_passes_in_bfloat16_come_to_about_the_same(mixture: Bench, stage: int) -> None:
+    batch = three_batches()[0]
+    whole, dealt = (
+        mixture.deepspeed(zero_stage=stage, dtype="bfloat16", expert_parallel=many)
+        for many in (1, 2)
+    )
+    expected, found = whole.train(batch, ONE).figures, dealt.train(batch, ONE).figures
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+
+
+def test_dense_model_is_refused_in_one_line(bench: Bench) -> None:
+    with pytest.raises(PolicyError, match="0 experts of llama are not dealt among 2 ranks"):
+        bench.deepspeed(expert_parallel=2)
+
+
+def through(batch: TrainBatch, *, experts: list[int], layers: int) -> TrainBatch:
+    """The batch, all of whose tokens go through these."""
+    groups = []
+    for group in batch.groups:
+        made = []
+        for one in group.trajectories:
+            chosen = np.broadcast_to(np.array(experts, "u1"), (one.length, layers, len(experts)))
+            made.append(replace(one, routed_experts=Routes.of(chosen.copy(), 8)))
+        groups.append(replace(group, trajectories=made))
+    return replace(batch, groups=groups)

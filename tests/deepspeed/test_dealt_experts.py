@@ -79,9 +79,16 @@ def test_passes_in_bfloat16_come_to_about_the_same(mixture: Bench, stage: int) -
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
-def test_dense_model_is_refused_in_one_line(bench: Bench) -> None:
+def test_dense_model_and_odd_numbers_of_experts_are_refused_in_one_line(
+    bench: Bench, mixture: Bench
+) -> None:
+    from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts
+    from dora_pipe.consumers.learners.torch.model import build
+
     with pytest.raises(PolicyError, match="0 experts of llama are not dealt among 2 ranks"):
-        bench.deepspeed(expert_parallel=2)
+        DealtExperts(build(bench.assets), 2)
+    with pytest.raises(PolicyError, match="8 experts of qwen3_moe are not dealt among 3 ranks"):
+        DealtExperts(build(mixture.assets), 3)
 
 
 def through(batch: TrainBatch, *, experts: list[int], layers: int) -> TrainBatch:

@@ -94,6 +94,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "groups.turn_values_samples": 4,
     "sampling.routes": False,
     "trainer.router_aux_loss": 0.0,
+    "trainer.expert_parallel": 1,
     "evaluation.sampling.routes": False,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no

@@ -25,7 +25,7 @@ BLOCK_BYTES: Final = 4096
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 # Idle ones, as many as threads were at work at once; popping and appending are atomic.
-_ROOMS: list[mmap.mmap] = []
+_BUFFERS: list[mmap.mmap] = []
 
 
 def write_direct(path: Path, value: bytes, *, synced: bool) -> None:
@@ -50,12 +50,12 @@ def read_direct(path: Path, size_bytes: int) -> bytes | None:
 
 def _write(path: Path, value: bytes, flag: int, *, synced: bool) -> None:
     # A file system that refuses the flag may have made the file all the same.
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flag) as handle, _room() as room:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flag) as handle, _buffer() as buffer:
         seen, whole = memoryview(value), _whole_blocks(len(value)) if flag else 0
         for at in range(0, whole, PIECE_BYTES):
             piece = seen[at : min(whole, at + PIECE_BYTES)]
-            room[: len(piece)] = piece
-            _write_all(handle, memoryview(room)[: len(piece)])
+            buffer[: len(piece)] = piece
+            _write_all(handle, memoryview(buffer)[: len(piece)])
         _through_cache(handle)  # What fills no block.
         _write_all(handle, seen[whole:])
         if synced:
@@ -69,13 +69,13 @@ def _write_all(handle: int, piece: memoryview) -> None:
 
 def _read(path: Path, size_bytes: int, flag: int) -> bytes | None:
     pieces: list[bytes | memoryview] = []
-    with _opened(path, os.O_RDONLY | flag) as handle, _room() as room:
+    with _opened(path, os.O_RDONLY | flag) as handle, _buffer() as buffer:
         if os.fstat(handle).st_size != size_bytes:
             return None
         whole = _whole_blocks(size_bytes) if flag else 0
         for at in range(0, whole, PIECE_BYTES):
-            pieces[-1:] = map(bytes, pieces[-1:])  # The room is wanted again.
-            piece = memoryview(room)[: min(PIECE_BYTES, whole - at)]
+            pieces[-1:] = map(bytes, pieces[-1:])  # The buffer is wanted again.
+            piece = memoryview(buffer)[: min(PIECE_BYTES, whole - at)]
             if os.readv(handle, [piece]) != len(piece):
                 return None  # It has become shorter meanwhile.
             pieces.append(piece)
@@ -104,11 +104,11 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 @contextmanager
-def _room() -> Iterator[mmap.mmap]:
+def _buffer() -> Iterator[mmap.mmap]:
     """Memory at the beginning of a page, for one piece."""
     try:
-        room = _ROOMS.pop()
+        buffer = _BUFFERS.pop()
     except IndexError:
-        room = mmap.mmap(-1, PIECE_BYTES)
-    yield room
-    _ROOMS.append(room)
+        buffer = mmap.mmap(-1, PIECE_BYTES)
+    yield buffer
+    _BUFFERS.append(buffer)

@@ -111,10 +111,10 @@ def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -
     # Some tokens at a time, whatever they hold: nothing as large as the record is made of it.
     some = BLOCK_NUMBERS // (routes.layers * routes.per_token)
     choices = routes.choices
-    room = np.empty(min(some, tokens) * routes.layers * routes.per_token, choices.dtype)
+    scratch = np.empty(min(some, tokens) * routes.layers * routes.per_token, choices.dtype)
     for start in range(0, tokens, some):
         part = choices[start : start + some]
-        if not _plainly_sound(part, routes, room if distinct else None):
+        if not _plainly_sound(part, routes, scratch if distinct else None):
             _look_closer(part, routes, start)
 
 
@@ -130,11 +130,11 @@ def _look_closer(choices: Choices, routes: Routes, start: int) -> None:
         raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{at}]")
 
 
-def _plainly_sound(choices: Choices, routes: Routes, room: Choices | None) -> bool:
+def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) -> bool:
     """Whether nothing is wrong, in passes over numbers as they lie: a tenth of the time of sorting
     them. What is wrong, and where, is for who looks closer.
 
-    `room` is for what is made of as many numbers; without it, none are looked for twice.
+    `scratch` is for what is made of as many numbers; without it, none are looked for twice.
     """
     rows = choices.reshape(len(choices), -1)
     none = none_of(routes.experts)
@@ -148,25 +148,25 @@ def _plainly_sound(choices: Choices, routes: Routes, room: Choices | None) -> bo
         return True
     numbers = rows.reshape(-1)
     return int(numbers.max()) < routes.experts and (
-        room is None or _each_once(numbers, routes, room)
+        scratch is None or _each_once(numbers, routes, scratch)
     )
 
 
-def _each_once(numbers: Choices, routes: Routes, room: Choices) -> bool:
+def _each_once(numbers: Choices, routes: Routes, scratch: Choices) -> bool:
     """Whether these, some choices of `per_token` after each other, name each expert once."""
     width = max(1, ROW_NUMBERS // routes.per_token) * routes.per_token
     whole = len(numbers) // width * width
     rows, rest = numbers[:whole].reshape(-1, width), numbers[whole:].reshape(1, -1)
-    return all(_apart(some, routes.per_token, room) for some in (rows, rest) if some.size)
+    return all(_apart(some, routes.per_token, scratch) for some in (rows, rest) if some.size)
 
 
-def _apart(rows: Choices, per_token: int, room: Choices) -> bool:
+def _apart(rows: Choices, per_token: int, scratch: Choices) -> bool:
     """Whether no choice in rows of whole choices has a number twice.
 
     Every number is held against those behind it in its choice, one distance after the other, and
     what is least in a column of rows tells for all of them: two passes over bytes a distance.
     """
-    numbers, flat = rows.reshape(-1), room[: rows.size]
+    numbers, flat = rows.reshape(-1), scratch[: rows.size]
     differs = flat.reshape(rows.shape)
     least = np.empty((per_token - 1, rows.shape[1]), rows.dtype)
     for distance in range(1, per_token):

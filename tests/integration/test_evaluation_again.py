@@ -110,21 +110,17 @@ class Asked:
 
     def sampled(self) -> list[Trajectory]:
         """All that lies in the logs of what was asked."""
-        found: list[Trajectory] = []
-        for log in self.place.glob("sampled/*/log.sqlite"):
-            with closing(SqliteBus(log)) as bus:
-                records = records_of(bus, ends_of(bus, f"{NAME}.trajectories"))
-                found += [decode_trajectory(one.value) for one in records]
-        return found
+        return [decode_trajectory(value) for value in self._logged("trajectories")]
 
     def facts(self) -> list[Any]:
         """What control says in these logs."""
-        found: list[Any] = []
+        return [decode_control(value) for value in self._logged("control")]
+
+    def _logged(self, topic: str) -> Iterator[bytes]:
         for log in self.place.glob("sampled/*/log.sqlite"):
             with closing(SqliteBus(log)) as bus:
-                records = records_of(bus, ends_of(bus, f"{NAME}.control"))
-                found += [decode_control(one.value) for one in records]
-        return found
+                for record in records_of(bus, ends_of(bus, f"{NAME}.{topic}")):
+                    yield record.value
 
     def close(self) -> None:
         self._stack.close()

@@ -21,7 +21,7 @@ SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 5
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two blocks, so that small files have several."""
     monkeypatch.setattr(direct_io, "PIECE_BYTES", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(direct_io, "_ROOMS", [])
+    monkeypatch.setattr(direct_io, "_BUFFERS", [])
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -68,8 +68,9 @@ def test_a_file_system_that_refuses_gets_the_same_file(
 
 
 def test_what_is_no_refusal_is_an_error(tmp_path: Path) -> None:
+    write_direct(tmp_path / "v", b"v", synced=False)
     with pytest.raises(FileNotFoundError):
         read_direct(tmp_path / "nothing", 1)
     with pytest.raises(FileNotFoundError):
         write_direct(tmp_path / "no" / "folder", b"v", synced=False)
-    assert direct_io._ROOMS, "memory is kept for the next file"
+    assert direct_io._BUFFERS, "memory is kept for the next file"

@@ -210,16 +210,25 @@ def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_no
     assert list(path.parent.iterdir()) == []
 
 
-def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list[Path]) -> None:
+def worker_of_two_versions(
+    tmp_path: Path, *, whole: bool, patched: bool | None
+) -> tuple[PolicyStore, str]:
+    """A worker's store that has the first of two versions, and the digest of the second, which is
+    a patch, beside a whole file or not."""
     (tmp_path / "shared").mkdir()
     files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
     trainer = PolicyStore(tmp_path / "a", files, clock=clock)
     before = trainer.publish_weights(write).digest
     after = trainer.publish_version(
-        lambda path: write(path, 1.5), before=before, whole=False
+        lambda path: write(path, 1.5), before=before, whole=whole
     ).manifest.digest
-    worker = PolicyStore(tmp_path / "b", files, clock=clock, patched=True)
+    worker = PolicyStore(tmp_path / "b", files, clock=clock, patched=patched)
     worker.weights(before)
+    return worker, after
+
+
+def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list[Path]) -> None:
+    worker, after = worker_of_two_versions(tmp_path, whole=False, patched=True)
     del reads[:]
     path = worker.weights(after)
     assert worker.weights(after) == path
@@ -233,15 +242,7 @@ def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list
 def test_store_that_is_not_told_takes_the_patch_of_a_version_that_has_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "shared").mkdir()
-    files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
-    trainer = PolicyStore(tmp_path / "a", files, clock=clock)
-    before = trainer.publish_weights(write).digest
-    after = trainer.publish_version(
-        lambda path: write(path, 1.5), before=before, whole=True
-    ).manifest.digest
-    worker = PolicyStore(tmp_path / "b", files, clock=clock, patched=None)
-    worker.weights(before)
+    worker, after = worker_of_two_versions(tmp_path, whole=True, patched=None)
     worker.weights(after)
     assert (tmp_path / "b" / patch_name(after)).is_file()
     assert not caplog.records, "that a version has no patch is no news"

@@ -18,6 +18,7 @@ from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
+from tests.support.vllm_servers import family
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +74,11 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
     server = _server_of(served.pid)
     key = _key_of(server)
-    family = [server, *map(int, _children(server))]
+    processes = family(server)
+    assert len(processes) >= 1 + ranks
     os.kill(server, signal.SIGKILL)
     assert served.wait(WAIT_S) == 7, said.read_text()
-    assert not any(_alive(pid) for pid in family)
+    assert not any(_alive(pid) for pid in processes)
     ends = [one.wait(WAIT_S) for one in (orchestrator, other, trainer)]
     assert ends == [0, 0, 0], said.read_text()
     assert "vLLM's server ended by SIGKILL" in said.read_text()
@@ -92,10 +94,6 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     assert len(key) > 32
     for file in place.rglob("*"):
         assert not file.is_file() or key.encode() not in file.read_bytes(), file
-
-
-def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outlive_one(

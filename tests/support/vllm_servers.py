@@ -6,7 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -40,9 +40,11 @@ def running_server(**which: Any) -> tuple[ServerProcess, Path]:
     asked = signature(start_server).bind(**which)
     asked.apply_defaults()
     key = tuple(asked.arguments.items())
-    found = _running.pop(key, None) or start_server(**which)
+    found = _running.pop(key, None)
+    if found is None:
+        _end_beyond(SERVERS - 1)  # first: while it starts it has its memory already
+        found = start_server(**which)
     _running[key] = found
-    _end_beyond(SERVERS)
     return found
 
 
@@ -80,6 +82,16 @@ def start_server(
         versions_resident=ADAPTERS if lora_rank else 1,
     )
     return server, model
+
+
+def family(server: int) -> list[int]:
+    """The processes that a server is: of its session are its engine core and its ranks, too."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if (one / "stat").read_text().rpartition(")")[2].split()[3] == str(server):
+                found.append(int(one.name))
+    return found
 
 
 def open_shared(

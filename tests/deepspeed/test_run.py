@@ -19,6 +19,7 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted
 from dora_pipe.store.adapters import stands_on
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support import deepspeed
+from tests.support.kafka_broker import free_ports
 from tests.support.models import make_glm4_moe, make_qwen3_moe
 from tests.support.user_run import assert_clean, facts, furnish, start, steps
 
@@ -202,7 +203,8 @@ def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> Non
     _until((place / "runs" / "tiny" / "log.sqlite").exists, _said(place))
     parts.append(start(place, "worker", "config.toml", "--name", "w0", *TRAINER))
     torchrun = str(Path(sys.executable).parent / "torchrun")
-    words = ["--nproc-per-node", "2", "--master-port", "29417", "--no-python", COMMAND]
+    (port,) = free_ports(1)
+    words = ["--nproc-per-node", "2", "--master-port", str(port), "--no-python", COMMAND]
     with (place / "torchrun").open("wb") as said:
         done = subprocess.run(
             [torchrun, *words, "trainer", "config.toml", *TRAINER],

@@ -88,10 +88,9 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def may_fork() -> bool:
-    """Whether commands are forked here: not where another engine or trainer is installed, or with a
-    GPU, whose libraries want to be imported by who uses them."""
-    others = (importlib.util.find_spec(one) for one in ("vllm", "deepspeed"))
-    return sys.platform == "linux" and not ON_GPU and not any(others)
+    """Whether commands are forked here: not with a GPU, whose libraries want to be imported by who
+    uses them."""
+    return sys.platform == "linux" and not ON_GPU
 
 
 def fork(
@@ -137,7 +136,10 @@ def serve() -> None:
     sys.path[0] = str(PROGRAM.parent)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault(*CUDA_BY_NVML)
-    for module in (*engine_kind("torch").preload, *TRAINER_PRELOAD, *ALSO):
+    # vLLM's first: it wants its environment set before torch is there.
+    engines = ("vllm", "torch") if importlib.util.find_spec("vllm") else ("torch",)
+    preload = [module for engine in engines for module in engine_kind(engine).preload]
+    for module in (*preload, *TRAINER_PRELOAD, *ALSO):
         importlib.import_module(module)
     gc.freeze()
     asked = socket.socket(fileno=0)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dora_pipe.store.safetensors_file import read_manifest
 from tests.support import deepspeed
 from tests.support.kafka_broker import free_ports
 from tests.support.models import make_glm4_moe, make_qwen3_moe
-from tests.support.user_run import assert_clean, facts, furnish, start, steps
+from tests.support.user_run import answer, assert_clean, facts, furnish, start, steps, until
 
 pytestmark = pytest.mark.slow
 
@@ -48,16 +47,8 @@ def _two_ranks() -> None:
     deepspeed.need_deepspeed(ranks=2)
 
 
-def _call(place: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COMMAND, *words],
-        cwd=place,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+def _call(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return answer(place, *words, wait_s=LIMIT_S)
 
 
 def _said(place: Path) -> str:
@@ -79,13 +70,6 @@ def _ranks(place: Path) -> Iterator[int]:
             yield int(entry.name)
 
 
-def _until(done: object, what: str) -> None:
-    give_up_s = time.monotonic() + LIMIT_S
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a run of three steps in parts, whose rank 1 was killed on the way."""
@@ -93,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = furnish(tmp_path_factory.mktemp("run"))
     run = start(place, "run", "config.toml", *TRAINER, *IN_PARTS)
     control = place / "runs" / "tiny" / "log.sqlite"
-    _until(lambda: control.exists() and len(steps(place, "tiny")) >= 1, _said(place))
+    until(lambda: control.exists() and len(steps(place, "tiny")) >= 1, LIMIT_S)
     (rank,) = _ranks(place)
     os.kill(rank, signal.SIGKILL)
     assert run.wait(LIMIT_S) == 0, _said(place)
@@ -123,9 +107,13 @@ def test_replay_starts_as_many_ranks_by_itself_and_every_step_is_bit_equal(finis
     assert {one.numerics["zero_stage"] for one in commits} == {"2"}
 
 
-def test_replay_with_another_number_of_ranks_is_one_line(finished: Path) -> None:
+def test_replay_with_another_number_of_ranks_is_one_line(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torchrun = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = _call(finished, "replay", "tiny", **torchrun)
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    done = _call(finished, "replay", "tiny")
     assert done.returncode == 3
     assert "error: trainer.ranks is 2, but the environment names 3" in done.stderr
 
@@ -197,10 +185,8 @@ def assert_same_logits(directory: Path, weights: Path) -> None:
 
 def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> None:
     place = furnish(tmp_path)
-    parts = [
-        start(place, "orchestrator", "config.toml", *TRAINER),
-    ]
-    _until((place / "runs" / "tiny" / "log.sqlite").exists, _said(place))
+    parts = [start(place, "orchestrator", "config.toml", *TRAINER)]
+    until((place / "runs" / "tiny" / "log.sqlite").exists, LIMIT_S)
     parts.append(start(place, "worker", "config.toml", "--name", "w0", *TRAINER))
     torchrun = str(Path(sys.executable).parent / "torchrun")
     (port,) = free_ports(1)

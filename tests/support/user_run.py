@@ -94,12 +94,12 @@ def call(place: Path, *words: str) -> int:
     return start(place, *words).wait(WAIT_S)
 
 
-def answer(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def answer(place: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
     """What `dora-pipe WORDS` says, stdout and stderr apart."""
     with TemporaryFile() as out, TemporaryFile() as err:
         process = _start(place, words, out, err)
         try:
-            code = process.wait(WAIT_S)
+            code = process.wait(wait_s)
         finally:
             process.kill()
         out.seek(0)

@@ -14,8 +14,10 @@ import typer
 from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.core.console import RUNS, say
+from dora_pipe.core.errors import UsageError
 
 VLLM_ROWS = (1, 16, 64)
+DEMO = "demo"
 RESIDENT_ROWS = (1, 16, 64)
 TURN_ROWS = (16, 64)
 RECORD_BYTES = (2_000, 65_536, 1_048_576)
@@ -36,6 +38,13 @@ def engine(
         list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
     ] = None,
     engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = "torch",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="demo; for vllm beside generate also tiny, 0.6B, 1.7B or 4B: Qwen3's shapes in "
+            "bfloat16 with compiled graphs."
+        ),
+    ] = DEMO,
     resident: Annotated[
         list[int] | None,
         typer.Option(
@@ -55,13 +64,16 @@ def engine(
     from dora_pipe.producers.engines.registry import need_engines
 
     need_engines([engine])
+    if model != DEMO and (engine != "vllm" or turns or resident):
+        raise UsageError(f"--model {model} is of vLLM beside generate", hint="--engine vllm alone")
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        found: Iterable[Any]
         if turns:
             found = _turn_figures(engine, Path(folder), rows or TURN_ROWS, turns)
         elif resident:
             found = _resident_figures(engine, Path(folder), rows or RESIDENT_ROWS, resident)
         else:
-            found = _beside_generate(engine, Path(folder), rows)
+            found = _beside_generate(engine, Path(folder), rows, model)
         _emit_figures(found, as_json=as_json)
 
 
@@ -205,7 +217,12 @@ def load(
 
 
 def moves(
-    model: Annotated[list[str] | None, typer.Option(help="demo or llama-25m.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="demo or llama-25m; with vllm also tiny, 0.6B, 1.7B or 4B of Qwen3's shapes."
+        ),
+    ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Lengths of sequences; may be repeated.")
     ] = None,
@@ -527,12 +544,14 @@ def _resident_figures(
         return [*bench_resident(rows, resident, hosts=hosts)]
 
 
-def _beside_generate(engine: str, folder: Path, rows: Sequence[int] | None) -> list[Any]:
+def _beside_generate(
+    engine: str, folder: Path, rows: Sequence[int] | None, model: str
+) -> Iterable[Any]:
     """An engine beside `generate`."""
     if engine == "vllm":
-        from dora_pipe.bench.engine_vllm import bench_vllm
+        from dora_pipe.bench.engine_vllm import Load, bench_vllm
 
-        return [*bench_vllm(folder, rows or VLLM_ROWS)]
+        return bench_vllm(folder, rows or VLLM_ROWS, Load(model=model))
     if engine == "vllm-server":
         from dora_pipe.bench.engine_vllm import bench_server
 

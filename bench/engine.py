@@ -58,7 +58,8 @@ class EngineFigure:
     """Sampled tokens per second with so many rows, by wall clock and by CPU time of the process.
 
     On a machine that does other work too, the CPU time is the better measure. `ratio` is that of
-    the CPU figures; where both take turns (vLLM), the median of the turns' own.
+    the CPU figures; where both take turns (vLLM), the median of the turns' own, by wall clock for
+    models whose work is a GPU's.
 
     Example: ``EngineFigure(rows=64, requests=512, tokens=8463, tokens_per_s=21000.0,
     cpu_tokens_per_s=22000.0, generate_tokens_per_s=2900.0, generate_cpu_tokens_per_s=3000.0,
@@ -114,12 +115,15 @@ def check_rows(rows: Sequence[int]) -> None:
             raise UsageError(f"{count} rows is not between 1 and {ROWS_MAX}")
 
 
-def demo_requests(count: int, seed: int = _SEED) -> list[EngineRequest]:
-    """Requests as the demo's: random prompts of five tokens, lengths forced by `max_tokens`."""
+def demo_requests(
+    count: int, seed: int = _SEED, *, vocabulary: int = MODEL.vocabulary, scale: int = 1
+) -> list[EngineRequest]:
+    """Requests as the demo's: random prompts of five tokens, lengths forced by `max_tokens`; both
+    `scale` times as long."""
     chance = np.random.default_rng(seed)
     units = np.ceil(np.exp(chance.normal(LENGTH_MU, LENGTH_SIGMA, count)))
-    lengths = 2 * np.clip(units, 1, LENGTH_UNITS_MAX).astype(int) + 3
-    prompts = chance.integers(0, MODEL.vocabulary, (count, PROMPT_TOKENS))
+    lengths = scale * (2 * np.clip(units, 1, LENGTH_UNITS_MAX).astype(int) + 3)
+    prompts = chance.integers(0, vocabulary, (count, scale * PROMPT_TOKENS))
     return [
         EngineRequest(
             request=f"r{number}",

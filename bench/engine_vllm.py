@@ -16,16 +16,19 @@ take turns too, and the better turn of each counts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from dora_pipe.bench import qwen3
 from dora_pipe.bench.dataplane.procfs import tree_cpu_s
 from dora_pipe.bench.engine import (
     CONTEXT_TOKENS,
+    MODEL,
     REQUESTS_MIN,
     REQUESTS_PER_ROW,
     WARM_UP_REQUESTS,
@@ -38,40 +41,101 @@ from dora_pipe.bench.engine import (
     run_requests,
 )
 from dora_pipe.bench.engine_lora import load_adapters
+from dora_pipe.bench.qwen3 import SHAPES, vocabulary_of
+from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.store.safetensors_file import read_manifest
 
 TURNS: Final = 7
+SHAPE_TURNS: Final = 3
 SERVER_TURNS: Final = 4
 _SEED: Final = 20
 
 
+DEMO: Final = "demo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A model, how vLLM is to run it, and requests to it: the demo's, or for one of `qwen3.SHAPES`
+    as a GPU is used, in bfloat16, with compiled graphs, and requests eight times as long."""
+
+    model: str = DEMO
+
+    def __post_init__(self) -> None:
+        if self.model not in (DEMO, *SHAPES):
+            known = ", ".join((DEMO, *SHAPES))
+            raise UsageError(f"there is no model {self.model!r}", hint=f"there are: {known}")
+
+    @property
+    def scale(self) -> int:
+        """Of requests."""
+        return 1 if self.model == DEMO else 8
+
+    @property
+    def context_tokens(self) -> int:
+        """Of a request, at most."""
+        return self.scale * CONTEXT_TOKENS
+
+    @property
+    def turns(self) -> int:
+        """Of each half."""
+        return TURNS if self.model == DEMO else SHAPE_TURNS
+
+    def requests(self, count: int, **seed: int) -> list[EngineRequest]:
+        """So many."""
+        vocabulary = MODEL.vocabulary if self.model == DEMO else vocabulary_of(self.model)
+        return demo_requests(count, vocabulary=vocabulary, scale=self.scale, **seed)
+
+    def write(self, directory: Path) -> Path:
+        """The model's directory."""
+        return (
+            write_model(directory)
+            if self.model == DEMO
+            else qwen3.write_model(directory, self.model)
+        )
+
+    def settings(self) -> Any:
+        """VllmSettings."""
+        from dora_pipe.producers.engines.vllm.core import VllmSettings
+
+        return VllmSettings() if self.model == DEMO else VllmSettings(dtype="bfloat16", eager=False)
+
+
 def bench_vllm(
-    folder: Path, rows: Sequence[int], *, requests_per_row: int = REQUESTS_PER_ROW
-) -> list[EngineFigure]:
+    folder: Path, rows: Sequence[int], load: Load, *, requests_per_row: int = REQUESTS_PER_ROW
+) -> Iterator[EngineFigure]:
     """A figure for each number of rows. Needs vLLM. Raises ConfigError, UsageError."""
     check_rows(rows)
     from dora_pipe.producers.engines.vllm import core as vllm_core
 
     vllm_core.prepare(threads=1)
-    model = write_model(folder / "model")
-    return [_figure(model, count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
+    model = load.write(folder / "model")
+    for count in rows:
+        yield _figure(model, load, count, max(REQUESTS_MIN, count * requests_per_row))
 
 
-def _figure(model: Path, rows: int, count: int) -> EngineFigure:
+def _figure(model: Path, load: Load, rows: int, count: int) -> EngineFigure:
     from dora_pipe.producers.engines.vllm.engine import VllmEngine
 
-    requests, warm_up = demo_requests(count), demo_requests(WARM_UP_REQUESTS, seed=0)
-    engine = VllmEngine(model, slots=rows, context_tokens=CONTEXT_TOKENS, threads=1)
-    generate, close = _generate(model, rows)
-    own, theirs, tokens = [Spent() for _ in range(TURNS)], [Spent() for _ in range(TURNS)], 0
+    requests, warm_up = load.requests(count), load.requests(WARM_UP_REQUESTS, seed=0)
+    engine = VllmEngine(
+        model,
+        slots=rows,
+        context_tokens=load.context_tokens,
+        threads=1,
+        settings=load.settings(),
+    )
+    generate, close = _generate(model, load, rows)
+    turns = load.turns
+    own, theirs, tokens = [Spent() for _ in range(turns)], [Spent() for _ in range(turns)], 0
     run_requests(engine, warm_up, rows)
     generate(warm_up)
     halves: list[tuple[list[Spent], Callable[[], int]]] = [
         (own, lambda: run_requests(engine, requests, rows)),
         (theirs, lambda: generate(requests)),
     ]
-    for turn in range(TURNS):
+    for turn in range(turns):
         for spent, half in halves:
             with measured(spent[turn]):
                 made = half()
@@ -80,6 +144,7 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
         halves.reverse()
     engine.close()
     close()
+    spent_s = attrgetter("cpu_s" if load.model == DEMO else "wall_s")
     own_cpu_s, theirs_cpu_s = (min(one.cpu_s for one in spent) for spent in (own, theirs))
     own_wall_s, theirs_wall_s = (min(one.wall_s for one in spent) for spent in (own, theirs))
     return EngineFigure(
@@ -90,7 +155,9 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
         cpu_tokens_per_s=round(tokens / own_cpu_s, 1),
         generate_tokens_per_s=round(tokens / theirs_wall_s, 1),
         generate_cpu_tokens_per_s=round(tokens / theirs_cpu_s, 1),
-        ratio=round(median(two.cpu_s / one.cpu_s for one, two in zip(own, theirs, strict=True)), 2),
+        ratio=round(
+            median(spent_s(two) / spent_s(one) for one, two in zip(own, theirs, strict=True)), 2
+        ),
     )
 
 
@@ -107,15 +174,16 @@ def write_model(directory: Path, *, context_tokens: int = CONTEXT_TOKENS) -> Pat
 
 
 def _generate(
-    model: Path, rows: int
+    model: Path, load: Load, rows: int
 ) -> tuple[Callable[[Sequence[EngineRequest]], int], Callable[[], None]]:
     """vLLM's `generate` with `rows` in its batch; it answers with the tokens it sampled."""
     from vllm import LLM, SamplingParams
 
     from dora_pipe.producers.engines.vllm import core as vllm_core
 
-    settings = vllm_core.VllmSettings()
-    arguments = vllm_core.arguments(model, settings, slots=rows, context_tokens=CONTEXT_TOKENS)
+    arguments = vllm_core.arguments(
+        model, load.settings(), slots=rows, context_tokens=load.context_tokens
+    )
     llm = LLM(**{**arguments, "load_format": "auto"})
 
     def generate(requests: Sequence[EngineRequest]) -> int:

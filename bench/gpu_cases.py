@@ -19,28 +19,6 @@ TINY: Final = "--tiny"
 TINY_TOKENS: Final = 64
 """Of a row of the tiny model."""
 
-VOCABULARY: Final = 151_936
-SHAPES: Final[dict[str, dict[str, int]]] = {
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072},
-    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
-    "4B": {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "intermediate_size": 9728,
-        "num_attention_heads": 32,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-    },
-}
-"""As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
-
 By = Literal["own", "trl", "trl-bf16"]
 
 

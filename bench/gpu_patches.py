@@ -20,7 +20,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bench.gpu_cases import TINY, StepCase, tiny
-from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
+from dora_pipe.bench.gpu_step import SETTINGS, batch_of, made_learner, now_s
+from dora_pipe.bench.qwen3 import config_of
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.patch import opened_patches, write_patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest

@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bench.gpu_cases import TINY, StepCase, tiny, with_
-from dora_pipe.bench.gpu_step import SETTINGS, batch_of, config_of, made_learner, now_s
+from dora_pipe.bench.gpu_step import SETTINGS, batch_of, made_learner, now_s
+from dora_pipe.bench.qwen3 import config_of
 
 SHOWN: Final = 12
 NAME_LETTERS: Final = 70

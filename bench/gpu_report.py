@@ -143,6 +143,7 @@ PIECES: Final = (
     _bench(
         "engine",
         "tokens/s beside vLLM's generate",
+        *("--model", "0.6B", "--rows", "64", "--rows", "256"),
         more="--engine vllm",
         tiny=("--rows", "1"),
         needs="vllm",
@@ -150,6 +151,7 @@ PIECES: Final = (
     _bench(
         "moves",
         "KV moved, beside a prefill",
+        *("--model", "0.6B", "--model", "llama-25m"),
         more="--engine vllm",
         tiny=("--tokens", "100"),
         needs="vllm",

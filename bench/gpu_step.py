@@ -32,17 +32,9 @@ import msgspec
 import numpy as np
 
 from dora_pipe.bench.codec import sample_trajectory
-from dora_pipe.bench.gpu_cases import (
-    GROUP,
-    SHAPES,
-    TINY,
-    VOCABULARY,
-    StepCase,
-    cases_of,
-    tiny,
-    with_,
-)
+from dora_pipe.bench.gpu_cases import GROUP, TINY, StepCase, cases_of, tiny, with_
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
+from dora_pipe.bench.qwen3 import config_of, vocabulary_of
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.policy import PolicyDtype
@@ -244,24 +236,6 @@ def now_s(device: str) -> float:
     return time.perf_counter()
 
 
-def config_of(model: str, tokens: int) -> Any:
-    """The configuration of a Qwen3 model of this size, for rows of so many tokens."""
-    from transformers import Qwen3Config
-
-    config: Any = Qwen3Config
-    given = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": max(40_960, tokens),
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    }
-    return config(**given | SHAPES[model])
-
-
 def made_learner(case: StepCase, folder: Path) -> Any:
     """The torch trainer over the model of a folder, whose random weights are made on the device:
     those of 4 billion would take a minute on a CPU, and as much to be written and read."""
@@ -320,7 +294,7 @@ def write_names(path: Path, folder: Path, dtype: PolicyDtype) -> None:
 
 def rows_of(case: StepCase) -> Any:
     """Token ids, [rows, row_tokens]."""
-    vocabulary = SHAPES[case.model].get("vocab_size", VOCABULARY)
+    vocabulary = vocabulary_of(case.model)
     shape = (case.rows, case.row_tokens)
     return np.random.default_rng(SEED).integers(0, vocabulary, shape)
 
@@ -338,7 +312,7 @@ def batch_of(case: StepCase) -> TrainBatch:
 
 def _guess(case: StepCase) -> float:
     """The log-prob of a token under a policy that knows nothing."""
-    return -math.log(SHAPES[case.model].get("vocab_size", VOCABULARY))
+    return -math.log(vocabulary_of(case.model))
 
 
 def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:

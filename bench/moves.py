@@ -33,16 +33,23 @@ from dora_pipe.bench.moves_child import (
     Setup,
     TakeUp,
 )
-from dora_pipe.bench.moves_engine import MODELS, TORCH, VLLM, check_known, write_model
+from dora_pipe.bench.moves_engine import (
+    TORCH,
+    VLLM,
+    check_known,
+    rounding_of,
+    write_model,
+)
 from dora_pipe.bench.processes import end
+from dora_pipe.bench.qwen3 import SHAPES
 from dora_pipe.core.errors import ResourceError, UsageError
 
-TOKENS: Final = {"demo": (30, 120, 250), "llama-25m": (1000, 2000, 4000)}
+TOKENS: Final = {"demo": (30, 120, 250), "llama-25m": (1000, 2000, 4000)} | dict.fromkeys(
+    SHAPES, (1000, 4000)
+)
 REPEATS: Final = 5
 PREFILLS: Final = 3
 WAYS: Final = ("files", "flight")
-ROUNDING_MAX: Final = 1e-4
-"""Between log-probs after a move and after a prefill: vLLM's differ in their last bits."""
 
 _CHILD: Final = "dora_pipe.bench.moves_child"
 _ANSWER: Final = msgspec.json.Decoder(Answer)
@@ -105,7 +112,7 @@ def move_figures(
         own="",
     )
     if engine == VLLM:
-        write_model(Path(setup.directory), MODELS[model])
+        write_model(Path(setup.directory), model)
     with ExitStack() as stack:
         source, target = (
             stack.enter_context(Child(msgspec.structs.replace(setup, own=str(folder / own))))
@@ -132,7 +139,7 @@ def _figure(
     _moved(source, target, way)  # the first of its size takes its memory
     rounds = [_moved(source, target, way) for _ in range(repeats)]
     for one in rounds:
-        _check_same(one.next_token, prefilled.next_token)
+        _check_same(one.next_token, prefilled.next_token, rounding_of(model))
     spent = {
         name: statistics.median(float(getattr(one, name)) for one in rounds)
         for name in ("export_ms", "put_ms", "fetch_ms", "import_ms")
@@ -150,9 +157,9 @@ def _figure(
     )
 
 
-def _check_same(moved: tuple[int, float], prefilled: tuple[int, float]) -> None:
+def _check_same(moved: tuple[int, float], prefilled: tuple[int, float], rounding: float) -> None:
     """Raise ResourceError unless both ways have drawn the same, up to an engine's rounding."""
-    if moved[0] != prefilled[0] or abs(moved[1] - prefilled[1]) > ROUNDING_MAX:
+    if moved[0] != prefilled[0] or abs(moved[1] - prefilled[1]) > rounding:
         raise ResourceError(f"moved, the next token is {moved}; prefilled, {prefilled}")
 
 

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from dora_pipe.bench.moves_engine import MODELS, open_engine
+from dora_pipe.bench.moves_engine import open_engine, vocabulary_of
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams, TokensSampled
 from dora_pipe.producers.worker.kv_handover import KvHandover, label_of
@@ -101,7 +101,7 @@ class Moving:
     def __init__(self, setup: Setup) -> None:
         from dora_pipe.store.transfers.flight import FlightTransfers, Identity
 
-        self._model = MODELS[setup.model]
+        self._vocabulary = vocabulary_of(setup.model)
         self._engine = open_engine(
             setup.engine, setup.model, Path(setup.directory), setup.context_tokens
         )
@@ -136,7 +136,7 @@ class Moving:
 
     def _run(self, ask: Run) -> Answer:
         chance = np.random.default_rng(ask.tokens)
-        prompt = chance.integers(0, self._model.vocabulary, ask.tokens - RUNNING_TOKENS).tolist()
+        prompt = chance.integers(0, self._vocabulary, ask.tokens - RUNNING_TOKENS).tolist()
         params = SamplingParams(max_tokens=TOKENS_MAX)
         self._request = replace(self._request, token_ids=prompt, sampled=0, params=params, kv=None)
         self._engine.add(self._request)

@@ -366,7 +366,7 @@ def test_bench_runs_the_same_tokens_through_the_port_and_generate(
     monkeypatch.setattr(engine_vllm, "TURNS", 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (figure,) = engine_vllm.bench_vllm(tmp_path, [8], requests_per_row=1)
+        (figure,) = engine_vllm.bench_vllm(tmp_path, [8], engine_vllm.Load(), requests_per_row=1)
     assert (figure.rows, figure.requests) == (8, engine.REQUESTS_MIN)
     assert figure.tokens == sum(
         one.params.max_tokens for one in engine.demo_requests(figure.requests)

@@ -1,0 +1,66 @@
+"""Random models of Qwen3's shapes, for benches on a GPU; decides nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+VOCABULARY: Final = 151_936
+SHAPES: Final[dict[str, dict[str, int]]] = {
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072},
+    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
+    "4B": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+    },
+}
+"""As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
+
+_SEED: Final = 20
+
+
+def vocabulary_of(model: str) -> int:
+    """Token ids of this size."""
+    return SHAPES[model].get("vocab_size", VOCABULARY)
+
+
+def config_of(model: str, tokens: int) -> Any:
+    """The configuration of a Qwen3 model of this size, for rows of so many tokens."""
+    from transformers import Qwen3Config
+
+    config: Any = Qwen3Config
+    given = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": max(40_960, tokens),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    return config(**given | SHAPES[model])
+
+
+def write_model(directory: Path, model: str) -> Path:
+    """Random weights in bfloat16 as a model directory, without a token that ends."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(_SEED)
+    build: Any = Qwen3ForCausalLM
+    config = config_of(model, 0)
+    config.update({"eos_token_id": None, "bos_token_id": None, "dtype": "bfloat16"})
+    build(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory

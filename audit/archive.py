@@ -41,12 +41,14 @@ from dora_pipe.bus.archive.writer import SEGMENT_BYTES, ArchiveWriter
 from dora_pipe.bus.checks import check_not_truncated
 from dora_pipe.bus.claim_check import CLAIM, ClaimBus, ClaimFiles, claimed_bytes
 from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.consumers.trainer.commits import made_again
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated, PolicyError, SchemaError
 from dora_pipe.schemas.control import (
     Retrained,
     RunStarted,
     StepCommitted,
     TrajectoriesLogged,
+    VersionsDropped,
     decode_control,
 )
 from dora_pipe.schemas.policy import Manifest as PolicyManifest
@@ -263,7 +265,7 @@ class _Facts:
 POLICIES: Final = "policies"
 """Folder of the archive with the copies; laid out as a run's policy store."""
 
-_KINDS: Final = (b'"run-started"', b'"step-committed"')
+_KINDS: Final = (b'"run-started"', b'"step-committed"', b'"versions-dropped"')
 
 
 @dataclass(slots=True, kw_only=True)
@@ -284,21 +286,27 @@ def copy_policies(directory: Path, topics: Topics, source: PolicyStore) -> Copie
     copied = _Copier(source, PolicyStore(directory / POLICIES))
     with closing(ArchiveBus(directory)) as bus:
         for fact in _facts(bus, TopicPartition(topics.control, 0)):
-            if isinstance(fact, RunStarted):
-                copied.started(fact)
-            else:
-                copied.step(fact)
-    return copied.done
+            match fact:
+                case RunStarted():
+                    copied.started(fact)
+                case StepCommitted():
+                    copied.step(fact)
+                    copied.dropped |= set(fact.dropped)
+                case VersionsDropped():
+                    copied.dropped |= set(fact.versions)
+    return copied.finished(topics.run)
 
 
-def _facts(bus: ArchiveBus, control: TopicPartition) -> Iterator[RunStarted | StepCommitted]:
-    """The records that name files."""
+def _facts(
+    bus: ArchiveBus, control: TopicPartition
+) -> Iterator[RunStarted | StepCommitted | VersionsDropped]:
+    """The records that name files, or say which are not needed any more."""
     for record in records_of(bus, {control: bus.end(control)}):
         if not any(kind in record.value for kind in _KINDS):
             continue
         with suppress(SchemaError):
             fact = decode_control(record.value)
-            if isinstance(fact, RunStarted | StepCommitted):
+            if isinstance(fact, RunStarted | StepCommitted | VersionsDropped):
                 yield fact
 
 
@@ -306,7 +314,16 @@ class _Copier:
     def __init__(self, source: PolicyStore, target: PolicyStore) -> None:
         self._source = source
         self._target = target
+        self._lost: list[tuple[int, str]] = []  # what is not there, of which version; 0 stays
+        self.dropped: set[int] = set()
         self.done = Copied()
+
+    def finished(self, run: str) -> Copied:
+        """What was copied; what was dropped is one line."""
+        self.done.absent += [who for version, who in self._lost if version not in self.dropped]
+        if gone := {version for version, _ in self._lost} & self.dropped:
+            self.done.absent.append(f"what was dropped: {made_again(run, gone)}")
+        return self.done
 
     def started(self, fact: RunStarted) -> None:
         """What a run begins with."""
@@ -328,26 +345,27 @@ class _Copier:
             self._blob(who, "optimizer", made.optimizer.sha256)
         if made.change is not None:
             self._blob("what is otherwise in its rows", "change", made.change.sha256)
-        self.done.absent.append(f"its trajectories, which the log of `{made.run}` has")
+        self._lost.append((0, f"its trajectories, which the log of `{made.run}` has"))
 
     def step(self, fact: StepCommitted) -> None:
         """What a commit names."""
         who = f"step {fact.step}"
-        version = f"version {fact.step + 1}"
+        number = fact.step + 1
+        version = f"version {number}"
         if fact.patch is not None:
             self._patch(version, fact.digest_after, fact.patch.sha256)
         if fact.whole or not self._target.has_patch(fact.digest_after):
-            self.weights(version, fact.policy.digest)
+            self.weights(version, fact.policy.digest, number)
         self._blob(f"contributions of {who}", "contributions", fact.contributions.sha256)
         if fact.checkpoint is not None:
-            self._blob(f"checkpoint of {who}", "optimizer", fact.checkpoint.sha256)
+            self._blob(f"checkpoint of {who}", "optimizer", fact.checkpoint.sha256, number)
 
-    def weights(self, who: str, digest: str) -> None:
+    def weights(self, who: str, digest: str, version: int = 0) -> None:
         """Weights, tensor by tensor what their name says."""
         if self._target.has_whole(digest):
             return
         if not self._source.has_whole(digest):
-            self.done.absent.append(f"weights of {who}")
+            self._lost.append((version, f"weights of {who}"))
             return
         path = self._source.whole(digest)
 
@@ -371,11 +389,11 @@ class _Copier:
         self._target.publish_patch(digest, path)
         self._count(path)
 
-    def _blob(self, who: str, kind: BlobKind, sha256: str) -> None:
+    def _blob(self, who: str, kind: BlobKind, sha256: str, version: int = 0) -> None:
         if self._target.has_blob(kind, sha256):
             return
         if not self._source.has_blob(kind, sha256):
-            self.done.absent.append(who)
+            self._lost.append((version, who))
             return
         path = self._source.verify_blob(kind, sha256)
 

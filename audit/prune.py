@@ -25,7 +25,8 @@ from dora_pipe.bus.archive.manifest import SEGMENTS, load_manifest
 from dora_pipe.bus.archive.segment import read_segment
 from dora_pipe.bus.claim_check import ClaimBus, claim_of, may_be_claimed
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
-from dora_pipe.consumers.trainer.commits import CommitHistory, retained, underlying
+from dora_pipe.config.storage import keep_every_of
+from dora_pipe.consumers.trainer.commits import CommitHistory, made_again, retained, underlying
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
@@ -67,7 +68,8 @@ class PrunePlan:
     """Of the whole store, or of all claimed values in it."""
     bytes: int = 0
     note: str = ""
-    """Why no claimed value is deleted although there are old ones; empty if that is not so."""
+    """Which versions are not kept, now or before; or why no claimed value is deleted although there
+    are old ones. Empty if that is not so."""
 
     @property
     def freed_bytes(self) -> int:
@@ -80,7 +82,7 @@ def plan_prune(
     topics: Topics,
     store: PolicyStore,
     *,
-    keep_every: int,
+    keep_every: int | Literal["auto"],
     stopped: bool,
     clock: Clock,
     keep: Collection[int] = (),
@@ -105,27 +107,24 @@ def plan_prune(
     versions: tuple[int, ...] = ()
     if finished:
         commits = [note.checkpoint for note in history.notes]
-        stays = retained(commits, (len(commits),), keep_every) | history.references | set(keep)
+        every = keep_every_of(keep_every, history.run_started)
+        stays = retained(commits, (len(commits),), every) | history.references | set(keep)
         stays.add(history.first_step)
         versions = tuple(sorted(history.kept - stays))
     kept = history.kept.difference(versions)
+    gone = set(range(history.first_step, history.next_step + 1)) - kept - {0}
     candidates = tuple(_candidates(bus, topics, history, clock, listed, kept, frozenset(versions)))
     return PrunePlan(
         candidates=candidates,
         versions=versions,
+        note=f"not kept: {made_again(topics.run, gone)}" if gone else "",
         files=len(listed),
         bytes=sum(one.bytes for one in listed),
     )
 
 
 def prune(
-    bus: Bus,
-    topics: Topics,
-    store: PolicyStore,
-    plan: PrunePlan,
-    *,
-    user: str,
-    clock: Clock,
+    bus: Bus, topics: Topics, store: PolicyStore, plan: PrunePlan, *, user: str, clock: Clock
 ) -> int:
     """Delete what a plan names; how many files there were. First the log says which versions go.
 
@@ -232,7 +231,8 @@ def plan_claims(
     """
     listed = store.claims()
     latest_ns = clock.wall_ns() - int(age_min_s * 1e9)
-    old = [one for one in listed if _is_ours(one) and 0 < one.modified_ns <= latest_ns]
+    ours = (one for one in listed if _OURS.fullmatch(_last(one)))
+    old = [one for one in ours if 0 < one.modified_ns <= latest_ns]
     candidates: tuple[PruneCandidate, ...] = ()
     note = ""
     if old:
@@ -246,10 +246,7 @@ def plan_claims(
                 raise
             note = f"{len(old)} claimed values are left as they are: {error.message}"
     return PrunePlan(
-        candidates=candidates,
-        files=len(listed),
-        bytes=sum(one.bytes for one in listed),
-        note=note,
+        candidates=candidates, files=len(listed), bytes=sum(one.bytes for one in listed), note=note
     )
 
 
@@ -281,10 +278,6 @@ def _named_in_archive(archive: Path | None) -> Iterator[str]:
 
 def _named(records: Iterator[Record]) -> Iterator[str]:
     return filter(None, map(claim_of, records))
-
-
-def _is_ours(one: Listed) -> bool:
-    return _OURS.fullmatch(_last(one)) is not None
 
 
 def _last(one: Listed) -> str:

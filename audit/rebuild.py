@@ -13,10 +13,9 @@ from pathlib import Path
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.learners.port import Learner
-from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import RunStarted
@@ -28,7 +27,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuilt:
-    """A version that was made again.
+    """A version that the store lacks, and how it is made again.
 
     Example: ``Rebuilt(version=7, digest="ab..", base=4, steps=3)``: from the checkpoint of version
     4, by three steps.
@@ -46,7 +45,7 @@ class Rebuilt:
         from_ = f"the checkpoint of version {self.base}" if self.base else "version 0"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return (
-            f"version {self.version} was not in the store: made again from {from_} by {steps}, "
+            f"version {self.version} is not in the store: made again from {from_} by {steps}, "
             f"weights {self.digest[:12]}..."
         )
 
@@ -54,8 +53,8 @@ class Rebuilt:
 class Rebuilder:
     """Gives the weights of any committed version. The trainer is made when it is first needed.
 
-    `on_rebuilt` hears of every version that was made again. Versions asked for in ascending order
-    share their way from a checkpoint.
+    `on_rebuilt` hears of every version that is made again, before its steps are trained. Versions
+    asked for in ascending order share their way from a checkpoint.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Rebuilder:
             )
         digest = history.digest_of(version)
         if version and not self._is_there(digest):
-            self._rebuild(history, version, digest)
+            self._rebuild(version, digest)
         return self._store.weights(digest)
 
     def _is_there(self, digest: str) -> bool:
@@ -107,45 +106,41 @@ class Rebuilder:
             return False
         return True
 
-    def _rebuild(self, history: CommitHistory, version: int, digest: str) -> None:
+    def _rebuild(self, version: int, digest: str) -> None:
+        learner = self.before(version, told=self._on_rebuilt)
+        manifest = self._store.publish_weights(learner.save_weights)
+        if manifest.digest != digest:
+            self._at = -1
+            raise InvariantBroken(f"version {version} was made again as {manifest.digest}")
+
+    def before(self, step: int, told: Callable[[Rebuilt], None] = lambda rebuilt: None) -> Learner:
+        """The trainer as it was before a step, with the optimizer's state; `told` hears of the way
+        before it is gone. Raises as `weights`."""
+        history = self._read()
         assert history.run_started is not None
         if self._trainer is None:
             self._trainer = self._make_trainer(history.run_started)
-        trainer, notes = self._trainer, history.notes
-        goes_on = 0 <= self._at <= version
-        goes_on = goes_on and not any(note.checkpoint for note in notes[self._at : version])
-        if not goes_on:
+        learner, notes = self._trainer, history.notes
+        goes_on = 0 <= self._at <= step
+        if not goes_on or any(note.checkpoint for note in notes[self._at : step]):
             self._base = self._at = load_base(
-                self._store, trainer, history.run_started, notes[:version]
+                self._store, learner, history.run_started, notes[:step]
             )
-        commits = read_commits(self._bus, self._topics, notes[self._at : version], self._clock)
+        digest, steps = history.digest_of(step), step - self._base
+        told(Rebuilt(version=step, digest=digest, base=self._base, steps=steps))
+        commits = read_commits(self._bus, self._topics, notes[self._at : step], self._clock)
         self._at = -1  # Somewhere in between, until it has come through.
-        files = StepFiles(self._store, history.digest_of)
-        change = change_of(self._store, history)
-        again = replay_steps(
-            self._bus,
-            self._topics,
-            trainer,
-            commits,
-            files=files,
-            clock=self._clock,
-            change=change,
-            sampled_by=history.sampled_by,
-        )
-        for step in again:
-            if not step.equal:
-                other = step.other_numerics
+        log, run = (self._bus, self._topics), (self._store, history)
+        for again in replay_steps(*log, *run, learner, commits, clock=self._clock):
+            if not again.equal:
+                other = again.other_numerics
                 raise ReplayDiverged(
-                    f"version {version} cannot be made again here: step {step.step} gives other "
-                    f"weights, first in {step.tensor}",
+                    f"version {step} cannot be made again here: step {again.step} gives other "
+                    f"weights, first in {again.tensor}",
                     hint=f"other {', '.join(other)} than in the run" if other else None,
                 )
-        manifest = self._store.publish_weights(trainer.save_weights)
-        if manifest.digest != digest:
-            raise InvariantBroken(f"version {version} was made again as {manifest.digest}")
-        self._at = version
-        steps = version - self._base
-        self._on_rebuilt(Rebuilt(version=version, digest=digest, base=self._base, steps=steps))
+        self._at = step
+        return learner
 
     def _read(self) -> CommitHistory:
         if self._history is None:

@@ -26,12 +26,7 @@ from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits
-from dora_pipe.consumers.trainer.replay_steps import (
-    ReplayedStep,
-    StepFiles,
-    load_base,
-    replay_steps,
-)
+from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, load_base, replay_steps
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged
 from dora_pipe.schemas.control import StepCommitted
@@ -90,7 +85,6 @@ class StepRepeater:
         self._history, self._learner = history, learner
         self._folder, self._clock = folder, clock
         self._planted = planted
-        self._files = StepFiles(store, history.digest_of)
         self._own_change = change_of(store, history) if planted is None else planted.change
         """What the run itself says of its batches, or what is planted."""
         self._contributed: dict[int, Contributions] = {}
@@ -133,7 +127,7 @@ class StepRepeater:
         """
         self._load(first)
         found: list[TrainedRow] = []
-        commits = list(self._commits(first, last + 1))
+        commits = self._commits(first, last + 1)
         here = self._learner.numerics()
         then = commits[0].numerics
         keys = (one for one in here.keys() | then.keys() if here.get(one) != then.get(one))
@@ -208,16 +202,9 @@ class StepRepeater:
             )
 
     def _again(self, first: int, end: int, change: BatchChange) -> list[ReplayedStep]:
-        again = replay_steps(
-            self._bus,
-            self._topics,
-            self._learner,
-            list(self._commits(first, end)),
-            files=self._files,
-            clock=self._clock,
-            change=change,
-            sampled_by=self._history.sampled_by,
-        )
+        log, run = (self._bus, self._topics), (self._store, self._history)
+        commits = self._commits(first, end)
+        again = replay_steps(*log, *run, self._learner, commits, clock=self._clock, change=change)
         return list(again)
 
     def _commits(self, first: int, end: int) -> list[StepCommitted]:

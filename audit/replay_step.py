@@ -26,16 +26,10 @@ from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.settings import changed_settings
-from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.consumers.trainer.commits import OF_PATCHES, CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import (
-    ReplayedStep,
-    StepFiles,
-    load_base,
-    replay_steps,
-)
+from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, load_base, replay_steps
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import StepCommitted
@@ -137,22 +131,12 @@ def replay(
     commits = read_commits(bus, topics, history.notes[base:last], clock)
     settings = dict(changed or {})
     if unknown := sorted(settings.keys() - SETTABLE):
-        raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=_settable())
+        there = f"there are: {', '.join(sorted(SETTABLE))}"
+        raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=there)
     if settings:
         most = logged_config(started.config).sampling.max_tokens
         commits = _with(commits, settings, first, max_tokens=most)
-    files = StepFiles(store, history.digest_of)
-    change = change_of(store, history) if change is None else change
-    again = replay_steps(
-        bus,
-        topics,
-        trainer,
-        commits,
-        files=files,
-        clock=clock,
-        change=change,
-        sampled_by=history.sampled_by,
-    )
+    again = replay_steps(bus, topics, store, history, trainer, commits, clock=clock, change=change)
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:
@@ -236,10 +220,6 @@ def _check_range(history: CommitHistory, first: int, last: int) -> None:
             hint=f"steps {history.first_step} to {committed - 1} are committed "
             "(--to is the first one left out)",
         )
-
-
-def _settable() -> str:
-    return f"there are: {', '.join(sorted(SETTABLE))}"
 
 
 def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:

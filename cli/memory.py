@@ -348,29 +348,18 @@ def _print(folder: Path, shape: ModelShape, gpus: Gpus | None, found: Estimate) 
     emit_line()
     emit_table(
         ("what", "bytes", "per GPU", "fits"),
-        [(row.what, _size(row.bytes), _size(row.per_gpu), row.fits) for row in found.rows],
+        [*map(_cells, found.rows)],
         title="as it is configured",
     )
     emit_line()
     emit_table(
         ("what", "bytes"),
-        [(row.what, _size(row.bytes)) for row in found.passes],
+        [_cells(row)[:2] for row in found.passes],
         title="of a pass, on one GPU",
     )
     columns = ("trainer", "per GPU", "fits", "checkpointed", "fits", "host")
-    rows = [
-        (
-            one.keys,
-            _size(one.per_gpu),
-            one.fits,
-            _size(one.checkpointed),
-            one.fits_then,
-            _size(one.host),
-        )
-        for one in found.ways
-    ]
     emit_line()
-    emit_table(columns, rows, title="other trainers")
+    emit_table(columns, [*map(_cells, found.ways)], title="other trainers")
     emit_line()
     for line in found.notes:
         emit_line(f"note: {line}")
@@ -386,6 +375,10 @@ def _print_json(shape: ModelShape, found: Estimate) -> None:
         for row in table:
             emit_json(row._asdict())
     emit_json({"set": found.keys, "fail": found.misfits, "notes": found.notes})
+
+
+def _cells(row: EstimateRow | Way) -> tuple[str, ...]:
+    return tuple(one if isinstance(one, str) else _size(one) for one in row)
 
 
 def _size(bytes_: int | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from dora_pipe.audit.mismatch import Mismatch, measure
@@ -12,7 +11,6 @@ from dora_pipe.cli.replay import rebuilder
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import make_scorer
 from dora_pipe.consumers.trainer.batch_reader import batch_of_commit
-from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
@@ -56,26 +54,16 @@ def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mis
     config = logged_config(started.config)
     store = run.policies
     assets = store.assets(started.assets_digest)
-    scorer = make_scorer(
-        assets=assets,
-        reference=store.held_weights(started.policy.digest),
-        config=config,
-    )
+    reference = store.held_weights(started.policy.digest)
+    scorer = make_scorer(assets=assets, reference=reference, config=config)
     tokenizer = Tokenizer(assets, special_tokens=config.task.special_tokens)
-    return measure(batch, scorer, _weights(run, history, report), tokenizer)
-
-
-def _weights(
-    run: OpenRun, history: CommitHistory, report: CommandProgress
-) -> Callable[[int], tuple[Path, str]]:
-    """File and digest of a version, made again where retention has deleted it."""
     made = rebuilder(run)
 
     def weights_of(version: int) -> tuple[Path, str]:
         report(f"scoring the batch under version {version}")
         return made.weights(version), history.digest_of(version)
 
-    return weights_of
+    return measure(batch, scorer, weights_of, tokenizer)
 
 
 def print_mismatch(found: Mismatch) -> None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
+
 from dora_pipe.config.section import NonNegative, PositiveFloat, Section, WholeEvery
-from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.schemas.policy import Manifest, PolicyDtype
 
 if TYPE_CHECKING:
     from dora_pipe.config.model import Config
+    from dora_pipe.schemas.control import RunStarted
 
 PATCHES: Final = 8
 """`policies.whole_every = "auto"` where a patch is a few hundredths of the whole."""
+
+KEPT_ALL_BYTES: Final = 2**30
+"""`store.keep_every = "auto"` keeps every version of a whole file below this: a thousand of them
+lie on one disk."""
+
+KEPT_CHECKPOINTS: Final = 10
+"""`store.keep_every = "auto"` of larger ones: what is deleted is at most a hundred steps behind a
+checkpoint, with the `trainer.checkpoint_every` that is the default."""
 
 
 class Policies(Section, frozen=True, kw_only=True):
@@ -40,9 +51,10 @@ class Store(Section, frozen=True, kw_only=True):
     cache_gb: PositiveFloat = 100.0
     """Copies in `path` of a store with a `url`, or of versions that patches made, take so much
     room."""
-    keep_every: NonNegative = 0
+    keep_every: NonNegative | Literal["auto"] = "auto"
     """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
-    replay makes them again. 0 keeps everything."""
+    replay makes them again. 0 keeps everything; auto: what the run began with, which is 10 where a
+    version is a whole file of a GiB or more, and 0 where it is smaller or, in bfloat16, a patch."""
 
 
 def whole_every(config: Config, dtype: PolicyDtype) -> int:
@@ -52,6 +64,48 @@ def whole_every(config: Config, dtype: PolicyDtype) -> int:
         return asked
     small = dtype == "bfloat16" and not config.lora.rank
     return PATCHES if small and not config.transfers.ahead else 1
+
+
+def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
+    """`store.keep_every` of a new run whose versions have this type and so many bytes."""
+    asked = config.store.keep_every
+    if asked != "auto":
+        return asked
+    patched = dtype == "bfloat16" and whole_every(config, dtype) > 1
+    return 0 if patched or whole_bytes < KEPT_ALL_BYTES else KEPT_CHECKPOINTS
+
+
+def with_keep_every(config: Config, policy: Manifest) -> Config:
+    """The configuration for `run started` of a run with this version 0: what it keeps is decided
+    once, when it begins."""
+    every = keep_every(config, policy.dtype, policy.bytes)
+    return msgspec.structs.replace(
+        config, store=msgspec.structs.replace(config.store, keep_every=every)
+    )
+
+
+def deletes(config: Config, started: RunStarted) -> str:
+    """What to say of a new run that deletes versions without being asked to; empty: nothing."""
+    asked = config.store.keep_every
+    every = keep_every_of(asked, started)
+    if asked != "auto" or not every:
+        return ""
+    return (
+        f"a version has {started.policy.bytes / 1e9:.1f} GB: every {every}th checkpoint stays, and "
+        "`dora-pipe export RUN --policy N DIR` makes any other again (store.keep_every = 0 keeps "
+        "all)"
+    )
+
+
+def keep_every_of(asked: int | Literal["auto"], started: RunStarted) -> int:
+    """`store.keep_every` of a run that has begun: what is asked now, else what it began with.
+
+    A run that was begun before there was an `auto`, or such a key at all, keeps everything.
+    """
+    if asked != "auto":
+        return asked
+    began = started.config.get("store", {}).get("keep_every", 0)
+    return 0 if began == "auto" else int(began)
 
 
 def ahead_problem(config: Config) -> str:

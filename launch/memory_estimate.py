@@ -15,13 +15,15 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import keep_every, whole_every
 from dora_pipe.consumers.learners.registry import published_dtype
+from dora_pipe.consumers.trainer.commits import made_of, retained
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.local_roles import gpus_of, worker_engine, worker_names
 from dora_pipe.launch.model_shape import Block, ModelShape
 from dora_pipe.producers.engines.registry import engine_kind
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, STEP_TOKENS_MAX
+from dora_pipe.schemas.policy import Blob
 
 USABLE: Final = 0.9
 """Of a GPU: the rest is left to CUDA's contexts, to kernels and to gaps between tensors."""
@@ -59,7 +61,7 @@ PATCHED_SHARE: Final = 0.03
 PATCH_BYTES: Final = 2.4
 """Of a patch, for each of them."""
 
-VERSIONS: Final = 100
+VERSIONS: Final = 1000
 """Of a policy, for whose files an estimate is made."""
 
 GIGABYTE: Final = 10**9
@@ -167,7 +169,12 @@ def worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     block = BLOCK_TOKENS["cuda"]
     slot = math.ceil(workers.context_tokens / block) * block
     held = int(workers.vllm.kv_gb * 2**30) or slots * slot * kv_token_bytes(shape, config)
-    parts = [MemoryPart("weights of one version", shape.parameters * width // many)]
+    stages = workers.vllm.pipeline_parallel
+    ends = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    layers = math.ceil(shape.layers / stages)  # The first and the last have an end as well.
+    stage = (shape.parameters - ends) * layers // shape.layers
+    stage += ends if stages == 1 else shape.vocabulary * shape.hidden
+    parts = [MemoryPart("weights of one version", stage * width // workers.vllm.tensor_parallel)]
     if config.lora.rank:
         resident = versions_resident(config)
         parts.append(
@@ -227,10 +234,7 @@ def state_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     if config.trainer.parts > 1 and config.trainer.minibatches > 1:
         bytes_ = 14 if _remainders(shape, config) else 12
         parts.append(
-            MemoryPart(
-                "copy for parts that are updates",
-                _spread(shape, config, bytes_, 1),
-            )
+            MemoryPart("copy for parts that are updates", _spread(shape, config, bytes_, 1))
         )
     return [one for one in parts if one.bytes]
 
@@ -463,12 +467,10 @@ def mlp_chunk(shape: ModelShape, config: Config) -> int:
     tokens, asked = pass_tokens(config), config.trainer.mlp_chunk_tokens
     if not width or config.trainer.chunks_refused:
         return 0
-    chunk = asked if asked != "auto" else _auto_chunk(tokens, max(width, shape.hidden))
+    width = max(width, shape.hidden)
+    fit = max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
+    chunk = fit if asked == "auto" else asked
     return chunk if chunk < tokens else 0
-
-
-def _auto_chunk(tokens: int, width: int) -> int:
-    return max(1, MLP_ELEMENTS // width) if tokens * width > MLP_ELEMENTS_MIN else 0
 
 
 def _chunk_inside(shape: ModelShape, width: int) -> int:
@@ -527,15 +529,33 @@ def version_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     whole = WIDTHS[dtype] * count
     # Where nearly all of it changes a patch is the whole again.
     patch = int(PATCHED_SHARE * count * PATCH_BYTES) if dtype == "bfloat16" else whole
-    every, kept = whole_every(config, dtype), config.trainer.checkpoint_every
-    wholes = len({step for step in range(VERSIONS) if step % every == 0 or step % kept == 0})
-    patches = VERSIONS * patch if every > 1 else 0
+    every, checkpoint = whole_every(config, dtype), config.trainer.checkpoint_every
+    keep = keep_every(config, dtype, whole)
+    stay = _kept_versions(every, checkpoint, keep)
+    wholes = sum(_is_whole(version, every, checkpoint) for version in stay)
+    patches = len(stay) * patch if every > 1 else 0
+    states = sum(version % checkpoint == 0 for version in stay - {0})
     state = (10 if _remainders(shape, config) else 8) * count
     return [
         MemoryPart(f"a version, {dtype}", whole),
         MemoryPart("a patch, where 3 % changed", patch if every > 1 else 0),
-        MemoryPart(
-            f"{VERSIONS} versions, policies.whole_every = {every}", wholes * whole + patches
-        ),
         MemoryPart("a checkpoint of the optimizer", state),
+        MemoryPart(
+            f"of {VERSIONS} versions, whole_every = {every}, keep_every = {keep}: {len(stay)}",
+            wholes * whole + patches,
+        ),
+        MemoryPart(f"their checkpoints of the optimizer: {states}", states * state),
     ]
+
+
+def _kept_versions(every: int, checkpoint: int, keep: int) -> set[int]:
+    """Versions whose files are there at the end of a run: those that stay, with `keep_every`, and
+    what they are made of by patches."""
+    some = Blob(sha256="", bytes=0)
+    commits = [None if version % checkpoint else some for version in range(1, VERSIONS)]
+    stay = retained(commits, {VERSIONS - 1}, keep)
+    return made_of(stay, lambda version: _is_whole(version, every, checkpoint))
+
+
+def _is_whole(version: int, every: int, checkpoint: int) -> bool:
+    return version % every == 0 or version % checkpoint == 0

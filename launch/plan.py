@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
+from dora_pipe.config.storage import deletes, with_keep_every
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.clock import SystemClock
@@ -69,12 +71,7 @@ from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
-from dora_pipe.store.model_dir import (
-    asset_files,
-    config_dtype,
-    import_model,
-    read_config,
-)
+from dora_pipe.store.model_dir import asset_files, config_dtype, import_model, read_config
 from dora_pipe.store.store import PolicyStore, as_store
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -158,6 +155,8 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool) -> 
         model = store.assets(policy[1]) if policy else Path(config.model.path)
         config = with_digest(config, model)
         first = run_started(config, store, policy=policy, lineage=lineage)
+        if note := deletes(config, first):
+            say(note)
         refused = commit_problem(config, len(encode(first.policy)))
         if refused is not None:
             raise ConfigError(refused.text, hint=refused.hint)
@@ -334,7 +333,7 @@ def run_started(
     data = {source: one.data(source) for source, one in facts.items()}
     first = data[source_of("train", config.task.name)]
     evaluated = data[source_of("eval", config.evaluation.name)]
-    plain: dict[str, Any] = msgspec.to_builtins(config)
+    plain: dict[str, Any] = msgspec.to_builtins(with_keep_every(config, manifest))
     return RunStarted(
         at_ns=time.time_ns(),
         run=config.run.name,
@@ -394,7 +393,7 @@ def resume_commands(stored: Config, wanted: Config) -> list[bytes]:
         at_ns=time.time_ns(),
         user=getpass.getuser(),
         verb="set",
-        args={key: _value(wanted, key) for key in sorted(logged)},
+        args={key: attrgetter(key)(wanted) for key in sorted(logged)},
     )
     return [encode(command)]
 
@@ -405,13 +404,6 @@ def _with_teacher_of(stored: Config, wanted: Config) -> Config:
         return wanted
     teacher = msgspec.structs.replace(wanted.teacher, digest=stored.teacher.digest)
     return msgspec.structs.replace(wanted, teacher=teacher)
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 # What is refused.

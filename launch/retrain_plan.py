@@ -27,6 +27,7 @@ from dora_pipe.bus.port import Append
 from dora_pipe.config.load import changed_keys, load_config, plain_overrides
 from dora_pipe.config.logged import REFERENCE, logged_config
 from dora_pipe.config.model import Config
+from dora_pipe.config.storage import with_keep_every
 from dora_pipe.consumers.learners.port import Learner, Settings
 from dora_pipe.consumers.learners.registry import learner_kind
 from dora_pipe.consumers.learners.settings import changed_settings
@@ -34,26 +35,17 @@ from dora_pipe.consumers.trainer.change_file import publish_change
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
 from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, UsageError
+from dora_pipe.core.errors import ConfigError, InvariantBroken, UsageError
 from dora_pipe.launch.inherit import copy_state, copying
 from dora_pipe.launch.plan import create_topics, started
 from dora_pipe.launch.run_dir import RETRAINED_FROM, OpenRun, RunDir, check_room, store_config
 from dora_pipe.orchestrator.batches_again import PLANNER
-from dora_pipe.schemas.control import (
-    Lineage,
-    Retrained,
-    RunStarted,
-    StepCommitted,
-    config_digest,
-)
+from dora_pipe.schemas.control import Lineage, Retrained, RunStarted, StepCommitted, config_digest
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.topics import Topics, check_run_name
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from dora_pipe.store.store import PolicyStore
-
-OPTIMIZER = "the optimizer's state before step {step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,14 +304,11 @@ def _check_same(
     }
     for what, (there, here) in asked.items():
         if there != here:
+            other = f"other {what}" if what.endswith("s") else f"another {what}"
             raise UsageError(
-                f"run {plan.started.run!r} exists, with {_a(what)}",
+                f"run {plan.started.run!r} exists, with {other}",
                 hint="another name (--name), or the command that it was begun with",
             )
-
-
-def _a(what: str) -> str:
-    return f"other {what}" if what.endswith("s") else f"another {what}"
 
 
 def _sha256(blob: Blob | None) -> str:
@@ -342,41 +331,26 @@ class _Begun:
     """What a run begins with, in its own store."""
 
     def __init__(
-        self,
-        source: OpenRun,
-        history: CommitHistory,
-        store: PolicyStore,
-        open_learner: OpenLearner,
+        self, source: OpenRun, history: CommitHistory, store: PolicyStore, open_learner: OpenLearner
     ) -> None:
+        assert history.run_started is not None
+        self._first = history.run_started
         self._source = source
         self._history = history
         self.store = store
-        self._open = open_learner
+        make = partial(open_learner, source)
+        log, clock = (source.bus, source.topics), SystemClock()
+        self._made = Rebuilder(*log, source.policies, make_learner=make, clock=clock)
 
     def version(self, version: int) -> Manifest:
         """The weights of a version of the source, made again where its store lacks them."""
-        source, clock = self._source, SystemClock()
-        manifest = self._manifest(version)
+        source, manifest = self._source, self._first.policy
+        for note in self._history.notes[version - 1 : version] if version else ():
+            (commit,) = read_commits(source.bus, source.topics, [note], SystemClock())
+            manifest = commit.policy
         if self.store.has_weights(manifest.digest):
             return manifest
-        made = Rebuilder(
-            source.bus,
-            source.topics,
-            source.policies,
-            make_learner=partial(self._open, source),
-            clock=clock,
-        )
-        path = made.weights(version)
-        return self.store.publish_weights(copying(path, manifest))
-
-    def _manifest(self, version: int) -> Manifest:
-        started = self._history.run_started
-        assert started is not None
-        if version == 0:
-            return started.policy
-        notes = self._history.notes[version - 1 : version]
-        (commit,) = read_commits(self._source.bus, self._source.topics, notes, SystemClock())
-        return commit.policy
+        return self.store.publish_weights(copying(self._made.weights(version), manifest))
 
     def optimizer(self, step: int) -> Blob | None:
         """The optimizer's state before a step: a checkpoint, or made again from the nearest one."""
@@ -386,27 +360,7 @@ class _Begun:
         policies = self._source.policies
         if kept is not None and policies.has_blob("optimizer", kept.sha256):
             return copy_state(policies, self.store, kept.sha256)
-        return self.store.publish_blob("optimizer", self._again(step).save_optimizer)
-
-    def _again(self, step: int) -> Learner:
-        """A trainer as it was before a step. Raises ReplayDiverged."""
-        source, history, clock = self._source, self._history, SystemClock()
-        assert history.run_started is not None
-        learner = self._open(source, history.run_started)
-        base = load_base(source.policies, learner, history.run_started, history.notes[:step])
-        commits = read_commits(source.bus, source.topics, history.notes[base:step], clock)
-        files = StepFiles(source.policies, history.digest_of)
-        for again in replay_steps(
-            source.bus, source.topics, learner, commits, files=files, clock=clock
-        ):
-            if not again.equal:
-                other = again.other_numerics
-                raise PolicyError(
-                    f"{OPTIMIZER.format(step=step)} cannot be made again here: step {again.step} "
-                    "gives other weights",
-                    hint=f"other {', '.join(other)} than in the run" if other else None,
-                )
-        return learner
+        return self.store.publish_blob("optimizer", self._made.before(step).save_optimizer)
 
     def assets(self, digest: str) -> None:
         """Configuration and tokenizer files."""
@@ -415,7 +369,7 @@ class _Begun:
 
 
 def _run_started(source: RunStarted, config: Config, retrained: Retrained) -> RunStarted:
-    plain: Mapping[str, Any] = msgspec.to_builtins(config)
+    plain: Mapping[str, Any] = msgspec.to_builtins(with_keep_every(config, source.policy))
     return msgspec.structs.replace(
         source,
         at_ns=time.time_ns(),

@@ -34,7 +34,7 @@ _PARTS: Final = _of(lambda config: config.trainer.parts > 1)
 _SPARES: Final = _of(lambda config: config.groups.spare > 0)
 _TIMED: Final = _of(lambda config: config.groups.seconds_max is not None)
 _TOGETHER: Final = _of(lambda config: any(use.group for one in config.tasks for use in one.rewards))
-_DELETES: Final = _of(lambda config: config.store.keep_every > 0)
+_DELETES: Final = _of(lambda config: config.store.keep_every not in (0, "auto"))
 
 _PATCHES: Final = _of(lambda config: whole_every(config, "float32") > 1)
 

@@ -17,7 +17,7 @@ import msgspec
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import keep_every_of, whole_every, with_keep_every
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import Clock
@@ -33,13 +33,7 @@ from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.role import agents_by_source, params_by_source, turns_by_source
-from dora_pipe.schemas.control import (
-    DataSet,
-    RoleStarted,
-    RunStarted,
-    WorkerJoined,
-    config_digest,
-)
+from dora_pipe.schemas.control import DataSet, RoleStarted, RunStarted, WorkerJoined, config_digest
 from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
@@ -103,7 +97,8 @@ def run_started(
 ) -> RunStarted:
     """The first record of a run, whose version 0 and assets lie in the store afterwards."""
     policy, assets_digest = parts.policy(store, folder)
-    plain, data = msgspec.to_builtins(config), parts.data(config) or data_of(config)
+    plain = msgspec.to_builtins(with_keep_every(config, policy))
+    data = parts.data(config) or data_of(config)
     train, evaluated = (data.get(one) or plain_data(config, one) for one in ("train", "eval"))
     return RunStarted(
         at_ns=clock.wall_ns(),
@@ -198,7 +193,7 @@ def _trainer(site: Site, parts: Parts) -> Started:
         topics=site.topics,
         role_epoch=started.role_epoch,
         checkpoint_every=config.trainer.checkpoint_every,
-        keep_every=config.store.keep_every,
+        keep_every=keep_every_of(config.store.keep_every, site.run_started),
         whole_every=whole_every(config, site.run_started.policy.dtype),
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(config.timing),

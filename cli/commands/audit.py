@@ -344,8 +344,8 @@ def prune(
         _print_candidates(candidates, as_json=as_json)
         files, size = plan.files + claims.files, plan.bytes + claims.bytes
         freed = f"{(plan.freed_bytes + claims.freed_bytes) / 1e6:.1f} of {size / 1e6:.1f} MB"
-        if claims.note:
-            say(claims.note)
+        for note in filter(None, (claims.note, plan.note)):
+            say(note)
         if not delete:
             say(f"{len(candidates)} of {files} files, {freed}; --delete deletes them")
             return

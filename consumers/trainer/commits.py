@@ -13,7 +13,7 @@ step of a batch none is pinned later that was not pinned then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -238,15 +238,30 @@ def droppable(
     return tuple(sorted(history.kept - kept - history.references)[:DROPPED_MAX])
 
 
+def made_again(run: str, versions: Collection[int]) -> str:
+    """What to say of versions that were dropped: which, and how one has them."""
+    first, last = min(versions), max(versions)
+    if len(versions) == 1:
+        return f"version {first}; `dora-pipe export {run} --policy {first} DIR` makes it again"
+    return (
+        f"{len(versions)} of the versions {first} to {last}; "
+        f"`dora-pipe export {run} --policy N DIR` makes any of them again"
+    )
+
+
 def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
     """These versions and those that they are made of by patches: down to a whole one each."""
+    return made_of(versions, lambda at: at <= 0 or history.notes[at - 1].whole)
+
+
+def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]:
+    """As `underlying`; `whole` says of a version whether it is there without the one before it."""
     found: set[int] = set()
     for version in versions:
         at = version
         while at not in found:
             found.add(at)
-            if at > 0 and not history.notes[at - 1].whole:
-                at -= 1
+            at -= not whole(at)
     return found
 
 

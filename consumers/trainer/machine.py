@@ -44,6 +44,7 @@ from dora_pipe.consumers.trainer.commits import (
     CommitHistory,
     droppable,
     files_of,
+    made_again,
 )
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -330,7 +331,9 @@ class TrainerMachine:
         assert counted, self._commit.step
         LOG.info("step %d committed", self._commit.step)
         if self._commit.dropped:
-            files = files_of(self.history, self._commit.dropped)
+            dropped = self._commit.dropped
+            LOG.info("deleted: %s", made_again(self._setup.topics.run, dropped))
+            files = files_of(self.history, dropped)
             self._out.effects.append(DropFiles(weights=files.weights, optimizers=files.optimizers))
         self._adopted = False
         self._free_ns = now.mono_ns

@@ -19,8 +19,9 @@ from dora_pipe.consumers.learners.port import Learner, Reference, Settings, Trai
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
 from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logprobs
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
+from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
-from dora_pipe.consumers.trainer.commits import CommitNote
+from dora_pipe.consumers.trainer.commits import CommitHistory, CommitNote
 from dora_pipe.consumers.trainer.recovery import NOT_HERE
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
@@ -99,23 +100,23 @@ class StepFiles:
 def replay_steps(
     bus: Bus,
     topics: Topics,
+    store: PolicyStore,
+    history: CommitHistory,
     learner: Learner,
     commits: Iterable[StepCommitted],
     *,
-    files: StepFiles,
     clock: Clock,
-    change: BatchChange = UNCHANGED,
-    sampled_by: str = "",
+    change: BatchChange | None = None,
 ) -> Iterator[ReplayedStep]:
     """Train the steps of `commits` (contiguous, in order) again, one by one.
 
     `learner` has the weights and optimizer state before the first of them (`load_base`). Every
     trajectory is taken as it lies in the log now, also if it was changed: what that changes in the
-    weights is the answer. `sampled_by` is the run of the trajectories, where that is another one;
-    `change` is what else is otherwise than when they were committed. Raises
-    InvariantBroken for one that cannot be read at all, BusError.
+    weights is the answer. `change` is what else is otherwise; by default what the run itself says.
+    Raises InvariantBroken for one that cannot be read at all, BusError.
     """
-    run = sampled_by or topics.run
+    run, files = history.sampled_by or topics.run, StepFiles(store, history.digest_of)
+    change = change_of(store, history) if change is None else change
     reader = BatchReader(bus, topics.trajectories, run=run, starts={}, clock=clock)
     try:
         again = steps_again(reader, learner, commits, files=files, strict=False, change=change)

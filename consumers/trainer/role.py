@@ -29,7 +29,7 @@ from dora_pipe import __version__
 from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import keep_every_of, whole_every
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX
@@ -190,7 +190,7 @@ def _serve(
         checkpoint_every=here.config.trainer.checkpoint_every,
         # A live run may go on from the last version of one that was trained again.
         checkpoint_at=-1 if retrained is None else retrained.last + 1,
-        keep_every=here.config.store.keep_every,
+        keep_every=keep_every_of(here.config.store.keep_every, here.run),
         whole_every=whole_every(here.config, here.run.policy.dtype),
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(timing),

@@ -21,7 +21,7 @@ from dora_pipe.bus.port import Append, Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
 from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.plan import create_topics
@@ -71,9 +71,9 @@ def first_step_is_the_sources(root: Path, store: PolicyStore, started: RunStarte
     with opened(NAME, root) as source:
         history = read_history(source.bus, source.topics, CLOCK)
         notes = history.notes[VERSION : VERSION + 1]
-        files = StepFiles(source.policies, history.digest_of)
         steps = read_commits(source.bus, source.topics, notes, CLOCK)
-        (again,) = replay_steps(source.bus, source.topics, learner, steps, files=files, clock=CLOCK)
+        log, run = (source.bus, source.topics), (source.policies, history)
+        (again,) = replay_steps(*log, *run, learner, steps, clock=CLOCK)
     return again.equal
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.archive import Archiver, copy_policies
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
@@ -86,6 +88,35 @@ def test_every_version_that_is_gone_is_made_again_bit_for_bit(over: Cluster) -> 
         over.store.drop_weights(history.digest_of(version))
 
 
+def test_an_archive_says_in_one_line_which_versions_were_dropped(
+    over: Cluster, tmp_path: Path
+) -> None:
+    gone = missing(over)
+    with closing(Archiver(over.bus, over.topics, tmp_path)) as archiver:
+        archiver.once()
+    (line,) = copy_policies(tmp_path, over.topics, over.store).absent
+    assert line == (
+        f"what was dropped: {len(gone)} of the versions {gone[0]} to {gone[-1]}; "
+        "`dora-pipe export kept --policy N DIR` makes any of them again"
+    )
+
+
+def test_an_archive_names_by_itself_what_is_lost_and_was_not_dropped(
+    over: Cluster, tmp_path: Path
+) -> None:
+    history, gone = read_history(over.bus, over.topics, VirtualClock()), missing(over)
+    with closing(Archiver(over.bus, over.topics, tmp_path)) as archiver:
+        archiver.once()
+    kept = over.store.weights_path(history.digest_of(8))
+    away = kept.rename(tmp_path / "away")
+    try:
+        lines = copy_policies(tmp_path, over.topics, over.store).absent
+    finally:
+        away.rename(kept)
+    assert lines[0] == "weights of version 8" and f"{len(gone)} of the versions" in lines[1]
+    assert len(lines) == 2
+
+
 def test_machine_that_makes_other_bytes_writes_nothing(over: Cluster) -> None:
     gone = missing(over)
     before = over.store.everything()
@@ -131,6 +162,7 @@ def test_prune_names_orphans_and_what_retention_drops_and_deletes_only_those(
         plan = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
         # Checkpoints 2, 4, 6: 4 by its number, 4 and 6 as the newest; 7 and 6 as the last ones.
         assert plan.versions == (1, 2, 3, 5)
+        assert "not kept: 4 of the versions 1 to 5; `dora-pipe export small " in plan.note
         before = len(store.everything())
         assert prune(bus, topics, store, plan, user="u", clock=clock) == len(plan.candidates)
         assert len(store.everything()) == before - len(plan.candidates)
@@ -138,7 +170,7 @@ def test_prune_names_orphans_and_what_retention_drops_and_deletes_only_those(
         found = audit(bus, topics, store)
         assert not found.violations
         again = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
-        assert again.candidates == () and again.versions == ()
+        assert again.candidates == () and again.versions == () and again.note == plan.note
 
 
 def test_what_was_made_again_and_what_a_dead_trainer_left_is_pruned(tmp_path: Path) -> None:

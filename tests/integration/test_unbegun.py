@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.port import Append
+from dora_pipe.config.storage import keep_every_of
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch.plan import Plan, plan_new, plan_resume
 from dora_pipe.launch.run import load_again, load_wanted
@@ -79,6 +80,20 @@ def test_a_stage_that_does_nothing_is_said_when_a_run_is_made_and_no_more(
     assert "zero_stage" not in capsys.readouterr().err
     made("run.name=other")
     assert "zero_stage" not in capsys.readouterr().err
+
+
+def test_what_a_run_keeps_is_decided_when_it_is_made_and_said_where_it_deletes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert begun().config["store"]["keep_every"] == 0
+    assert "keep_every" not in capsys.readouterr().err
+    monkeypatch.setattr("dora_pipe.config.storage.KEPT_ALL_BYTES", 1)
+    large = made("run.name=large")
+    assert large.first.config["store"]["keep_every"] == 10
+    assert "every 10th checkpoint stays" in capsys.readouterr().err
+    assert keep_every_of(large.config.store.keep_every, large.first) == 10
+    small = resumed("tiny")  # Its file says "auto"; what it began with is in its log.
+    assert keep_every_of(small.config.store.keep_every, small.first) == 0
 
 
 def test_a_run_of_a_model_begins_with_what_that_was_when_the_run_was_made(place: Path) -> None:

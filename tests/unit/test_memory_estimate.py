@@ -273,11 +273,23 @@ def test_patches_take_a_part_of_the_store_where_versions_are_bfloat16() -> None:
         parts = version_parts(BILLIONS, run(**keys))
         return next(one.bytes for one in parts if "versions" in one.what)
 
-    whole = stored(policies__whole_every=1)
-    assert whole == 100 * 2 * BILLIONS.parameters
+    whole = stored(policies__whole_every=1, store__keep_every=0)
+    assert whole == 1000 * 2 * BILLIONS.parameters
     assert stored() == stored(policies__whole_every=8) < 0.25 * whole
     assert stored(policies__whole_every=10) < 0.15 * whole
-    assert stored(policies__dtype="float32", policies__whole_every=10) > 2 * whole
+    keys: dict[str, Any] = dict(policies__dtype="float32", policies__whole_every=10)
+    assert stored(**keys, store__keep_every=0) > 2 * whole
+
+
+def test_whole_files_that_are_deleted_by_default_are_not_counted() -> None:
+    def stored(**keys: Any) -> tuple[int, int]:
+        weights, states = version_parts(BILLIONS, run(policies__dtype="float32", **keys))[-2:]
+        return weights.bytes // (4 * BILLIONS.parameters), states.bytes // weights.bytes
+
+    # 0; 100 to 900, every tenth checkpoint; the newest two, 980 and 990; 998 and 999.
+    assert stored() == (1 + 9 + 2 + 2, 1)
+    assert stored(trainer__checkpoint_every=1000) == (3, 0)
+    assert stored(store__keep_every=0)[0] == 1000
 
 
 def test_chunks_of_the_head_are_as_large_as_those_of_the_trainer() -> None:

@@ -18,10 +18,18 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import ahead_problem, whole_every
+from dora_pipe.config.storage import (
+    ahead_problem,
+    deletes,
+    keep_every,
+    keep_every_of,
+    whole_every,
+    with_keep_every,
+)
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.schemas.policy import PolicyDtype
+from dora_pipe.schemas.policy import Manifest, PolicyDtype, Tensor
 from dora_pipe.schemas.topics import RULE
+from tests.support.trainer_driver import run_started
 
 SMALL = """
 [run]
@@ -33,6 +41,12 @@ path = "models/tiny"
 kind = "arithmetic"
 """
 
+
+LEAST: dict[str, Any] = {
+    "run": {"name": "r", "steps": 1},
+    "model": {"path": "m"},
+    "task": {"kind": "a:B"},
+}
 
 DEEPSPEED = ["trainer.kind=deepspeed"]
 STAGE_0 = ["trainer.zero_stage=0"]
@@ -453,8 +467,65 @@ def test_a_run_that_is_older_than_parts_goes_on_without(tmp_path: Path) -> None:
 def test_versions_in_bfloat16_are_patches_where_nothing_is_said(
     keys: dict[str, Any], dtype: PolicyDtype, every: int
 ) -> None:
-    table = {"run": {"name": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "a:B"}}
-    assert whole_every(from_plain({**table, **keys}), dtype) == every
+    assert whole_every(from_plain({**LEAST, **keys}), dtype) == every
+
+
+FOUR_BILLION = 16 * 10**9  # bytes
+
+
+def tensor(dtype: PolicyDtype) -> Tensor:
+    return Tensor(name="w", dtype="BF16" if dtype == "bfloat16" else "F32", shape=(1,), sha256="")
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "bytes_", "every"),
+    [
+        ({}, "float32", FOUR_BILLION, 10),
+        ({}, "float32", 2**30 - 1, 0),
+        ({}, "bfloat16", FOUR_BILLION // 2, 0),
+        ({"policies": {"whole_every": 1}}, "bfloat16", FOUR_BILLION // 2, 10),
+        ({"transfers": {"kind": "flight", "ahead": True}}, "bfloat16", FOUR_BILLION // 2, 10),
+        ({"policies": {"whole_every": 8}}, "float32", FOUR_BILLION, 10),
+        ({"lora": {"rank": 4}}, "bfloat16", 10**8, 0),
+        ({"store": {"keep_every": 0}}, "float32", FOUR_BILLION, 0),
+        ({"store": {"keep_every": 3}}, "float32", 1000, 3),
+    ],
+)
+def test_large_whole_versions_are_not_all_kept_where_nothing_is_said(
+    keys: dict[str, Any], dtype: PolicyDtype, bytes_: int, every: int
+) -> None:
+    config = from_plain({**LEAST, **keys})
+    assert keep_every(config, dtype, bytes_) == every
+    policy = Manifest(digest="", bytes=bytes_, tensors=(tensor(dtype),))
+    assert with_keep_every(config, policy).store.keep_every == every
+
+
+@pytest.mark.parametrize(
+    ("began", "says", "every"),
+    [
+        ({"store": {"keep_every": 10}}, "auto", 10),
+        ({"store": {"keep_every": 0}}, "auto", 0),
+        ({"store": {}}, "auto", 0),
+        ({}, "auto", 0),
+        ({"store": {"keep_every": 10}}, 0, 0),
+        ({"store": {"keep_every": 0}}, 5, 5),
+    ],
+)
+def test_a_run_keeps_what_it_began_with_until_its_file_says_otherwise(
+    began: dict[str, Any], says: Any, every: int
+) -> None:
+    started = msgspec.structs.replace(run_started(), config=began)
+    assert keep_every_of(says, started) == every
+
+
+def test_a_new_run_says_that_it_deletes_what_nobody_asked_it_to() -> None:
+    policy = Manifest(digest="", bytes=FOUR_BILLION, tensors=())
+    started = msgspec.structs.replace(run_started(), policy=policy)
+    for says, expected in (("auto", "16.0 GB: every 10th checkpoint stays"), (3, ""), (0, "")):
+        config = from_plain({**LEAST, "store": {"keep_every": says}})
+        plain = msgspec.to_builtins(with_keep_every(config, policy))
+        said = deletes(config, msgspec.structs.replace(started, config=plain))
+        assert (expected in said) if expected else not said
 
 
 @pytest.mark.parametrize(

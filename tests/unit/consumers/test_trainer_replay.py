@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import StepFiles, load_base, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
 from dora_pipe.core.errors import (
     InvariantBroken,
     LogTruncated,
@@ -98,14 +98,8 @@ def replayed(stage: TrainerStage, commits: list[StepCommitted], first: int) -> l
     assert history.run_started is not None
     base = load_base(stage.store, trainer, history.run_started, history.notes[:first])
     assert base <= first
-    steps = replay_steps(
-        stage.bus,
-        stage.topics,
-        trainer,
-        commits[base:],
-        files=StepFiles(stage.store, history.digest_of),
-        clock=stage.clock,
-    )
+    log, run = (stage.bus, stage.topics), (stage.store, history)
+    steps = replay_steps(*log, *run, trainer, commits[base:], clock=stage.clock)
     return [one for one in steps if one.step >= first]
 
 

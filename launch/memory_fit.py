@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 import msgspec
@@ -76,23 +77,42 @@ def parallel_keys(shape: ModelShape, config: Config, gpus: Gpus) -> dict[str, An
     """Keys with which a worker has as few GPUs of one machine as hold it, one at least being left
     for the trainer; None: no number of them does, or servers that run already have theirs."""
     vllm, count = config.workers.vllm, config.workers.count
-    if vllm.addresses or vllm.pipeline_parallel > 1:
+    if vllm.addresses:
         return None
-    for many in range(vllm.tensor_parallel + 1, MACHINE_GPUS + 1):
-        workers = min(count, (gpus.count - 1) // many)
-        if shape.attention.heads % many or not workers:
+    for tensor, stages in _splits(shape, config):
+        workers = min(count, (gpus.count - 1) // (tensor * stages))
+        if not workers:
             continue
         keys: dict[str, Any] = {"workers.engine": "vllm-server"}
         if config.workers.engines:
             keys["workers.engines"] = []
         if workers < count:
             keys["workers.count"] = workers
-        keys |= {"workers.vllm.tensor_parallel": many, "workers.gpus": []}
+        dealt = {"tensor_parallel": tensor, "pipeline_parallel": stages}
+        held = {key: getattr(vllm, key) for key in dealt}
+        keys |= {f"workers.vllm.{key}": one for key, one in dealt.items() if one != held[key]}
+        keys["workers.gpus"] = []
         changed = with_keys(config, keys)
         more = worker_keys(shape, changed, gpus.usable, slots_least=SLOTS_LEAST)
-        if more is not None:
+        if more is not None and not any(problems_of(changed)):
             return keys | more
     return None
+
+
+def _splits(shape: ModelShape, config: Config) -> list[tuple[int, int]]:
+    """Into how many parts of layers, and of their number, a worker may be dealt on one machine: as
+    few as can be, parts of layers first, since KV caches do not move between pipelines."""
+    vllm, of = config.workers.vllm, shape.attention
+    heads = of.keys * of.heads // of.queries  # of keys and values, which are dealt or copied whole
+    found = [
+        (tensor, stages)
+        for stages in range(vllm.pipeline_parallel, min(MACHINE_GPUS, shape.layers) + 1)
+        for tensor in range(vllm.tensor_parallel, MACHINE_GPUS // stages + 1)
+        if tensor * stages > vllm.gpus and not of.heads % tensor
+        if not (heads % tensor and tensor % heads)
+    ]
+    least = vllm.pipeline_parallel
+    return sorted(found, key=lambda one: (one[1] > least, one[0] * one[1], one[1]))
 
 
 def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
@@ -132,8 +152,7 @@ def _ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
     if config.trainer.kind == "torch" and config.trainer.dtype != "bfloat16":
         yield {"trainer.dtype": "bfloat16"}
     for keys in zero_ways(config, count):
-        held = {key: _value(config, key) for key in keys}
-        yield {key: value for key, value in keys.items() if held[key] != value}
+        yield {key: value for key, value in keys.items() if attrgetter(key)(config) != value}
 
 
 def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
@@ -164,10 +183,3 @@ def deepspeed_refuses(config: Config) -> str:
     kind = learner_kind("deepspeed")
     refused = config.trainer.router_aux_loss and not kind.router_aux_loss
     return "trainer.router_aux_loss" if refused else ""
-
-
-def _value(config: Config, key: str) -> Any:
-    found: Any = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found

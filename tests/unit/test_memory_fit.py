@@ -87,9 +87,48 @@ def test_a_worker_that_no_gpu_holds_is_given_several() -> None:
     assert estimate(BILLIONS, changed, Gpus(8, 6 * 10**9)).good
 
 
-def test_a_worker_whose_heads_cannot_be_dealt_stays_alone() -> None:
+def test_a_worker_whose_heads_cannot_be_dealt_has_its_layers_dealt() -> None:
     odd = shape_of(NETWORKS["llama"], num_attention_heads=3, num_key_value_heads=3)
-    assert parallel_keys(odd, run(), Gpus(3, 10**9)) is None
+    found = parallel_keys(odd, run(), Gpus(3, 10**9))
+    assert found is not None and "workers.vllm.tensor_parallel" not in found
+    assert found["workers.vllm.pipeline_parallel"] == 2
+    changed = with_keys(run(), found)
+    assert changed.workers.vllm.gpus == 2 and not list(problems_of(changed))
+    routes = run(sampling__routes=True)  # No process of a pipeline knows all experts of a token.
+    assert parallel_keys(odd, routes, Gpus(3, 10**9)) is None
+
+
+def test_layers_are_dealt_where_heads_of_keys_cannot_be() -> None:
+    # 12 heads would be dealt to 3 and to 6, of 4 heads of keys and values; 2 and 4 are too few.
+    sizes: dict[str, Any] = dict(num_attention_heads=12, num_key_value_heads=4, num_hidden_layers=6)
+    odd = shape_of(NETWORKS["llama"], vocab_size=10**6, hidden_size=960, **sizes)
+    whole = run(workers__vllm={"dtype": "bfloat16"}, workers__slots=8)
+    room = sum(one.bytes for one in worker_parts(odd, whole))
+    four = with_keys(whole, {"workers.vllm.tensor_parallel": 4})
+    usable = sum(one.bytes for one in worker_parts(odd, four))
+    assert usable < room
+    found = parallel_keys(odd, whole, Gpus(9, int(usable / 0.9) - 10**7))
+    assert found is not None
+    assert found["workers.vllm.tensor_parallel"] * found["workers.vllm.pipeline_parallel"] in (6, 8)
+
+
+def test_a_stage_with_an_embedding_is_the_largest() -> None:
+    def weights(**vllm: Any) -> int:
+        parts = worker_parts(
+            BILLIONS,
+            run(workers__engine="vllm-server", workers__vllm={"dtype": "bfloat16", **vllm}),
+        )
+        return next(one.bytes for one in parts if one.what.startswith("weights"))
+
+    embedding = BILLIONS.vocabulary * BILLIONS.hidden
+    body = BILLIONS.parameters - embedding  # It is tied: the first and the last stage have it.
+    assert weights(pipeline_parallel=2) == 2 * (body // 2 + embedding)
+    assert weights(pipeline_parallel=2, tensor_parallel=2) == body // 2 + embedding
+    assert weights(pipeline_parallel=7) == 2 * (body * 6 // 36 + embedding)
+    assert weights(tensor_parallel=4) == BILLIONS.parameters // 2
+
+
+def test_servers_that_run_already_are_left_as_they_are() -> None:
     served = run(workers__engine="vllm-server", workers__vllm={"addresses": ["http://a:1"] * 2})
     assert parallel_keys(BILLIONS, served, Gpus(8, 6 * 10**9)) is None
 

@@ -26,7 +26,12 @@ from dora_pipe.consumers.trainer.change_file import change_of
 from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits
-from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, load_base, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import (
+    ReplayedStep,
+    load_base,
+    numerics_again,
+    replay_steps,
+)
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged
 from dora_pipe.schemas.control import StepCommitted
@@ -128,7 +133,7 @@ class StepRepeater:
         self._load(first)
         found: list[TrainedRow] = []
         commits = self._commits(first, last + 1)
-        here = self._learner.numerics()
+        here = numerics_again(self._learner, commits[0])
         then = commits[0].numerics
         keys = (one for one in here.keys() | then.keys() if here.get(one) != then.get(one))
         self.other_numerics |= frozenset(keys)

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora_pipe.config.section import ComputeDtype, OptimizerName
+from dora_pipe.consumers.learners.settings import MASKED, Packing
 from dora_pipe.schemas.policy import PolicyDtype
 
 GROUP: Final = 2
@@ -31,6 +32,8 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     row_tokens: int = 2048
     last_tokens: int = 0
     """Of the last row of every group, where it is shorter."""
+    halving: bool = False
+    """Each row has half the tokens of the one before it, the last as many: they fill two lines."""
     pass_tokens: int = 4096
     policies: PolicyDtype = "bfloat16"
     """What is published, beside float32 masters; of the own trainer."""
@@ -41,7 +44,7 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     activation_offload: bool = False
     leaving: bool = False
     """The own trainer leaves the device before every step (`trainer.offload_between_steps`)."""
-    packing: bool = False
+    packing: Packing = False
     steps: int = 2
     digest: bool = False
     device: str = "cuda"
@@ -49,8 +52,13 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> int:
         """Of all rows."""
-        groups = self.rows // GROUP
-        return groups * ((GROUP - 1) * self.row_tokens + (self.last_tokens or self.row_tokens))
+        return sum(map(self.tokens_of, range(self.rows)))
+
+    def tokens_of(self, row: int) -> int:
+        """Of one of them."""
+        if self.halving:
+            return self.row_tokens >> min(row, self.rows - 2)
+        return (row % GROUP == GROUP - 1 and self.last_tokens) or self.row_tokens
 
     @property
     def needs(self) -> str:
@@ -85,6 +93,14 @@ def _ways() -> list[StepCase]:
         with_(small, by="trl"),
         with_(small, by="trl-bf16"),
     ]
+
+
+def _packed() -> list[StepCase]:
+    """Rows of 8192 tokens to 256 in one pass: by sequences, under a mask, and in lines of their
+    own."""
+    rows = {"rows": 6, "row_tokens": 8192, "pass_tokens": 16_384, "halving": True}
+    case = with_(StepCase(compute="bfloat16", steps=3), **rows)
+    return [with_(case, packing=True), with_(case, packing=MASKED), case]
 
 
 def _optimizers() -> list[StepCase]:
@@ -155,6 +171,7 @@ _SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
     "1.7B": _middle,
     "4B": _large,
     "long": _long,
+    "packed": _packed,
     "optimizers": _optimizers,
     "leaving": _leaving,
 }

@@ -36,6 +36,7 @@ from dora_pipe.bench.gpu_cases import GROUP, TINY, StepCase, cases_of, tiny, wit
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.bench.qwen3 import config_of, vocabulary_of
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.settings import PACKING
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.trajectory import Trajectory
@@ -75,7 +76,8 @@ class GpuStepFigure:
     checkpointing: bool
     offload: bool
     leaving: bool
-    packing: bool
+    packing: str
+    """By which way (`consumers.learners.settings`); empty: rows share no lines."""
     seconds: float | None = None
     tokens_s: int | None = None
     peak_gb: float | None = None
@@ -161,7 +163,7 @@ def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
         checkpointing=case.gradient_checkpointing,
         offload=case.activation_offload,
         leaving=case.leaving,
-        packing=case.packing,
+        packing="",
         **more,
     )
 
@@ -186,9 +188,9 @@ def measured(case: StepCase) -> GpuStepFigure:
 
 def _own(case: StepCase, folder: Path) -> GpuStepFigure:
     learner = made_learner(case, folder)
-    batch = batch_of(case)
+    batch, settings = batch_of(case), {**SETTINGS, PACKING: case.packing}
     short = with_(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
-    learner.train(batch_of(short), SETTINGS)
+    learner.train(batch_of(short), settings)
     left, took = [], []
     if case.leaving:  # What it pins of the host's memory the first time stays pinned.
         learner.leave_device()
@@ -199,11 +201,13 @@ def _own(case: StepCase, folder: Path) -> GpuStepFigure:
             left.append(_seconds(learner.leave_device, case.device))
         if not number:
             held = fresh_peak(case.device)
-        took.append(_seconds(lambda: learner.train(batch, SETTINGS), case.device))
+        took.append(_seconds(lambda: learner.train(batch, settings), case.device))
     peak = peak_bytes(case.device)
     digest = learner.manifest().digest[:12] if case.digest else ""
     leave_s = round(statistics.median(left), 3) if left else None
-    return replace(_of_times(case, took, peak, held, digest), leave_s=leave_s)
+    way = case.packing if case.packing is not True else learner.numerics()["packing"]
+    figure = _of_times(case, took, peak, held, digest)
+    return replace(figure, leave_s=leave_s, packing=way or "")
 
 
 def _seconds(call: Callable[[], Any], device: str) -> float:
@@ -256,7 +260,7 @@ def made_learner(case: StepCase, folder: Path) -> Any:
             mlp_chunk_tokens="auto",
             gradient_checkpointing=case.gradient_checkpointing,
             activation_offload=case.activation_offload,
-            packing=case.packing,
+            packing=bool(case.packing),
         ),
     )
     reference = folder / "names.safetensors"
@@ -305,7 +309,10 @@ def batch_of(case: StepCase) -> TrainBatch:
     groups: list[TrainGroup] = []
     for ordinal in range(case.rows // GROUP):
         group, at = group_id("train", ordinal), ordinal * GROUP
-        siblings = [_sibling(case, group, one, rows[at + one]) for one in range(GROUP)]
+        siblings = [
+            _sibling(case, group, one, rows[at + one][: case.tokens_of(at + one)])
+            for one in range(GROUP)
+        ]
         groups.append(TrainGroup(group=group, version=0, trajectories=siblings))
     return TrainBatch(step=0, groups=groups)
 
@@ -317,7 +324,7 @@ def _guess(case: StepCase) -> float:
 
 def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:
     """One with reward 1 or 0, sampled from a policy that knows nothing."""
-    size = (sibling == GROUP - 1 and case.last_tokens) or case.row_tokens
+    size = len(ids)
     like = sample_trajectory(size)
     prompt = like.meta.prompt_tokens
     column = [*[None] * prompt, *[_guess(case)] * (size - prompt)]
@@ -326,7 +333,7 @@ def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:
         like,
         trajectory=trajectory_id(group, sibling),
         version=0,
-        token_ids=ids[:size].tolist(),
+        token_ids=ids.tolist(),
         logprobs=column,
         sampler_logprobs=column,
         reward=float(sibling % 2),

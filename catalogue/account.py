@@ -481,13 +481,7 @@ class RunAccount:
         return request, present
 
     def _end_attempt(
-        self,
-        trajectory: str,
-        attempt: int,
-        epoch: int,
-        outcome: Outcome,
-        at_ns: int,
-        why: str = "",
+        self, trajectory: str, attempt: int, epoch: int, outcome: Outcome, at_ns: int, why: str = ""
     ) -> None:
         found = self._present(trajectory, attempt, epoch)
         if found is not None:
@@ -565,10 +559,7 @@ class RunAccount:
         groups = tuple(one for one in met if not one.left_out)
         out: list[Event] = [
             GroupEnded(
-                group=one,
-                fate="filtered",
-                why=f"left out of step {fact.step}",
-                ended_ns=fact.at_ns,
+                group=one, fate="filtered", why=f"left out of step {fact.step}", ended_ns=fact.at_ns
             )
             for one in met
             if one.left_out

@@ -375,11 +375,7 @@ def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
 def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> CatalogueSource:
     """How far a catalogue of today's form goes."""
     return CatalogueSource(
-        form=FORM,
-        run=run,
-        control_next=control_next,
-        decisions_next=decisions_next,
-        chain=chain,
+        form=FORM, run=run, control_next=control_next, decisions_next=decisions_next, chain=chain
     )
 
 

@@ -64,9 +64,7 @@ def ends_role(effect: Any, error: Exception) -> NoReturn:
 
 
 def attempt(
-    what: str,
-    do: Callable[[], Iterable[Any]],
-    failed: Callable[[Exception], Iterable[Any]],
+    what: str, do: Callable[[], Iterable[Any]], failed: Callable[[Exception], Iterable[Any]]
 ) -> Iterator[Any]:
     """The events of `do`; whatever it raises is logged and becomes the events of `failed`.
 

@@ -39,14 +39,7 @@ class JsonEndpoint:
     """
 
     def __init__(
-        self,
-        who: str,
-        url: str,
-        *,
-        key: str = "",
-        timeout_s: float,
-        at_once: int,
-        bytes_max: int,
+        self, who: str, url: str, *, key: str = "", timeout_s: float, at_once: int, bytes_max: int
     ) -> None:
         self.where = f"{who} at {url.rstrip('/')}"
         """For messages."""

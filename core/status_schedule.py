@@ -83,11 +83,7 @@ class StatusSchedule:
         """The next one does not wait for that."""
 
     def publish(
-        self,
-        status: M,
-        to: Address,
-        now_ns: int,
-        shorten: Callable[[M], M] = lambda status: status,
+        self, status: M, to: Address, now_ns: int, shorten: Callable[[M], M] = lambda status: status
     ) -> list[Publish]:
         """The status as a record, if it goes out now; `shorten` leaves out what is known."""
         if not self.goes_out(status, now_ns):

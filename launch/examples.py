@@ -211,8 +211,5 @@ def write_word_tokenizer(
     }
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    for name, content in (
-        ("tokenizer_config.json", settings),
-        ("special_tokens_map.json", named),
-    ):
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", named)):
         (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -46,6 +46,9 @@ COPIES_AT_ONCE: Final = 3
 SCORE_COPIES: Final = 5
 """Of one layer's attention scores, where torch has no kernel that keeps none (docs/gpu.md)."""
 
+MULTIPROCESSORS: Final = 132
+"""Of an H100: so many heads at once, and copies of gradients where there are fewer."""
+
 UPDATE_COPIES: Final = 2
 """Of one tensor, which torch's AdamW makes while it updates it (decision 0076)."""
 
@@ -376,7 +379,6 @@ def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     chunk = mlp_chunk(shape, config)
     outside = (2 if chunk else 3) * shape.hidden * held
     saved = tokens * (_layers_saved(shape, config) + outside)
-    mask = tokens * min(config.workers.context_tokens, tokens // 2) * 5 if trainer.packing else 0
     again = trainer.gradient_checkpointing
     layer = tokens * (max(_layers(shape, config)) if again else 0)
     if chunk:
@@ -389,7 +391,7 @@ def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
         MemoryPart(f"activations of {tokens} tokens", saved),
         MemoryPart("scores of attention, at most", score_bytes(shape, config)),
         MemoryPart("weights, bfloat16 for its products", cast_bytes(shape, config)),
-        MemoryPart("mask of packed lines, at most", mask),
+        MemoryPart("mask or copies for packed lines, at most", mask_bytes(shape, config)),
         MemoryPart("head and logits", head_bytes(shape, config)),
         MemoryPart("a layer, on the way back", layer),
     ]
@@ -410,6 +412,18 @@ def head_bytes(shape: ModelShape, config: Config) -> int:
     if not chunk or chunk >= tokens:
         return COPIES_AT_ONCE * tokens * vocabulary * 4
     return COPIES_IN_CHUNKS * chunk * vocabulary * 4
+
+
+def mask_bytes(shape: ModelShape, config: Config) -> int:
+    """What attention of packed lines takes beside itself: a mask, or where a GPU computes each
+    sequence by itself, copies of the gradient by queries, which is deterministic so."""
+    trainer, tokens = config.trainer, pass_tokens(config)
+    if not trainer.packing:
+        return 0
+    if trainer.device == "cpu" or _width(config) == 4:
+        return 5 * tokens * min(config.workers.context_tokens, tokens // 2)
+    copies = -(-MULTIPROCESSORS // (2 * shape.attention.heads))  # Of two sequences; of more, fewer.
+    return 4 * copies * tokens * shape.attention.queries
 
 
 def score_bytes(shape: ModelShape, config: Config) -> int:

@@ -15,13 +15,7 @@ from dora_pipe.producers.tasks.serving import TaskHost
 
 
 def serve_task(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    listen: str,
-    name: str,
-    processes: int,
-    keep_s: float,
+    path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int, keep_s: float
 ) -> None:
     """Serve, and say where. Raises ConfigError for an unknown task or address, ResourceError where
     nobody can listen there."""

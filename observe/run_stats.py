@@ -400,12 +400,7 @@ class RunStats:
     def follow(self, bus: Bus, topics: Topics) -> LogFollower:
         """Who tells these numbers all of a log, statuses too."""
         return LogFollower(
-            bus,
-            topics,
-            self,
-            statuses=self.status,
-            lent=self.account.lend,
-            meter=self.meter,
+            bus, topics, self, statuses=self.status, lent=self.account.lend, meter=self.meter
         )
 
     def status(self, status: AnyMetrics) -> None:

@@ -207,11 +207,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def strange_place(
-    digest: str,
-    seed: int,
-    start: int,
-    tokens: Sequence[int],
-    logprobs: Sequence[float | None],
+    digest: str, seed: int, start: int, tokens: Sequence[int], logprobs: Sequence[float | None]
 ) -> int | None:
     """The first of these tokens, by its place among them, that weights do not sample there; None if
     all are. They stand behind `start` others."""

@@ -566,12 +566,7 @@ def worker_ready(
 ) -> WorkerReady:
     """It has loaded what it was assigned."""
     return WorkerReady(
-        at_ns=0,
-        worker=name,
-        epoch=epoch,
-        version=version,
-        digest=digest,
-        load_ms=load_ms,
+        at_ns=0, worker=name, epoch=epoch, version=version, digest=digest, load_ms=load_ms
     )
 
 

@@ -208,11 +208,7 @@ OF_SESSIONS: Final = (
         _late_call_counts,
     ),
     ("calls-of-the-newest", "calls are sampled by the newest version here", _calls_of_the_newest),
-    (
-        "shared-twice",
-        "what contexts share stands in the record twice",
-        _shared_twice,
-    ),
+    ("shared-twice", "what contexts share stands in the record twice", _shared_twice),
     ("unasked-kept", "recorded calls that nobody asks again are trained", _unasked_kept),
     (
         "open-call-lost",

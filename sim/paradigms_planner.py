@@ -29,14 +29,7 @@ from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, next_batch
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.state_ops import admit, in_flight_due
-from dora_pipe.schemas.rounds import (
-    AnyDecision,
-    Assign,
-    Dispatch,
-    Place,
-    PlacedSibling,
-    TakeBatch,
-)
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Dispatch, Place, PlacedSibling, TakeBatch
 
 ANY_ROW: Final = Samplers(recorded={})
 """Which row a group gets makes no difference to a modelled cluster."""
@@ -219,10 +212,7 @@ def _admit_newest(state: State, found: list[AnyDecision]) -> None:
 def _place_first(state: State, found: list[AnyDecision], version: int, worker: Worker) -> None:
     request = state.requests[state.queues[version][0].trajectory]
     sibling = PlacedSibling(
-        sibling=request.sibling,
-        attempt=request.attempt + 1,
-        resume=request.resume,
-        kv=request.kv,
+        sibling=request.sibling, attempt=request.attempt + 1, resume=request.resume, kv=request.kv
     )
     place = Place(
         spec=state.groups[request.group].spec,

@@ -516,11 +516,7 @@ class PlainParts:
 
     def _groups(self, site: Site) -> SimPort:
         port = GroupPort(
-            site.open_bus(),
-            site.topics.trajectories,
-            site.topics.run,
-            site.meter,
-            clock=site.clock,
+            site.open_bus(), site.topics.trajectories, site.topics.run, site.meter, clock=site.clock
         )
         return PacedPort(
             port,

@@ -15,12 +15,7 @@ from typing import Final, Literal, get_args
 from dora_pipe.config.load import leaves
 from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.core.errors import UsageError
-from dora_pipe.sim.modelled_cluster import (
-    Cluster,
-    ClusterPlan,
-    ClusterRun,
-    Evaluations,
-)
+from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun, Evaluations
 from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan, settings_of
 from dora_pipe.sim.paradigms_planner import LegacyFill, Planner, Production, Proportional

@@ -107,10 +107,7 @@ class World:
         folder = Path(self._folder.name)
         self.store = PolicyStore(folder / "policies")
         self.machines = Machines(
-            self.store,
-            folder / "machines",
-            self.clock,
-            apart=whole_every(config, "float32") > 1,
+            self.store, folder / "machines", self.clock, apart=whole_every(config, "float32") > 1
         )
         self.log = MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 
@@ -15,7 +15,16 @@ MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
 """A key that is not logged: a commit repeats it among its numerics."""
 
 PACKING: Final = "trainer.packing"
-"""Likewise, where it is on."""
+"""Likewise, where it is on; then it says by which way attention goes."""
+
+MASKED: Final = "on"
+"""A packed line at once, under a mask ..."""
+
+VARLEN: Final = "varlen"
+"""... or each of its sequences by itself, which is younger and not of every device."""
+
+Packing = bool | Literal["on", "varlen"]
+"""True: the best way that there is."""
 
 ROUTER_AUX_LOSS: Final = "trainer.router_aux_loss"
 """Likewise, where there is one."""
@@ -49,7 +58,7 @@ class StepSettings(
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    packing: bool = False
+    packing: Packing = False
     router_aux_loss: float = 0.0
     reference: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The version that the KL is to, where that moves."""

@@ -84,17 +84,6 @@ class SftResult:
     """Draws of examples that were longer than the context."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Examples that stand in one row, one after the other."""
-
-    examples: tuple[Example, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.examples)
-
-
 def train_sft(
     model_dir: Path,
     rows: Sequence[R],
@@ -127,7 +116,15 @@ def train_sft(
                 raise NonFinite(
                     f"loss of step {step + 1} is {result.loss}", hint="lower the learning rate"
                 )
-            optimizer.update(_rate(step, options))
+            rate = rate_of(
+                step,
+                peak=options.learning_rate,
+                schedule=options.schedule,
+                warmup=options.warmup_steps,
+                end=options.steps,
+                least=options.learning_rate_min,
+            )
+            optimizer.update(rate)
             model.updated = True
             progress(step + 1, result.loss)
         _write(model, model_dir, out_dir, store, assets)
@@ -165,17 +162,6 @@ def _write(
         return
     published = store.publish_weights(lambda path: write_tensors(path, model.sources()))
     export_model(store, published.digest, assets, out_dir)
-
-
-def _rate(step: int, options: SftOptions) -> float:
-    return rate_of(
-        step,
-        peak=options.learning_rate,
-        schedule=options.schedule,
-        warmup=options.warmup_steps,
-        end=options.steps,
-        least=options.learning_rate_min,
-    )
 
 
 class _Batches:
@@ -224,13 +210,16 @@ def _order(count: int, seed: int) -> Iterator[int]:
         yield from fresh
 
 
-def rows_of(examples: Sequence[Example], *, packing: bool, context_tokens: int) -> list[PackedRow]:
-    """The rows of a batch: one example each, or as many as fit (`lines_of`), longest first."""
+def rows_of(
+    examples: Sequence[Example], *, packing: bool, context_tokens: int
+) -> list[list[Example]]:
+    """The rows of a batch: one example each, or as many as fit (`lines_of`), longest first, which
+    stand one after the other."""
     if not packing:
-        return [PackedRow((one,)) for one in examples]
+        return [[one] for one in examples]
     ordered = sorted(examples, key=lambda one: -len(one.token_ids))
     lines = lines_of([len(one.token_ids) for one in ordered], context_tokens)
-    return [PackedRow(tuple(ordered[at] for at in line)) for line in lines]
+    return [[ordered[at] for at in line] for line in lines]
 
 
 def _step(
@@ -238,7 +227,10 @@ def _step(
 ) -> float:
     """Gradients of one batch, clipped; its loss."""
     rows = rows_of(chosen, packing=options.memory.packing, context_tokens=options.context_tokens)
-    sizes = [RowSize(ordinal=place, sibling=0, tokens=row.tokens) for place, row in enumerate(rows)]
+    sizes = [
+        RowSize(ordinal=place, sibling=0, tokens=sum(len(one.token_ids) for one in row))
+        for place, row in enumerate(rows)
+    ]
     tokens = sum(one.counted for one in chosen)
     if not tokens:
         raise TaskError("a batch has no token to learn", hint="a larger batch, or other rows")
@@ -255,13 +247,13 @@ def _step(
     return total if math.isfinite(norm) else norm
 
 
-def _passage(rows: Sequence[PackedRow], micro: MicroBatch) -> Passage:
+def _passage(rows: Sequence[Sequence[Example]], micro: MicroBatch) -> Passage:
     """The rows of one pass. Nothing predicts the first token of an example."""
-    examples = [one for row in rows for one in row.examples]
+    examples = [one for row in rows for one in row]
     following = iter(range(len(examples)))
     return passage_of(
         [(one.token_ids, one.mask, [0.0] * len(one.token_ids)) for one in examples],
         width=micro.width,
         device="cpu",
-        lines=[[next(following) for _ in row.examples] for row in rows],
+        lines=[[next(following) for _ in row] for row in rows],
     )

@@ -100,9 +100,7 @@ class SimulatedLearner:
         if any(one.meta.turn_values for one in trajectories):
             figures |= turn_value_figures(trajectories)
         return StepResult(
-            figures=figures,
-            contributions=_contributions(batch, settings),
-            compute_s=0.0,
+            figures=figures, contributions=_contributions(batch, settings), compute_s=0.0
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
@@ -218,22 +216,16 @@ def _contributions(batch: TrainBatch, settings: Settings) -> list[dict[str, Any]
     groups = [(group.version, [one.reward for one in group.trajectories]) for group in ordered]
     advantages = batch_advantages(groups, *advantage_rule(settings))
     return [
-        _contribution(one, group.group, batch.step, advantage)
+        {
+            "trajectory": one.trajectory,
+            "group": group.group,
+            "version": one.version,
+            "staleness": batch.step - one.version,
+            "reward": one.reward,
+            "advantage": advantage,
+            "tokens": one.sampled,
+            "minibatch": 0,
+        }
         for group, of_group in zip(ordered, advantages, strict=True)
         for one, advantage in zip(group.trajectories, of_group, strict=True)
     ]
-
-
-def _contribution(
-    trajectory: Trajectory, group: str, step: int, advantage: float | None
-) -> dict[str, Any]:
-    return {
-        "trajectory": trajectory.trajectory,
-        "group": group,
-        "version": trajectory.version,
-        "staleness": step - trajectory.version,
-        "reward": trajectory.reward,
-        "advantage": advantage,
-        "tokens": trajectory.sampled,
-        "minibatch": 0,
-    }

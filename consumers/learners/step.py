@@ -14,23 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
-from dora_pipe.consumers.learners.settings import StepSettings
-from dora_pipe.consumers.objectives.advantage import (
-    batch_advantages,
-    summed_weights,
-    token_weights,
-)
+from dora_pipe.consumers.learners.settings import MASKED, Packing, StepSettings
+from dora_pipe.consumers.objectives.advantage import batch_advantages, summed_weights, token_weights
 from dora_pipe.consumers.objectives.registry import needs_whole
 from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
 from dora_pipe.consumers.objectives.turns import advantages_by_turn
 from dora_pipe.schemas.batch import staleness_of
-from dora_pipe.schemas.contexts import (
-    TrainedRow,
-    choices_of,
-    counted_tokens,
-    lengths,
-    row_of,
-)
+from dora_pipe.schemas.contexts import TrainedRow, choices_of, counted_tokens, lengths, row_of
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.trajectory import Trajectory
@@ -172,11 +162,18 @@ class Part:
     """Tokens of the longest one: every line is padded to it."""
     lines: int = 0
     """Into which the rows are packed (`layout.lines_of`); 0: each has its own."""
+    masked: bool = False
+    """These go by a mask also where each sequence could be computed by itself."""
 
     @property
     def padded_tokens(self) -> int:
         """What is computed."""
         return (self.lines or self.rows) * self.width
+
+    @property
+    def packing(self) -> Packing:
+        """By which its rows were laid out."""
+        return MASKED if self.masked else self.lines > 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,20 +329,20 @@ def _packed(units: Sequence[Unit], settings: StepSettings) -> list[tuple[int, ..
         )
         for unit in units
     ]
-    limit, packing = settings.micro_batch_tokens, settings.packing
+    limit, packing = settings.micro_batch_tokens, bool(settings.packing)
     return [micro.rows for micro in pack(sizes, padded_tokens_max=limit, packing=packing)]
 
 
-def one_pass(units: Sequence[Unit], *, packing: bool) -> Pass:
+def one_pass(units: Sequence[Unit], *, packing: Packing) -> Pass:
     """A pass of these, longest first, all computed at once; its number is 0."""
     lengths = [row.tokens for unit in units for row in unit.rows]
     return Pass(units=units, parts=[_part(lengths, packing=packing)], number=0)
 
 
-def _part(lengths: Sequence[int], *, packing: bool) -> Part:
+def _part(lengths: Sequence[int], *, packing: Packing) -> Part:
     width = max(lengths)
     lines = len(lines_of(lengths, width)) if packing else 0
-    return Part(rows=len(lengths), width=width, lines=lines)
+    return Part(rows=len(lengths), width=width, lines=lines, masked=packing == MASKED)
 
 
 def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
@@ -354,7 +351,7 @@ def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
     sizes = [RowSize(ordinal=0, sibling=0, tokens=row.tokens) for row in unit.rows]
     cut = [
         [unit.rows[at] for at in micro.rows]
-        for micro in pack(sizes, padded_tokens_max=limit, packing=packing)
+        for micro in pack(sizes, padded_tokens_max=limit, packing=bool(packing))
     ]
     parts = [_part([row.tokens for row in rows], packing=packing) for rows in cut]
     ordered = replace(unit, rows=[row for rows in cut for row in rows])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
+from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.trajectory import Trajectory
 
@@ -108,7 +109,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def contribution(item: Item) -> dict[str, Any]:
     """A row of the contributions file."""
-    figures = item.figures
     trajectory = item.trajectory
     return {
         "trajectory": trajectory.trajectory,
@@ -118,14 +118,7 @@ def contribution(item: Item) -> dict[str, Any]:
         "reward": trajectory.reward,
         "advantage": item.advantage,
         "tokens": item.counted,
-        "ratio_mean": figures.ratio_mean if figures else None,
-        "ratio_min": figures.ratio_min if figures else None,
-        "ratio_max": figures.ratio_max if figures else None,
-        "clipped_share": figures.clipped_share if figures else None,
-        "kl": figures.kl if figures else None,
-        "loss_share": figures.loss_share if figures else None,
-        "weight_mean": figures.weight_mean if figures else None,
-        "masked_share": figures.masked_share if figures else None,
         "minibatch": item.minibatch,
         "micro_batch": item.micro_batch,
+        **{one.name: getattr(item.figures, one.name, None) for one in fields(RowFigures)},
     }

@@ -21,7 +21,6 @@ from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, Tra
 from dora_pipe.consumers.teachers.port import Teacher
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.contexts import counted_places, rows_of
-from dora_pipe.schemas.trajectory import Trajectory
 
 WEIGHT: Final = "objective.teacher_weight"
 
@@ -133,14 +132,13 @@ def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
     """Mean over the sampled tokens of log-prob when sampled less that under the teacher: estimates
     the KL of what sampled to the teacher, in nats per token; nothing without tokens."""
     gaps = [
-        gap
+        behaviour - said
         for group in batch.groups
         for one in group.trajectories
-        for gap in _gaps(one, column[one.trajectory])
+        for behaviour, said in zip(
+            np.asarray(one.logprobs, np.float32)[counted_places(one)].tolist(),
+            column[one.trajectory],
+            strict=True,
+        )
     ]
     return {"teacher_kl": math.fsum(gaps) / len(gaps)} if gaps else {}
-
-
-def _gaps(one: Trajectory, said: Sequence[float]) -> list[float]:
-    own = np.asarray(one.logprobs, np.float32)[counted_places(one)].tolist()
-    return [behaviour - there for behaviour, there in zip(own, said, strict=True)]

@@ -13,12 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dora_pipe.config.model import Objective
-from dora_pipe.consumers.objectives.terms import (
-    Inputs,
-    Terms,
-    row_geometric,
-    row_ratios,
-)
+from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_geometric, row_ratios
 
 if TYPE_CHECKING:
     from torch import Tensor

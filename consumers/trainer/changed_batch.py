@@ -63,7 +63,10 @@ def changed(batch: TrainBatch, change: BatchChange) -> TrainBatch:
     )
     if same and not weights:
         return batch
-    parts = _parts_left(batch, change.without)
+    sizes = [
+        sum(one.group not in change.without for one in part.groups) for part in batch.in_parts()
+    ]
+    parts = [size for size in sizes if size][:-1]
     return replace(batch, groups=groups, parts=parts, weights=weights or None)
 
 
@@ -92,9 +95,3 @@ def _counted(one: Trajectory, change: BatchChange) -> Trajectory:
     # What its turns were worth was sampled for the reward that was.
     meta = msgspec.structs.replace(one.meta, turn_values=())
     return replace(one, reward=reward, meta=meta)
-
-
-def _parts_left(batch: TrainBatch, without: Collection[str]) -> list[int]:
-    """How many groups each part but the last has left."""
-    sizes = [sum(one.group not in without for one in part.groups) for part in batch.in_parts()]
-    return [size for size in sizes if size][:-1]

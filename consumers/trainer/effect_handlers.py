@@ -57,12 +57,7 @@ from dora_pipe.consumers.trainer.effects import (
     Unreadable,
 )
 from dora_pipe.consumers.trainer.recovery import read_commits
-from dora_pipe.consumers.trainer.replay_steps import (
-    ReplayedStep,
-    StepFiles,
-    load_base,
-    steps_again,
-)
+from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, StepFiles, load_base, steps_again
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, SchemaError

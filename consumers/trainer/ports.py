@@ -13,13 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
-from dora_pipe.consumers.trainer.effects import (
-    DropFiles,
-    Effect,
-    Event,
-    FetchBatch,
-    PublishPolicy,
-)
+from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event, FetchBatch, PublishPolicy
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unanswered
 from dora_pipe.core.runtime import Meter
@@ -86,7 +80,10 @@ class ThreadPort:
 
     def poll(self) -> list[Any]:
         """Events since the last call. Raises what ended a thread."""
-        self._add_costs()
+        cost = self._own.cost()
+        for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
+            self._meter.add(name, spent_s - self._metered[name])
+            self._metered[name] = spent_s
         return self._runner.poll() + self._publisher.poll()
 
     def cached(self) -> Gauges:
@@ -97,13 +94,6 @@ class ThreadPort:
         """Stop the threads where they stand between two events; idempotent."""
         self._publisher.close(wait_s=CLOSE_S, finish=False)
         self._runner.close(wait_s=CLOSE_S, finish=False)
-
-    def _add_costs(self) -> None:
-        """Add to the role's meter what the thread has spent since the last time."""
-        cost = self._own.cost()
-        for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
-            self._meter.add(name, spent_s - self._metered[name])
-            self._metered[name] = spent_s
 
     # In the threads
 

@@ -16,7 +16,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.contributions import TEACHER, stored_contributions
 from dora_pipe.consumers.learners.port import Learner, Reference, Settings, TrainBatch
-from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
+from dora_pipe.consumers.learners.settings import MASKED, MICRO_BATCH_TOKENS, PACKING
 from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logprobs
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.change_file import change_of
@@ -175,6 +175,8 @@ def steps_again(
         tokens = commit.numerics.get("micro_batch_tokens")
         if tokens is not None:
             settings[MICRO_BATCH_TOKENS] = int(tokens)
+        if (way := commit.numerics.get("packing")) is not None:
+            settings[PACKING] = way
         batch = files.with_reference(batch, settings)
         batch = yield from add_teacher_logprobs(
             learner, batch, settings, partial(files.column, commit)
@@ -193,8 +195,15 @@ def steps_again(
             compute_s_committed=commit.compute_s,
             compute_s_replayed=result.compute_s,
             numerics_committed=commit.numerics,
-            numerics_replayed=learner.numerics(),
+            numerics_replayed=numerics_again(learner, commit),
         )
+
+
+def numerics_again(learner: Learner, commit: StepCommitted) -> dict[str, str]:
+    """The learner's, where it trains this step: a mask is a way that each of them can go."""
+    own = learner.numerics()
+    packed = {"packing": MASKED} if "packing" in own else {}
+    return own | (packed if commit.numerics.get("packing") == MASKED else {})
 
 
 def first_difference(committed: Manifest, replayed: Manifest) -> str | None:

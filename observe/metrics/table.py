@@ -23,12 +23,7 @@ from dora_pipe.observe.metrics.exposition import (
 from dora_pipe.observe.metrics.worker_table import WORKERS
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.control import fault_of
-from dora_pipe.schemas.metrics import (
-    AnyMetrics,
-    OrchestratorStatus,
-    TrainerStatus,
-    Wait,
-)
+from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus, TrainerStatus, Wait
 
 FEW: Final = frozenset({"worker", "role", "topic", "user"})
 """Kinds of blockers that are named: a run has few of them."""

@@ -37,10 +37,7 @@ def _episodes(stats: RunStats) -> Samples:
     return {
         (name, then): count
         for name, one in stats.workers.items()
-        for then, count in (
-            ("again", one.counts.started_again),
-            ("told", one.counts.told_again),
-        )
+        for then, count in (("again", one.counts.started_again), ("told", one.counts.told_again))
     }
 
 

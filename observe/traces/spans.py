@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
-from dora_pipe.catalogue.account import (
-    GroupEnded,
-    StepEnded,
-)
+from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerHistory
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
@@ -261,11 +258,7 @@ class _Sibling:
             self._builder.add(one.kind, parent, span, attrs, *about, place, error=error)
 
     def _called(
-        self,
-        segments: list[Segment],
-        parent: str,
-        times: tuple[int, int],
-        about: tuple[str, int],
+        self, segments: list[Segment], parent: str, times: tuple[int, int], about: tuple[str, int]
     ) -> None:
         """The calls of an agent that an attempt has answered."""
         content = self._content
@@ -358,10 +351,7 @@ def _events(attempt: Attempt, first_ns: int | None) -> tuple[Event, ...]:
     if first_ns is not None:
         found.append(Event("first token", first_ns))
     if attempt.move_ns:
-        attrs: dict[str, Value] = {
-            names.MOVED_TO: attempt.move_to,
-            names.REASON: attempt.move_why,
-        }
+        attrs: dict[str, Value] = {names.MOVED_TO: attempt.move_to, names.REASON: attempt.move_why}
         found.append(Event("move asked", attempt.move_ns, attrs))
     return tuple(sorted(found, key=lambda one: one.at_ns))
 

@@ -113,10 +113,7 @@ def _trials(file: ProbedFile, found: BisectFound | None) -> dict[str, Any]:
         rows.append(
             [_names(without, found), steps, *_ends(own), len(values), _verdict(words, found)]
         )
-    return {
-        "columns": ["without", "steps", "value", "low", "high", "draws", "like"],
-        "rows": rows,
-    }
+    return {"columns": ["without", "steps", "value", "low", "high", "draws", "like"], "rows": rows}
 
 
 def _names(without: str | None, found: BisectFound | None) -> str:

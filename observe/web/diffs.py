@@ -111,11 +111,7 @@ def diff_page(
 
 
 def _pairs(
-    title: str,
-    names: tuple[str, str],
-    pairs: Mapping[str, tuple[Any, Any]],
-    *,
-    redact: bool,
+    title: str, names: tuple[str, str], pairs: Mapping[str, tuple[Any, Any]], *, redact: bool
 ) -> dict[str, Any]:
     def said(key: str, value: Any) -> str | None:
         if redact and key.startswith("task.") and isinstance(value, str | dict | list | tuple):

@@ -90,7 +90,11 @@ class Round:
 ROUNDS: Final = (
     Round(
         name="torch",
-        tests=("tests/contract/test_trainer.py", "tests/contract/test_trainer_engine.py"),
+        tests=(
+            "tests/contract/test_trainer.py",
+            "tests/contract/test_trainer_engine.py",
+            "tests/unit/consumers/test_packed_attention.py",
+        ),
         only="not deepspeed and not simulated and not vllm",
     ),
     Round(name="memory", tests=("tests/unit/consumers/test_step_memory.py",), only="on_a_gpu"),

@@ -157,6 +157,20 @@ def test_scores_are_counted_where_torch_keeps_them() -> None:
     assert memory_estimate.score_bytes(alone, run(**keys)) == 0
 
 
+def test_packed_lines_take_a_mask_or_on_a_gpu_in_bfloat16_copies_of_a_gradient() -> None:
+    keys: dict[str, Any] = dict(
+        workers__context_tokens=512, trainer__micro_batch_tokens=1024, trainer__packing=True
+    )
+    assert memory_estimate.mask_bytes(BILLIONS, run(**keys)) == 5 * 1024 * 512
+    assert memory_estimate.mask_bytes(BILLIONS, run(**keys | {"trainer__packing": False})) == 0
+    narrow = keys | {"trainer__dtype": "bfloat16"}
+    copies, heads, width = 3, BILLIONS.attention.heads, 128
+    found = memory_estimate.mask_bytes(BILLIONS, run(**narrow))
+    assert found == copies * 4 * 1024 * heads * width
+    on_a_cpu = run(**narrow, trainer__device="cpu")
+    assert memory_estimate.mask_bytes(BILLIONS, on_a_cpu) == 5 * 1024 * 512
+
+
 def test_an_update_takes_copies_of_a_tensor_and_on_deepspeed_of_all_of_a_rank() -> None:
     table = BILLIONS.vocabulary * BILLIONS.hidden
     assert memory_estimate.update_bytes(BILLIONS, run()) == 2 * 4 * table

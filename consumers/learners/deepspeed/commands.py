@@ -205,7 +205,7 @@ def _halved(passes: list[Pass], count: int) -> list[Pass]:
 
 
 def _halves(one: Pass) -> tuple[Pass, Pass]:
-    middle, packing = (len(one.units) + 1) // 2, one.parts[0].lines > 0
+    middle, packing = (len(one.units) + 1) // 2, one.parts[0].packing
     halves = one.units[:middle], one.units[middle:]
     return one_pass(halves[0], packing=packing), one_pass(halves[1], packing=packing)
 

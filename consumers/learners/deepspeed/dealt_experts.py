@@ -47,7 +47,9 @@ class DealtExperts:
             )
         self._name, self._group, self._replica = _groups(size)
         self.rank = dist.get_rank(self._group)
-        hidden = _probe(network)
+        width = int(network.config.get_text_config().hidden_size)
+        places = torch.arange(_PROBE_TOKENS * width).float()
+        hidden = torch.sin(places).reshape(_PROBE_TOKENS, width)  # Of some tokens.
         if not all(self._deal(module, hidden) for module in self._modules):
             raise PolicyError(
                 f"{KEY}: experts of {network.config.model_type} compute something else apart",
@@ -208,9 +210,3 @@ def _mark(experts: int) -> torch.nn.Module:
             """Its groups are ours."""
 
     return Mark()
-
-
-def _probe(network: Any) -> Tensor:
-    """Hidden states of some tokens, [tokens, H]."""
-    width = int(network.config.get_text_config().hidden_size)
-    return torch.sin(torch.arange(_PROBE_TOKENS * width).float()).reshape(_PROBE_TOKENS, width)

@@ -26,16 +26,11 @@ from dora_pipe.consumers.learners.torch.device_states import tensors_in
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
-from dora_pipe.consumers.learners.torch.model import (
-    Passage,
-    build,
-    head_is_all,
-    need_apart,
-    score,
-)
+from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
+from dora_pipe.consumers.learners.torch.packed_attention import Cuts, goes_by_sequences, need_apart
 from dora_pipe.consumers.learners.torch.routing import RoutedExperts
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.carried_tensors import further_layers
@@ -117,7 +112,12 @@ class _Scored(torch.nn.Module):
         self.narrow = narrow
 
     def forward(
-        self, ids: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None
+        self,
+        ids: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        positions: Tensor | None,
+        cuts: Cuts | None = None,
     ) -> Tensor:
         with nullcontext() if self.narrow is None else self.narrow.kept_narrow():
             return score(
@@ -129,6 +129,7 @@ class _Scored(torch.nn.Module):
                 temperature=self.options.temperature,
                 chunks=self._chunks(len(targets)),
                 positions=positions,
+                cuts=cuts,
             )
 
     def _chunks(self, tokens: int) -> int:
@@ -153,6 +154,10 @@ class Engine:
         lean = head_is_all(network, "cpu")
         if options.memory.packing:
             need_apart(network, "cpu")
+        self.varlen = options.memory.packing and goes_by_sequences(
+            network, options.dtype, options.device
+        )
+        """Whether attention of packed passes goes by sequences."""
         # While its weights are whole: it computes, and ranks then need not do so together.
         self._routed = RoutedExperts(network) if options.routes else None
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
@@ -161,7 +166,10 @@ class Engine:
         self.further = further_layers(network.config.get_text_config().to_dict())
         """Layers that files have and the network has not."""
         whole = pieces(network)
-        adapter = {name: _all_of(name, one) for name, one in _named(self.pairs).items()}
+        adapter = {
+            name: Piece(name, tuple(one.shape), tuple(one.stride()))
+            for name, one in _named(self.pairs).items()
+        }
         self.files: dict[str, Piece] = whole if self.pairs is None else adapter
         """What is stored, by its name in a file, sorted."""
         self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
@@ -215,9 +223,9 @@ class Engine:
         PolicyError for experts of another mixture."""
         if self._routed is not None:
             self._routed.take(passage.routes)
-        found: Tensor = self._engine(
-            passage.ids, passage.places, passage.targets, passage.positions
-        )
+        given = (passage.ids, passage.places, passage.targets, passage.positions)
+        # By name: ZeRO 3 looks through what has none, and knows tensors alone.
+        found: Tensor = self._engine(*given, cuts=passage.cuts if self.varlen else None)
         return found
 
     def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:
@@ -496,10 +504,6 @@ def _stored(network: Any, pairs: Pairs | None) -> dict[str, Tensor]:
 def _named(pairs: Pairs | None) -> dict[str, Tensor]:
     """An adapter's matrices by name, sorted; files have the same names."""
     return {} if pairs is None else dict(sorted(pairs.named()))
-
-
-def _all_of(name: str, tensor: Tensor) -> Piece:
-    return Piece(name, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _part(value: Tensor, start: int, elements: int) -> Tensor:

@@ -375,6 +375,7 @@ class DeepspeedLearner:
                 self._engine.mlp_width,
                 options.micro_batch_tokens,
                 self._group.device,
+                varlen=self._engine.varlen,
             )
             | {
                 "trainer": f"{self.name} {self.version}",

@@ -51,11 +51,7 @@ from dora_pipe.consumers.learners.torch.model import (
     passage_of,
     pulled,
 )
-from dora_pipe.consumers.objectives.registry import (
-    needs_proximal,
-    needs_reference,
-    objective_kind,
-)
+from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, objective_kind
 from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.clock import Clock, SystemClock
@@ -226,11 +222,7 @@ class Rank:
             engine.fit()
 
     def _shared(
-        self,
-        wanted: str,
-        name: str,
-        dtype: torch.dtype,
-        given: Callable[[str], Tensor] | None,
+        self, wanted: str, name: str, dtype: torch.dtype, given: Callable[[str], Tensor] | None
     ) -> Tensor:
         """Rank 0's tensor on every rank."""
         if given is not None:
@@ -253,7 +245,7 @@ class Rank:
 
     def fetch(self, command: ShareCommand) -> tuple[Ready, list[Trajectory]]:
         """Read this rank's share of the batch from the log, in the order of its passes."""
-        passes = _mine(command, self._group.info.rank)
+        passes = [one for by_rank in command.updates for one in by_rank[self._group.info.rank]]
         places = [unit.at for one in passes for unit in one.units]
         if self._place is None:
             return Ready(why="this rank was not told where the log is"), []
@@ -294,7 +286,9 @@ class Rank:
             for rounds in updates:
                 if not rounds:
                     continue
-                done.append(self._update(rounds, step))
+                update = self._accumulate(rounds, step, ends=True)
+                norm = self.engine.update(step.learning_rate, step.grad_norm_max)
+                done.append(update.reply(norm=norm))
                 if not math.isfinite(done[-1].norm):
                     break
         return StepReply(updates=done)
@@ -399,10 +393,6 @@ class Rank:
         with torch.no_grad():
             return [self.engine.logprobs(one) for one in passages]
 
-    def _update(self, rounds: Sequence[_Round], step: StepSettings) -> UpdateReply:
-        update = self._accumulate(rounds, step, ends=True)
-        return update.reply(norm=self.engine.update(step.learning_rate, step.grad_norm_max))
-
     def _accumulate(self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool) -> _Update:
         """Add up the gradient of these; `ends`: an update follows."""
         update = _Update()
@@ -477,11 +467,9 @@ class Rank:
             )
             self._adapter = {name: one.to(self._device) for name, one in found.items()}
         else:
+            how: dict[str, Any] = {"temperature": options.temperature, "memory": options.memory}
             self._reference = self._reference or TorchModel(
-                self._assets,
-                device=self._device,
-                temperature=options.temperature,
-                memory=options.memory,
+                self._assets, device=self._device, **how
             )
             self._reference.load(weights)
         self._reference_path = path
@@ -496,10 +484,6 @@ def _put(values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
-
-
-def _mine(command: ShareCommand, rank: int) -> list[PassCommand]:
-    return [one for by_rank in command.updates for one in by_rank[rank]]
 
 
 def _assets(path: str, store: PolicyStore | None) -> Path:

@@ -133,11 +133,7 @@ class RankGroup:
             self._meeting, where = met, {"store": met.store}
             met.watch(self._leave)
         dist.init_process_group(
-            self.backend,
-            rank=info.rank,
-            world_size=info.ranks,
-            timeout=STEP_TIMEOUT,
-            **where,
+            self.backend, rank=info.rank, world_size=info.ranks, timeout=STEP_TIMEOUT, **where
         )
 
     # What crosses

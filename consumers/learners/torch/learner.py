@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import transformers
@@ -51,10 +51,7 @@ from dora_pipe.consumers.learners.torch.model import (
     score_rows,
     temperature_numerics,
 )
-from dora_pipe.consumers.learners.torch.named_optimizers import (
-    optimizer_numerics,
-    parameters_of,
-)
+from dora_pipe.consumers.learners.torch.named_optimizers import optimizer_numerics, parameters_of
 from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
 from dora_pipe.core.errors import PolicyError
@@ -263,9 +260,7 @@ class TorchLearner:
             )
 
     def score_through(
-        self,
-        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-        choices: Sequence[Choices | None],
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
         """As `score`, with tokens sent through these experts (`schemas.routes`); in how many
         choices, each of a token in a layer, the router's own would be others, and of how many.
@@ -299,13 +294,14 @@ class TorchLearner:
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
             | ({"dtype": options.dtype} if options.dtype != "float32" else {})
             | optimizer_numerics(options.optimizer)
-            | _aux_numerics(options.router_aux_loss)
+            | ({"router_aux_loss": repr(aux)} if (aux := options.router_aux_loss) else {})
             | temperature_numerics(options.temperature)
             | options.memory.numerics(
                 self._model.vocabulary,
                 self._model.mlp_width,
                 options.micro_batch_tokens,
                 options.device,
+                varlen=self._model.varlen,
             )
             | {
                 "trainer": f"{self.name} {self.version}",
@@ -414,14 +410,8 @@ class TorchLearner:
         if isinstance(self._model, LoraModel):
             self._model.refer_to(None if wanted is None else wanted.weights)
         else:
-            options = self._options
-            self._reference = self._reference or TorchModel(
-                self._assets,
-                device=options.device,
-                temperature=options.temperature,
-                memory=options.memory,
-                dtype=options.dtype,
-            )
+            how = _computed(self._options)
+            self._reference = self._reference or TorchModel(self._assets, **how)
             self._reference.load(self._reference_path if wanted is None else wanted.weights)
         self._reference_digest = digest
 
@@ -433,29 +423,16 @@ class TorchLearner:
             return self._reference.logprobs(passage)
 
 
-def _aux_numerics(weight: float) -> dict[str, str]:
-    return {"router_aux_loss": repr(weight)} if weight else {}
-
-
 def _model(
     assets: Path, first: Path, options: TorchOptions, bfloat16: Collection[str]
 ) -> TorchModel:
     """The network that is trained, whole or by an adapter on the weights of version 0."""
+    how = _computed(options)
     if options.lora is None:
-        return TorchModel(
-            assets,
-            device=options.device,
-            temperature=options.temperature,
-            memory=options.memory,
-            bfloat16=bfloat16,
-            dtype=options.dtype,
-        )
-    return LoraModel(
-        assets,
-        base=first,
-        options=options.lora,
-        device=options.device,
-        temperature=options.temperature,
-        memory=options.memory,
-        dtype=options.dtype,
-    )
+        return TorchModel(assets, bfloat16=bfloat16, **how)
+    return LoraModel(assets, base=first, options=options.lora, **how)
+
+
+def _computed(options: TorchOptions) -> dict[str, Any]:
+    """How passes are computed, as models are told."""
+    return {key: getattr(options, key) for key in ("device", "temperature", "memory", "dtype")}

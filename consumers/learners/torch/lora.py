@@ -26,8 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dora_pipe.config.section import ComputeDtype
-from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import (
     DTYPES_OF,
     Passage,
@@ -149,11 +147,7 @@ class AdapterBase:
         """The optimizer has changed the adapter."""
 
     def take(
-        self,
-        weights: Path,
-        *,
-        layers: Mapping[str, tuple[int, int]],
-        have: Callable[[Path], None],
+        self, weights: Path, *, layers: Mapping[str, tuple[int, int]], have: Callable[[Path], None]
     ) -> dict[str, Tensor]:
         """The matrices of whole weights, on which an adapter begins, or of one on version 0.
 
@@ -204,28 +198,11 @@ class LoraModel(TorchModel):
     Example: ``LoraModel(assets, base=version_0, options=options, device="cpu").load(weights)``
     """
 
-    def __init__(
-        self,
-        assets: Path,
-        *,
-        base: Path,
-        options: LoraOptions,
-        device: str,
-        temperature: float = 1.0,
-        memory: MemoryOptions = AT_ONCE,
-        dtype: ComputeDtype = "float32",
-    ) -> None:
+    def __init__(self, assets: Path, *, base: Path, options: LoraOptions, **how: Any) -> None:
+        """`how` passes are computed, as `TorchModel` is told."""
         self._adapter_base = AdapterBase(base, options)
         self._narrow = NarrowWeights() if self._adapter_base.dtype == "bfloat16" else None
-        super().__init__(
-            assets,
-            device=device,
-            temperature=temperature,
-            memory=memory,
-            bfloat16=bfloat16_names(base),
-            dtype=dtype,
-            narrow=self._narrow,
-        )
+        super().__init__(assets, bfloat16=bfloat16_names(base), narrow=self._narrow, **how)
         self.pairs = Pairs(self.network, options)
         self._reference: Mapping[str, Tensor] = {}
 

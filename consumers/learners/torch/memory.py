@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from dora_pipe.config.training import Trainer
+from dora_pipe.consumers.learners.settings import MASKED, VARLEN
 from dora_pipe.core.errors import PolicyError
 
 HEAD_ELEMENTS: Final = 2**24
@@ -77,17 +78,24 @@ class MemoryOptions:
         return _count(tokens, self.mlp_chunk(tokens, width, device))
 
     def numerics(
-        self, vocabulary: int, width: int, pass_tokens: int, device: str = "cpu"
+        self,
+        vocabulary: int,
+        width: int,
+        pass_tokens: int,
+        device: str = "cpu",
+        *,
+        varlen: bool = False,
     ) -> dict[str, str]:
         """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
         computed in another way than without these options. `width` is that of blocks, 0 for none.
+        `varlen`: packed passes go by sequences.
         """
         chunks = {
             "head_chunk_tokens": self.head_chunk(vocabulary),
             "mlp_chunk_tokens": self.mlp_chunk(pass_tokens, width, device) if width else 0,
         }
         cut = {key: str(chunk) for key, chunk in chunks.items() if 0 < chunk < pass_tokens}
-        return cut | ({"packing": "on"} if self.packing else {})
+        return cut | ({"packing": VARLEN if varlen else MASKED} if self.packing else {})
 
 
 def _count(tokens: int, chunk: int) -> int:
@@ -169,18 +177,13 @@ def head_logprobs(
     chunks, of which some are empty where there are fewer tokens."""
     if chunks <= 1:
         return token_logprobs(head(hidden), targets, temperature)
-    if _is_plain(head):
+    # x W^T + b and nothing else: no adapter, nothing that gathers weights.
+    if type(head) is torch.nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
         found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, temperature, chunks
         )
         return found
     return _checkpointed(head, hidden, targets, temperature, chunks)
-
-
-def _is_plain(head: Any) -> bool:
-    """Whether it is x W^T + b and nothing else: no adapter, nothing that gathers weights."""
-    hooks = (head._forward_hooks, head._forward_pre_hooks)
-    return type(head) is torch.nn.Linear and not any(hooks)
 
 
 def _checkpointed(
@@ -212,7 +215,7 @@ def chunk_slices(tokens: int, count: int) -> Iterator[slice]:
         yield slice(tokens * number // count, tokens * (number + 1) // count)
 
 
-def _computed_in(hidden: Tensor) -> torch.dtype:
+def computed_in(hidden: Tensor) -> torch.dtype:
     """What products of these states are computed in: autocast says, or they are as they are."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -239,7 +242,7 @@ class _LinearLogprobs(torch.autograd.Function):
         chunks: int,
     ) -> Tensor:
         ctx.temperature, ctx.chunks, ctx.given = temperature, chunks, hidden.dtype
-        computed = _computed_in(hidden)
+        computed = computed_in(hidden)
         hidden = hidden.to(computed)
         ctx.save_for_backward(hidden, weight, bias, targets)
         weight, bias = _as(computed, weight, bias)

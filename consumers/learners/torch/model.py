@@ -30,6 +30,13 @@ from dora_pipe.consumers.learners.torch.memory import (
     token_logprobs,
 )
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
+from dora_pipe.consumers.learners.torch.packed_attention import (
+    Cuts,
+    by_sequences,
+    cuts_of,
+    goes_by_sequences,
+    need_apart,
+)
 from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
@@ -62,13 +69,6 @@ DTYPES_OF: Final[Mapping[PolicyDtype, torch.dtype]] = {
 
 _PROBE_TOKENS: Final = 4
 
-APART: Final = 0.01
-"""Logits of a sequence behind another one in its line may differ by so much of what they do where
-it sees that: sums in another order, no more ..."""
-
-NOISE: Final = 1e-5
-"""... and by this."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
@@ -87,6 +87,8 @@ class Passage:
     positions: Tensor | None = None  # [rows, width] int64
     """Of each token in its own sequence, where a row holds several; None: a row is one. A position
     that does not follow the one before it begins a sequence, and attention stays within it."""
+    cuts: Cuts | None = None
+    """These sequences, where attention need not go by a mask."""
     routes: Tensor | None = None  # [rows * width, layers, per_token] int64
     """Through which experts of a mixture each token goes, -1 where its own router chooses; None:
     all choose."""
@@ -127,6 +129,8 @@ class TorchModel:
         self._balance: BalanceLoss | None = None
         self._carried = CarriedTensors()
         self.lean = False
+        self.varlen = memory.packing and goes_by_sequences(self.network, dtype, device)
+        """Whether attention of packed passes goes by sequences."""
 
     def load(self, weights: Path) -> None:
         """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
@@ -155,6 +159,7 @@ class TorchModel:
                 temperature=self._temperature,
                 chunks=self._memory.head_chunks(len(passage.targets), self.vocabulary),
                 positions=passage.positions,
+                cuts=passage.cuts if self.varlen else None,
             )
 
     def logprobs_and_balance(self, passage: Passage) -> tuple[Tensor, Tensor]:
@@ -301,10 +306,12 @@ def passage_of(
     device: str,
     lines: Sequence[Sequence[int]] | None = None,
     choices: Sequence[Choices | None] = (),
+    masked: bool = False,
 ) -> Passage:
     """Rows of (token ids, loss mask, log-probs) as one pass, padded to `width`; `lines` are the
     rows that stand in each of its lines, one after the other, by index. `choices` are the experts
-    of each row's tokens, as `schemas.routes` has them.
+    of each row's tokens, as `schemas.routes` has them. `masked`: shared lines go by a mask in any
+    case.
 
     The first token of a row is predicted by nothing and never counts.
     """
@@ -321,13 +328,15 @@ def passage_of(
         behaviour.append(np.asarray(logprobs, dtype=np.float32)[counted])
         lengths.append(len(counted))
     shared = any(len(line) > 1 for line in lines)
+    positions = _positions(starts, len(lines), width) if shared else None
     return Passage(
         ids=torch.from_numpy(ids.reshape(len(lines), width)).to(device),
         places=torch.from_numpy(np.concatenate(places)).to(device),
         targets=torch.from_numpy(np.concatenate(targets)).to(device),
         behaviour=torch.from_numpy(np.concatenate(behaviour)).to(device),
         lengths=tuple(lengths),
-        positions=_positions(starts, len(lines), width).to(device) if shared else None,
+        positions=None if positions is None else positions.to(device),
+        cuts=None if positions is None or masked else cuts_of(positions, device),
         routes=_routes(starts, choices, len(lines) * width, device),
         spans=tuple((at, at + len(row[0])) for at, row in zip(starts, rows, strict=True)),
     )
@@ -384,6 +393,7 @@ def score(
     temperature: float,
     chunks: int = 1,
     positions: Tensor | None = None,
+    cuts: Cuts | None = None,
 ) -> Tensor:
     """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`.
 
@@ -391,6 +401,8 @@ def score(
     in so many chunks.
     """
     given = {} if positions is None else {"position_ids": positions}
+    if cuts is not None:
+        given |= by_sequences(cuts)
     if lean:
         hidden = network.base_model(input_ids=ids, use_cache=False, **given)[0]
         chosen = hidden.flatten(0, 1).index_select(0, places)
@@ -410,25 +422,6 @@ def head_is_all(network: Any, device: str) -> bool:
         whole = network(input_ids=ids, use_cache=False).logits
         lean = head(network.base_model(input_ids=ids, use_cache=False)[0])
     return torch.equal(whole, lean)
-
-
-def need_apart(network: Any, device: str) -> None:
-    """Raise PolicyError for a network in which sequences of one line see each other."""
-    ids = torch.arange(3 * _PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
-    second = ids[:, _PROBE_TOKENS:]
-    positions = [torch.arange(one) for one in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)]
-    given = {"position_ids": torch.cat(positions).reshape(1, -1).to(device), "use_cache": False}
-    with torch.no_grad():
-        alone = network(input_ids=second, use_cache=False).logits
-        packed, seen = (
-            (network(input_ids=ids, **more).logits[:, _PROBE_TOKENS:] - alone).abs().max()
-            for more in (given, {"use_cache": False})
-        )
-    if packed > APART * seen + NOISE:
-        raise PolicyError(
-            "this model lets the sequences of a packed line see each other",
-            hint="trainer.packing = false, --no-packing",
-        )
 
 
 def _line(error: Exception) -> str:
@@ -453,9 +446,15 @@ def cut_passages(
     for part in parts:
         own = rows[at : at + part.rows]
         shared = lines_of([len(ids) for ids, _, _ in own], part.width) if part.lines else None
-        through = choices[at : at + part.rows]
         found.append(
-            passage_of(own, width=part.width, device=device, lines=shared, choices=through)
+            passage_of(
+                own,
+                width=part.width,
+                device=device,
+                lines=shared,
+                choices=choices[at : at + part.rows],
+                masked=part.masked,
+            )
         )
         at += part.rows
     return found

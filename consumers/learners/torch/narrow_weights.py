@@ -77,13 +77,16 @@ class NarrowWeights:
 
     def kept_narrow(self) -> AbstractContextManager[Any]:
         """Of widened matrices that a pass needs on its way back, nothing is kept meanwhile."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        return saved_tensors_hooks(
+            self._pack, lambda kept: kept.widened() if isinstance(kept, _Part) else kept
+        )
 
     def _widening(self, module: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*given: Any, **named: Any) -> Any:
             if type(module) is torch.nn.Embedding:
                 return compute(*given, **named).to(torch.float32)
-            if type(module) is torch.nn.Linear and _is_autocast(module.weight):
+            plain = type(module) is torch.nn.Linear
+            if plain and torch.is_autocast_enabled(module.weight.device.type):
                 return compute(*given, **named)
             with self._in_place_of(module):
                 return compute(*given, **named)
@@ -115,10 +118,6 @@ class NarrowWeights:
         return _Part(held, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(kept: Tensor | _Part) -> Tensor:
-    return kept.widened() if isinstance(kept, _Part) else kept
-
-
 def _narrow(module: Any, name: str, parameter: Any) -> Any:
     if parameter is None or parameter.dim() < 2 or parameter.dtype != torch.float32:
         return None  # It stays what it is.
@@ -127,10 +126,6 @@ def _narrow(module: Any, name: str, parameter: Any) -> Any:
 
 def _is_held(parameter: Any) -> bool:
     return parameter is not None and parameter.dtype == HELD
-
-
-def _is_autocast(weight: Tensor) -> bool:
-    return torch.is_autocast_enabled(weight.device.type)
 
 
 def _storage(tensor: Tensor) -> int:

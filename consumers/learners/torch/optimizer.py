@@ -19,11 +19,7 @@ from torch import Tensor
 from dora_pipe.config.section import OptimizerName, WeightDecayExclude
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
-from dora_pipe.consumers.learners.torch.named_optimizers import (
-    make_optimizer,
-    moments_of,
-    state_of,
-)
+from dora_pipe.consumers.learners.torch.named_optimizers import make_optimizer, moments_of, state_of
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
 

@@ -136,7 +136,12 @@ class BalanceLoss:
         of_family = sys.modules[type(network).__module__]
         self._function: Any = getattr(of_family, "load_balancing_loss_func", None)
         blocks = list(_sparse_blocks(network))
-        routers = [one for block in blocks for one in block.modules() if _is_router(one)]
+        routers = [
+            one
+            for block in blocks
+            for one in block.modules()
+            if type(one).__name__.endswith("Router")
+        ]
         if self._function is None or not blocks or len(routers) != len(blocks):
             raise PolicyError(
                 f"trainer.router_aux_loss: transformers has no load-balancing loss for"
@@ -174,10 +179,6 @@ class BalanceLoss:
             for start, end in spans
         ]
         return torch.stack(found)
-
-
-def _is_router(module: Any) -> bool:
-    return type(module).__name__.endswith("Router")
 
 
 class _Choosing(TorchFunctionMode):

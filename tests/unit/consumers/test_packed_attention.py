@@ -1,0 +1,328 @@
+"""Sequences of a packed pass that are each computed by themselves come to what a mask makes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dora_pipe.consumers.learners.settings import PACKING
+from dora_pipe.consumers.learners.torch import model, packed_attention
+from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.memory import MemoryOptions, checkpoint_layers
+from dora_pipe.consumers.learners.torch.model import Passage, build, passage_of, score
+from dora_pipe.consumers.learners.torch.packed_attention import (
+    cuts_of,
+    goes_by_sequences,
+    head_width,
+    plain,
+    set_attention,
+)
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import (
+    make_deepseek_v2,
+    make_deepseek_v3,
+    make_glm4_moe,
+    make_llama_gqa,
+    make_qwen2,
+    make_qwen3_moe,
+)
+
+NEAR = 1e-6
+"""Relative: what another order of sums makes of float32."""
+
+STEP = {**SETTINGS, "trainer.minibatches": 1}
+BATCH = make_batch(seed=3, groups=3, siblings=3, tokens=(1, 40))
+
+
+def make_sliding(directory: Path) -> Path:
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    return make_qwen2(directory, num_key_value_heads=2, **window)
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen2": make_qwen2,
+    "qwen2 with windows": make_sliding,
+    "llama": make_llama_gqa,
+    "qwen3-moe": make_qwen3_moe,
+    "glm4-moe": make_glm4_moe,
+    "deepseek-v2": make_deepseek_v2,
+    "deepseek-v3": make_deepseek_v3,
+}
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Relative distance of two tensors."""
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def passage(lines: list[list[int]], device: str = "cpu", **more: Any) -> Passage:
+    """Rows of so many tokens in lines."""
+    chance = torch.Generator().manual_seed(7)
+    sizes = [size for line in lines for size in line]
+    rows = [
+        (torch.randint(0, 95, (size,), generator=chance).tolist(), [1] * size, [0.0] * size)
+        for size in sizes
+    ]
+    numbers = iter(range(len(sizes)))
+    places = [[next(numbers) for _ in line] for line in lines]
+    width = max(map(sum, lines))
+    return passage_of(rows, width=width, device=device, lines=places, **more)
+
+
+LINES = [[17, 2, 9], [1, 25], [20, 3]]
+
+
+def graded(network: Any, given: Passage, **more: Any) -> dict[str, Tensor]:
+    """Gradients of a loss of a pass, by parameter, and its log-probs."""
+    network.zero_grad()
+    found = score(
+        network,
+        given.ids,
+        given.places,
+        given.targets,
+        lean=False,
+        temperature=1.0,
+        positions=given.positions,
+        **more,
+    )
+    weights = torch.linspace(-1, 1, len(found), device=found.device)
+    torch.autograd.backward((found * weights).sum())
+    grads = {
+        name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None
+    }
+    return grads | {"log-probs": found.detach()}
+
+
+def joined(tensors: dict[str, Tensor]) -> Tensor:
+    """All of them as one, in the order of their names."""
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_sequences_of_a_pass_begin_where_its_rows_do(lines: list[list[int]]) -> None:
+    given_lines = [*lines, [2, 1]]  # One that is shared, without which there is nothing to cut.
+    cuts = passage(given_lines).cuts
+    assert cuts is not None
+    width = max(map(sum, given_lines))
+    starts, longest = [], 0
+    for number, line in enumerate(given_lines):
+        at = number * width
+        for size in line:
+            starts.append(at)
+            at += size
+    ends = [*starts[1:], len(given_lines) * width]
+    longest = max(end - start for start, end in zip(starts, ends, strict=True))
+    assert cuts.starts.dtype == torch.int32
+    assert cuts.starts.tolist() == [*starts, len(given_lines) * width]
+    assert cuts.longest == longest <= width
+
+
+def test_pass_without_shared_lines_or_of_an_older_log_has_no_cuts() -> None:
+    assert passage([[3], [2]]).cuts is None
+    assert passage([[3, 2]], masked=True).cuts is None
+    assert passage([[3, 2]], masked=True).positions is not None
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    groups=st.integers(1, 3),
+    window=st.sampled_from([-1, 0, 3]),
+)
+def test_plain_kernel_is_attention_under_a_block_mask(
+    sizes: list[int], groups: int, window: int
+) -> None:
+    chance = torch.Generator().manual_seed(1)
+    tokens = sum(sizes)
+    query = torch.randn(tokens, 2 * groups, 8, generator=chance)
+    key, value = (torch.randn(tokens, 2, 8, generator=chance) for _ in range(2))
+    cuts = cuts_of(torch.cat([torch.arange(size) for size in sizes]))
+    found = plain(query, key, value, cuts, 0.3, window)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    seen = (owner[:, None] == owner) & (back >= 0) & ((back <= window) | (window < 0))
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, 1)) * 0.3
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    wanted = torch.einsum("hqk,khd->qhd", shares, value.repeat_interleave(groups, 1))
+    assert apart(found, wanted) < NEAR
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["held", "computed again"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_by_sequences_are_those_under_a_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, again: bool
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def kernel(query: Tensor, *given: Any) -> Tensor:
+        calls.append(tuple(query.shape))
+        return plain(query, *given)
+
+    monkeypatch.setattr(packed_attention, "varlen", kernel)
+    network = build(FAMILIES[family](tmp_path / "model"))
+    if again:
+        checkpoint_layers(network)
+    given_pass = passage(LINES)
+    with deterministic(1):
+        masked = graded(network, given_pass)
+        assert set_attention(network)
+        still = graded(network, given_pass)
+        assert not calls
+        found = graded(network, given_pass, cuts=given_pass.cuts)
+    assert len(calls) == network.config.num_hidden_layers * (2 if again else 1)
+    assert {shape[0] for shape in calls} == {given_pass.ids.numel()}
+    assert found.keys() == masked.keys() == still.keys()
+    for name, one in masked.items():
+        assert torch.equal(still[name], one), name
+        if float(one.norm()):  # Those of biases of keys nearly cancel out.
+            assert apart(found[name], one) < 10 * NEAR, name
+    assert apart(joined(found), joined(masked)) < NEAR
+
+
+def test_heads_are_filled_up_to_what_the_kernel_takes() -> None:
+    assert head_width(64, 64) == 64
+    assert head_width(20, 10) == 24
+    assert head_width(192, 128) == 192
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [("float32", "cuda"), ("bfloat16", "cpu"), ("float32", "cpu")]
+)
+def test_float32_and_cpus_go_by_a_mask(tmp_path: Path, dtype: Any, device: str) -> None:
+    network = build(make_qwen2(tmp_path / "model"))
+    assert not goes_by_sequences(network, dtype, device)
+    assert network.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "taken"),
+    [((9, 0), 256, True), ((8, 9), 256, False), ((8, 9), 192, True), ((7, 5), 64, False)],
+)
+def test_half_precision_on_a_gpu_goes_by_sequences_where_its_kernel_takes_the_heads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    heads: int,
+    taken: bool,
+) -> None:
+    def says(device: str) -> tuple[int, int]:
+        return capability
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", says)
+    network = build(make_qwen3_moe(tmp_path / "model", head_dim=heads))
+    assert goes_by_sequences(network, "bfloat16", "cuda") is taken
+    assert (network.config._attn_implementation == packed_attention.NAME) is taken
+
+
+@pytest.mark.parametrize("key", ["softcap", "s_aux", "position_bias"])
+def test_attention_that_the_kernel_has_not_goes_by_a_mask(tmp_path: Path, key: str) -> None:
+    network = build(make_qwen2(tmp_path / "model"))
+    layer = network.base_model.layers[1].self_attn
+    layer.register_forward_pre_hook(
+        lambda module, given, more: (given, {**more, key: torch.zeros(1)}), with_kwargs=True
+    )
+    assert not set_attention(network)
+    assert network.config._attn_implementation == "sdpa"
+
+
+class Policy:
+    """A model in a store, and trainers of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = PolicyStore(root / "policies")
+        made = make_qwen2(root / "model", num_key_value_heads=2, context_tokens=32_000)
+        self.manifest, assets = import_model(self.store, made)
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, **options: Any) -> TorchLearner:
+        memory = MemoryOptions(packing=True, gradient_checkpointing=True, head_chunk_tokens=64)
+        given_options = TorchOptions(memory=memory, **options)
+        made = TorchLearner(self.assets, reference=self.weights, options=given_options)
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+def test_step_names_its_way_and_goes_the_way_of_an_older_log(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = policy.trainer()
+    monkeypatch.setattr(model, "goes_by_sequences", lambda network, *given: set_attention(network))
+    calls: list[int] = []
+
+    def kernel(query: Tensor, *given: Any) -> Tensor:
+        calls.append(len(query))
+        return plain(query, *given)
+
+    monkeypatch.setattr(packed_attention, "varlen", kernel)
+    after, older = policy.trainer(), policy.trainer()
+    assert before.numerics()["packing"] == "on"
+    assert after.numerics() == before.numerics() | {"packing": "varlen"}
+    masked = before.train(BATCH, STEP).figures
+    older.train(BATCH, {**STEP, PACKING: before.numerics()["packing"]})
+    assert older.manifest().digest == before.manifest().digest
+    assert not calls
+    assert after.train(BATCH, STEP).figures["loss"] == pytest.approx(masked["loss"], abs=1e-6)
+    assert calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_a_mask_in_bfloat16(
+    tmp_path: Path, family: str
+) -> None:
+    """What both round is the same, so neither may be much further from float32 than the other."""
+    made = FAMILIES[family](tmp_path / "model")
+    given_pass = passage(LINES, "cuda")
+    exact_network, network = build(made).to("cuda"), build(made).to("cuda")
+    network.load_state_dict(exact_network.state_dict())
+    with deterministic(1):
+        exact = graded(exact_network, given_pass)
+        assert goes_by_sequences(network, "bfloat16", "cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            masked = graded(network, given_pass)
+            found, again = (graded(network, given_pass, cuts=given_pass.cuts) for _ in range(2))
+    for name, one in found.items():
+        assert torch.equal(again[name], one), name
+    # A tensor alone may be lucky: all of them are not.
+    assert apart(joined(found), joined(exact)) < 2 * apart(joined(masked), joined(exact)) + NEAR
+
+
+@pytest.mark.gpu
+def test_packed_steps_on_a_gpu_have_equal_bits(policy: Policy) -> None:
+    digests = set()
+    for _ in range(2):
+        trainer = policy.trainer(device="cuda", dtype="bfloat16")
+        assert trainer.numerics()["packing"] == "varlen"
+        trainer.train(BATCH, STEP)
+        digests.add(trainer.manifest().digest)
+    assert len(digests) == 1
+
+
+@pytest.mark.gpu
+def test_pass_of_32_000_packed_tokens_on_a_gpu_holds_less_than_a_mask_of_it(
+    policy: Policy,
+) -> None:
+    trainer = policy.trainer(device="cuda", dtype="bfloat16")
+    given_pass = passage([[16_000, 8_000, 8_000]], "cuda")
+    with deterministic(1):
+        torch.autograd.backward(trainer._model.logprobs(passage([[200, 100]], "cuda")).sum())
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.backward(trainer._model.logprobs(given_pass).sum())
+    held = torch.cuda.max_memory_allocated() - before
+    assert held < 32_000**2  # Bytes of the mask alone.

@@ -50,10 +50,7 @@ COMMANDS: Final[Panels] = {
         ),
         "diff": ("cli.commands.counterfactual:diff", "Where two runs part, and why."),
         "fork": ("cli.commands.counterfactual:fork", "Which turn decided an episode."),
-        "retrain": (
-            "cli.commands.counterfactual:retrain",
-            "Train a run's steps again otherwise.",
-        ),
+        "retrain": ("cli.commands.counterfactual:retrain", "Train a run's steps again otherwise."),
         "rescore": (
             "cli.commands.counterfactual:rescore",
             "What another reward would have changed.",
@@ -95,7 +92,7 @@ BENCHES: Final[Panels] = {
         "offpolicy": ("bench.study_commands:offpolicy", "Objectives by staleness."),
         "traces": ("bench.study_commands:traces", "What traces cost a run."),
         "faults": ("bench.study_commands:faults", "Kill roles; exit code 5 unless all is clean."),
-    },
+    }
 }
 
 config = lazy_app(

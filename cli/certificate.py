@@ -14,13 +14,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from dora_pipe.audit.certificate import (
-    GENERATIONS_MAX,
-    Audited,
-    Parent,
-    Predicate,
-    made_of,
-)
+from dora_pipe.audit.certificate import GENERATIONS_MAX, Audited, Parent, Predicate, made_of
 from dora_pipe.audit.certificate_again import again_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.audit.signatures import Signed, Signer

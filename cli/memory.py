@@ -353,9 +353,7 @@ def _print(folder: Path, shape: ModelShape, gpus: Gpus | None, found: Estimate) 
     )
     emit_line()
     emit_table(
-        ("what", "bytes"),
-        [_cells(row)[:2] for row in found.passes],
-        title="of a pass, on one GPU",
+        ("what", "bytes"), [_cells(row)[:2] for row in found.passes], title="of a pass, on one GPU"
     )
     columns = ("trainer", "per GPU", "fits", "checkpointed", "fits", "host")
     emit_line()

@@ -25,11 +25,7 @@ from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
-from dora_pipe.schemas.trajectory_codec import (
-    AnyProgress,
-    decode_any_progress,
-    decode_trajectory,
-)
+from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress, decode_trajectory
 
 POLL_S: Final = 1.0
 

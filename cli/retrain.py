@@ -179,9 +179,7 @@ def _train(source: OpenRun, wanted: Retraining, stop: StopFlag) -> TrainedRun | 
             if plan.goes_on:
                 say(f"{wanted.name} began before: it goes on where it was")
             over = train_again(
-                plan,
-                stop=stop,
-                told=lambda step: report(f"step {step}", step - wanted.first, many),
+                plan, stop=stop, told=lambda step: report(f"step {step}", step - wanted.first, many)
             )
             if not over:
                 return None

@@ -104,8 +104,7 @@ def _raise_if_broken(broken: Sequence[SeedResult]) -> None:
     for played in broken:
         if not played.holds:
             raise InvariantBroken(
-                f"seed {played.seed}: {played.check}: {played.what}",
-                hint=played.again,
+                f"seed {played.seed}: {played.check}: {played.what}", hint=played.again
             )
 
 

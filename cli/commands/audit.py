@@ -71,8 +71,7 @@ def audit(
         bool, typer.Option("--follow", help="Go on while the run does; say what is found at once.")
     ] = False,
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Digest values, but do not open them; plan nothing."),
+        bool, typer.Option("--quick", help="Digest values, but do not open them; plan nothing.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Look at everything again, whatever is remembered.")
@@ -251,8 +250,7 @@ def archive(
         float, typer.Option(metavar="SECONDS", min=1.0, help="Between two passes of --follow.")
     ] = 600.0,
     with_policies: Annotated[
-        bool,
-        typer.Option("--with-policies", help="Also what replay needs: policies, checkpoints."),
+        bool, typer.Option("--with-policies", help="Also what replay needs: policies, checkpoints.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--verify", help="Look at every byte of an archive instead.")

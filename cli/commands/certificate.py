@@ -65,8 +65,7 @@ def verify(
     ] = "",
     issuer: Annotated[str, typer.Option(metavar="URL", help="With --identity: who says so.")] = "",
     trusted_root: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Of a sigstore that is not the public one."),
+        Path | None, typer.Option(metavar="FILE", help="Of a sigstore that is not the public one.")
     ] = None,
     as_json: JsonOption = False,
     archive: ArchiveOption = None,
@@ -86,12 +85,7 @@ def verify(
     from dora_pipe.launch.run_dir import opened
 
     against = Against(
-        key=key,
-        model=model,
-        run=run,
-        identity=identity,
-        issuer=issuer,
-        trusted_root=trusted_root,
+        key=key, model=model, run=run, identity=identity, issuer=issuer, trusted_root=trusted_root
     )
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with ForkedHelpers(help_audit) if run else nullcontext() as forks:

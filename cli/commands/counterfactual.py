@@ -8,13 +8,7 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.lazy import EXIT_INTERRUPTED
-from dora_pipe.cli.options import (
-    ArchiveOption,
-    JsonOption,
-    OverrideOption,
-    RunArgument,
-    RunsOption,
-)
+from dora_pipe.cli.options import ArchiveOption, JsonOption, OverrideOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
@@ -217,12 +211,7 @@ def rescore(
 
     with opened(run, root, archive) as found, watched(found) as (open_run, report):
         rescore_run(
-            open_run,
-            reward or (),
-            directory=directory,
-            out=out,
-            as_json=as_json,
-            report=report,
+            open_run, reward or (), directory=directory, out=out, as_json=as_json, report=report
         )
 
 

@@ -77,8 +77,7 @@ def show(
 def why(
     run: RunArgument,
     at: Annotated[
-        str,
-        typer.Option(metavar="TIME", help="At a moment: seconds after the start, or ISO 8601."),
+        str, typer.Option(metavar="TIME", help="At a moment: seconds after the start, or ISO 8601.")
     ] = "",
     step: Annotated[
         int | None, typer.Option(help="Before this step's batch was taken; how long it took.")

@@ -176,8 +176,7 @@ def run(
     override: OverrideOption = None,
     resume: ResumeOption = False,
     from_: Annotated[
-        str,
-        typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run."),
+        str, typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run.")
     ] = "",
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="With --from: and from its optimizer's state.")

@@ -17,10 +17,7 @@ from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, OutcomeUnknown
 from tests.support.kafka_broker import KafkaBroker
 
-pytestmark = [
-    pytest.mark.kafka,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 AT = TopicPartition("t", 0)
 DELIVERY_LIMIT_S = 3.0

@@ -18,17 +18,9 @@ from tests.support.bus_contract import CHECKS
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import Check, appends, read, topic_on
 from tests.support.kafka_broker import KafkaBroker
-from tests.support.kafka_secure import (
-    Certificates,
-    allow,
-    password_of,
-    security_of,
-)
+from tests.support.kafka_secure import Certificates, allow, password_of, security_of
 
-pytestmark = [
-    pytest.mark.kafka,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 AT_ONCE_S = 8.0
 """The client alone would only time out, after 10 s."""
@@ -276,9 +268,7 @@ def test_creating_without_the_right_names_it(
 
 
 def test_what_the_client_library_logs_holds_no_secret(
-    secure_kafka: KafkaBroker,
-    admin: KafkaSecurity,
-    caplog: pytest.LogCaptureFixture,
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("DEBUG", logger="kafka"):
         bus = KafkaBus([secure_kafka.address("SECURE")], security=replace(admin, mechanism="PLAIN"))

@@ -66,11 +66,7 @@ def _simulated(folder: Path) -> Subject:
 
     policies = (first, second)
     return Subject(
-        name="simulated",
-        open=open_engine,
-        vocabulary=VOCABULARY,
-        policies=policies,
-        samples=False,
+        name="simulated", open=open_engine, vocabulary=VOCABULARY, policies=policies, samples=False
     )
 
 

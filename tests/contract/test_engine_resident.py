@@ -33,14 +33,7 @@ from dora_pipe.store.model_dir import write_model_dir
 from tests.support import models
 from tests.support.adapters import RANK, make_lora, publish, random_adapter
 from tests.support.device import LORA_DTYPE, MODEL_DISTANCE
-from tests.support.engine_contract import (
-    Result,
-    Subject,
-    assert_all_alike,
-    request,
-    requests,
-    run,
-)
+from tests.support.engine_contract import Result, Subject, assert_all_alike, request, requests, run
 from tests.support.torch_engines import logprob_distance, make
 from tests.support.vllm_engines import SETTINGS, need_vllm, vllm_opener
 from tests.support.vllm_servers import server_opener

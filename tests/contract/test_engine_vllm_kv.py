@@ -240,9 +240,7 @@ def test_bfloat16_cache_moves_through_a_file(vllm: Subject, tmp_path: Path) -> N
         engine.close()
 
 
-def test_caches_of_the_torch_engine_and_of_vllm_are_not_taken_for_each_other(
-    vllm: Subject,
-) -> None:
+def test_caches_of_the_torch_engine_and_of_vllm_are_not_taken_for_each_other(vllm: Subject) -> None:
     from dora_pipe.producers.engines.torch.engine import TorchEngine
 
     own = TorchEngine.open(model_of(vllm), slots=2, context_tokens=256, threads=1)

@@ -20,12 +20,7 @@ from torch import Tensor
 from dora_pipe.config.model import Objective
 from dora_pipe.config.objectives import BUILT_IN, MAY_LACK, Advantage, Level, Mask, uses
 from dora_pipe.consumers.objectives.advantage import batch_advantages
-from dora_pipe.consumers.objectives.registry import (
-    ESTIMATES,
-    kept_tokens,
-    needs_proximal,
-    terms_of,
-)
+from dora_pipe.consumers.objectives.registry import ESTIMATES, kept_tokens, needs_proximal, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs
 from dora_pipe.core.own_code import importable
 from dora_pipe.schemas.wire import REWARD_MAX
@@ -209,9 +204,7 @@ def test_a_trajectory_without_advantage_has_no_gradient(subject: Subject, seed: 
     keys = subject.chosen()
     inputs = random_inputs(seed, [4, 2], proximal=needs_proximal(keys))
     nothing = replace(
-        inputs,
-        advantages=torch.zeros(6, dtype=torch.float64),
-        teacher=inputs.logprobs.detach(),
+        inputs, advantages=torch.zeros(6, dtype=torch.float64), teacher=inputs.logprobs.detach()
     )
     assert not gradient(nothing, keys).any()
 

@@ -33,10 +33,7 @@ from tests.support.transfers import HOST, RUN, TOKEN, served
 def test_peer_without_the_token_of_the_run_gets_nothing(
     token: bytes, run: str, tmp_path: Path
 ) -> None:
-    with (
-        served(tmp_path / "a") as source,
-        served(tmp_path / "b", token=token, run=run) as stranger,
-    ):
+    with served(tmp_path / "a") as source, served(tmp_path / "b", token=token, run=run) as stranger:
         blob = offered(source)
         put_weights(tmp_path / "a")
         assert stranger.fetch(blob, timeout_s=WAIT_S) == Lost(port.REFUSED)

@@ -18,11 +18,7 @@ LOGITS_MB = TOKENS * VOCABULARY * 4 / 1e6
 def head(chunk_tokens: int) -> MemoryCase:
     """A head whose logits are most of what it takes."""
     return MemoryCase(
-        what="head",
-        tokens=TOKENS,
-        vocabulary=VOCABULARY,
-        width=16,
-        head_chunk_tokens=chunk_tokens,
+        what="head", tokens=TOKENS, vocabulary=VOCABULARY, width=16, head_chunk_tokens=chunk_tokens
     )
 
 

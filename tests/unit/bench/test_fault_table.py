@@ -52,12 +52,7 @@ def _played(
     trouble: str = "",
 ) -> RoundResult:
     return RoundResult(
-        order=ORDER,
-        hit=hit,
-        recovered_s=recovered_s,
-        verdict=verdict,
-        trouble=trouble,
-        seconds=4.0,
+        order=ORDER, hit=hit, recovered_s=recovered_s, verdict=verdict, trouble=trouble, seconds=4.0
     )
 
 

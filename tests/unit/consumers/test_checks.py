@@ -226,10 +226,7 @@ MIXED_CASES: dict[str, tuple[Case, str]] = {
         mixed(0, 1, 1, weights=((0, DIGEST),)),
         "C1: version 0 samples after version 1",
     ),
-    "beyond the trainer": (
-        mixed(1, 1, 3, weights=((3, DIGEST),)),
-        "C1: version 3 is later than 2",
-    ),
+    "beyond the trainer": (mixed(1, 1, 3, weights=((3, DIGEST),)), "C1: version 3 is later than 2"),
     "other weights": (
         mixed(1, 2, 2, weights=((2, DIGEST),)),
         "C1: version 2 has other weights than its segments name",

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from dora_pipe.consumers.learners.torch import device_states
-from dora_pipe.consumers.learners.torch.device_states import (
-    SMALL_BYTES,
-    DeviceStates,
-    tensors_in,
-)
+from dora_pipe.consumers.learners.torch.device_states import SMALL_BYTES, DeviceStates, tensors_in
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.store.model_dir import import_model

@@ -191,10 +191,9 @@ def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Pa
     assert (tmp_path / "broken").read_bytes() == (tmp_path / "whole").read_bytes()
     names = {one.name.partition("/")[0] for one in read_entries(tmp_path / "whole")}
     remainders = {"remainder"} if policy.manifest.dtype == "bfloat16" else set()
-    own = {
-        "muon": {"momentum_buffer"},
-        "adamw8bit": {"state1", "absmax1", "state2", "absmax2"},
-    }[policy.optimizer]
+    own = {"muon": {"momentum_buffer"}, "adamw8bit": {"state1", "absmax1", "state2", "absmax2"}}[
+        policy.optimizer
+    ]
     assert names == {"steps", "exp_avg", "exp_avg_sq"} | own | remainders
 
 

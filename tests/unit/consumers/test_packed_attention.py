@@ -314,9 +314,7 @@ def test_packed_steps_on_a_gpu_have_equal_bits(policy: Policy) -> None:
 
 
 @pytest.mark.gpu
-def test_pass_of_32_000_packed_tokens_on_a_gpu_holds_less_than_a_mask_of_it(
-    policy: Policy,
-) -> None:
+def test_pass_of_32_000_packed_tokens_on_a_gpu_holds_less_than_a_mask_of_it(policy: Policy) -> None:
     trainer = policy.trainer(device="cuda", dtype="bfloat16")
     given_pass = passage([[16_000, 8_000, 8_000]], "cuda")
     with deterministic(1):

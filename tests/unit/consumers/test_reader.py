@@ -36,9 +36,7 @@ def reader_of(stage: TrainerStage, **options: Any) -> BatchReader:
 def memory_bus(stage: TrainerStage, **faults: Any) -> MemoryBus:
     """A bus on the stage's log on which something goes wrong."""
     return MemoryBus(
-        stage.log,
-        faults=ScriptedFaults(**faults),
-        now_ms=lambda: stage.clock.ns // 1_000_000,
+        stage.log, faults=ScriptedFaults(**faults), now_ms=lambda: stage.clock.ns // 1_000_000
     )
 
 
@@ -205,10 +203,7 @@ def test_unreadable_record_becomes_a_dead_letter_and_its_partition_goes_on(
     reader = reader_of(stage)
     assert readable(find(reader, after))
     (letter,) = reader.dead_letters()
-    assert (letter.topic, letter.partition, letter.offset) == (
-        stage.topics.trajectories,
-        *place,
-    )
+    assert (letter.topic, letter.partition, letter.offset) == (stage.topics.trajectories, *place)
     assert letter.why
     assert letter.value is not None
     assert reader.dead_letters() == []

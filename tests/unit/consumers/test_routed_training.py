@@ -166,10 +166,7 @@ def test_a_disturbance_of_the_router_is_called_routing(
     made = [
         replace(
             make_trajectory(
-                name,
-                prompt=PROMPT,
-                sampled=said[name].token_ids,
-                logprobs=said[name].logprobs,
+                name, prompt=PROMPT, sampled=said[name].token_ids, logprobs=said[name].logprobs
             ),
             routed_experts=said[name].routes,
         )

@@ -266,9 +266,7 @@ def test_invalid_siblings_are_counted_and_move_nothing(qwen2: Policy) -> None:
     assert one.manifest() == other.manifest()
 
 
-def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(
-    qwen2: Policy,
-) -> None:
+def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(qwen2: Policy) -> None:
     settings = {**SETTINGS, "trainer.minibatches": 1}
     batch = make_batch(seed=6, groups=2, siblings=3)
     trainer = qwen2.trainer()

@@ -14,10 +14,7 @@ from dora_pipe.consumers.trainer.effects import (
 )
 from dora_pipe.core.runtime import CaughtUp, StopAsked
 from dora_pipe.schemas.batch import batch_digest
-from dora_pipe.schemas.control import (
-    BatchRefused,
-    StepCommitted,
-)
+from dora_pipe.schemas.control import BatchRefused, StepCommitted
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from tests.support.trainer_driver import BLOB, NUMERICS, OFFENDER, Driver, batch, digest

@@ -5,30 +5,16 @@ import itertools
 import pytest
 
 from dora_pipe.bus.port import Record
-from dora_pipe.consumers.trainer.effects import (
-    Adopted,
-    PublishPolicy,
-    Replayed,
-    Unreadable,
-)
+from dora_pipe.consumers.trainer.effects import Adopted, PublishPolicy, Replayed, Unreadable
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.runtime import CaughtUp, StopAsked
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS
-from dora_pipe.schemas.control import (
-    StepCommitted,
-    WeightsAdopted,
-)
+from dora_pipe.schemas.control import StepCommitted, WeightsAdopted
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import StopRun
-from tests.support.trainer_driver import (
-    HEARTBEAT_NS,
-    OFFENDER,
-    TOPICS,
-    Driver,
-    batch,
-)
+from tests.support.trainer_driver import HEARTBEAT_NS, OFFENDER, TOPICS, Driver, batch
 
 
 def test_adopted_weights_are_written_and_the_next_commit_says_so() -> None:

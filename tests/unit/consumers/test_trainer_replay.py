@@ -11,15 +11,8 @@ from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
-from dora_pipe.core.errors import (
-    InvariantBroken,
-    LogTruncated,
-    ReplayDiverged,
-)
-from dora_pipe.schemas.control import (
-    StepCommitted,
-    WeightsAdopted,
-)
+from dora_pipe.core.errors import InvariantBroken, LogTruncated, ReplayDiverged
+from dora_pipe.schemas.control import StepCommitted, WeightsAdopted
 from dora_pipe.schemas.wire import encode
 from tests.support.trainer_stage import TrainerStage, digests, train
 

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.errors import (
-    Fenced,
-    NonFinite,
-    OutcomeUnknown,
-)
-from dora_pipe.schemas.control import (
-    RoleStarted,
-)
+from dora_pipe.core.errors import Fenced, NonFinite, OutcomeUnknown
+from dora_pipe.schemas.control import RoleStarted
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 
@@ -54,10 +48,7 @@ def test_killed_at_any_tick_the_weights_are_those_of_a_run_that_never_was(
     stage = TrainerStage(tmp_path_factory.mktemp("killed"))
     stage.start_run()
     train_killed(
-        stage,
-        [*lives, 3000],
-        lambda: stage.trainer(checkpoint_every=checkpoint_every),
-        steps=steps,
+        stage, [*lives, 3000], lambda: stage.trainer(checkpoint_every=checkpoint_every), steps=steps
     )
     assert [one.step for one in stage.commits()] == list(range(steps))
     unkilled = TrainerStage(tmp_path_factory.mktemp("unkilled"))
@@ -211,9 +202,7 @@ def test_step_that_is_not_finite_ends_the_role_and_commits_nothing(stage: Traine
     assert [one.attempt for one in stage.commits()] == [2]
 
 
-def test_end_of_the_run_ends_the_trainer_also_one_that_starts_after_it(
-    stage: TrainerStage,
-) -> None:
+def test_end_of_the_run_ends_the_trainer_also_one_that_starts_after_it(stage: TrainerStage) -> None:
     trainer = stage.trainer()
     train(stage, trainer, 0)
     stage.stop_run()

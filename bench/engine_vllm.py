@@ -78,6 +78,11 @@ class Load:
         return self.scale * CONTEXT_TOKENS
 
     @property
+    def requests_per_row(self) -> int:
+        """Of a turn."""
+        return REQUESTS_PER_ROW if self.model == DEMO else REQUESTS_PER_ROW // 2
+
+    @property
     def turns(self) -> int:
         """Of each half."""
         return TURNS if self.model == DEMO else SHAPE_TURNS
@@ -103,7 +108,7 @@ class Load:
 
 
 def bench_vllm(
-    folder: Path, rows: Sequence[int], load: Load, *, requests_per_row: int = REQUESTS_PER_ROW
+    folder: Path, rows: Sequence[int], load: Load, *, requests_per_row: int = 0
 ) -> Iterator[EngineFigure]:
     """A figure for each number of rows. Needs vLLM. Raises ConfigError, UsageError."""
     check_rows(rows)
@@ -111,8 +116,9 @@ def bench_vllm(
 
     vllm_core.prepare(threads=1)
     model = load.write(folder / "model")
+    per_row = requests_per_row or load.requests_per_row
     for count in rows:
-        yield _figure(model, load, count, max(REQUESTS_MIN, count * requests_per_row))
+        yield _figure(model, load, count, max(REQUESTS_MIN, count * per_row))
 
 
 def _figure(model: Path, load: Load, rows: int, count: int) -> EngineFigure:

@@ -148,6 +148,11 @@ def _large() -> list[StepCase]:
     return [long, with_(long, by="trl-bf16"), short, with_(long, compute="float32")]
 
 
+def _beside_trl() -> list[StepCase]:
+    """What is compared with trl in bfloat16, of all sizes: the first cases of each."""
+    return [*_small()[:4], *_middle()[:2], *_large()[:2]]
+
+
 def tiny(case: StepCase) -> StepCase:
     """The same way of a model that a CPU trains in no time, in as many passes."""
     rows_at_once = max(1, case.pass_tokens // case.row_tokens)
@@ -174,4 +179,5 @@ _SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
     "packed": _packed,
     "optimizers": _optimizers,
     "leaving": _leaving,
+    "beside-trl": _beside_trl,
 }

@@ -115,6 +115,7 @@ PIECES: Final = (
     _steps("0.6B", "a step of GRPO, Qwen3-0.6B's shape, beside trl's"),
     _steps("1.7B", "the same, Qwen3-1.7B's"),
     _steps("4B", "the same, Qwen3-4B's"),
+    _steps("beside-trl", "16 384 tokens in bfloat16, all sizes, beside trl's"),
     _steps("long", "rows of 32 000 tokens, 0.6B"),
     _steps(
         "packed", "rows of 8 192 tokens to 256 in one pass, 0.6B: by sequences, under a mask, apart"
@@ -138,6 +139,8 @@ PIECES: Final = (
     _round("lora-bf16", "adapters", "vllm"),
     _round("server", "the engine's contract on a server", "vllm"),
     _round("server-bf16", "the same in bfloat16", "vllm"),
+    _round("kv", "requests move with their caches, in process and between servers", "vllm"),
+    _round("routes", "experts of a mixture are logged as vLLM chose them", "vllm"),
     _round("sleep", "vLLM lets go of its memory, and hosts the next version behind it", "vllm"),
     _round("runs", "whole runs", "vllm"),
     _round("runs-bf16", "the same in bfloat16", "vllm"),

@@ -31,6 +31,10 @@ LORA_TESTS: Final = (
     "tests/contract/test_engine_resident.py",
     "tests/contract/test_engine_vllm_lora.py",
 )
+KV_TESTS: Final = (
+    "tests/contract/test_engine_vllm_kv.py",
+    "tests/contract/test_engine_vllm_server_kv.py",
+)
 DEEPSPEED_TESTS: Final = (
     "tests/contract/test_trainer.py",
     "tests/deepspeed/test_arithmetic.py",
@@ -106,6 +110,8 @@ ROUNDS: Final = (
     Round(name="lora-bf16", needs="vllm", tests=LORA_TESTS, only="vllm", dtype="bfloat16"),
     Round(name="server", needs="vllm", tests=SERVER_TESTS, only="server"),
     Round(name="server-bf16", needs="vllm", tests=SERVER_TESTS, only="server", dtype="bfloat16"),
+    Round(name="kv", needs="vllm", tests=KV_TESTS),
+    Round(name="routes", needs="vllm", tests=("tests/contract/test_engine_vllm_routes.py",)),
     Round(name="sleep", needs="vllm", tests=("tests/contract/test_engine_vllm_sleep.py",)),
     Round(name="runs", needs="vllm", tests=("tests/slow/test_vllm_run.py",)),
     Round(name="runs-bf16", needs="vllm", tests=("tests/slow/test_vllm_run.py",), dtype="bfloat16"),

@@ -77,7 +77,16 @@ def show_gpus(config: Config, name: str) -> None:
 
 
 def need_gpus(config: Config) -> None:
-    """Raise ConfigError, before anything starts, for a GPU that is not among those seen here."""
+    """Raise ConfigError, before anything starts, for a GPU that is not among those seen here, and
+    for GPUs of workers all of whose engines have none."""
+    engines, workers = sorted(set(worker_engines(config).values())), config.workers
+    some = any(engine_kind(name, config.task.directory).gpus for name in engines)
+    if engines and not some and (workers.gpus or workers.vllm.gpus > 1):
+        key = "gpus" if workers.gpus else "vllm, tensor_parallel and pipeline_parallel"
+        raise ConfigError(
+            f"workers.{key}: {' and '.join(engines)} compute on the CPU",
+            hint="workers.engine = 'vllm-server', or leave the keys out",
+        )
     for name in (TRAINER, *worker_names(config)):
         key, numbers = gpus_of(config, name)
         visible(key, numbers, os.environ.get(VISIBLE))

@@ -259,7 +259,7 @@ def worker(
     wanted = load_wanted(config, override or ())
     engine = engine or local_roles.worker_engine(wanted, name)
     need_engines([engine], wanted.task.directory)
-    check_engines(wanted, [engine, *local_roles.worker_engines(wanted).values()])
+    check_engines(wanted, [engine])
     wanted = local_roles.with_engine(
         wanted, engine, address=local_roles.worker_address(wanted, name)
     )

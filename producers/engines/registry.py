@@ -101,21 +101,10 @@ def need_engines(names: Iterable[str], directory: str = "") -> None:
 
 
 def check_engines(config: Config, names: Iterable[str]) -> None:
-    """Raise ConfigError where these engines and the run's keys do not go together."""
-    kinds = {name: engine_kind(name, config.task.directory) for name in sorted(set(names))}
-    if config.workers.gpus and not any(kind.gpus for kind in kinds.values()):
-        raise ConfigError(
-            f"workers.gpus: {' and '.join(kinds)} compute on the CPU",
-            hint="vllm and vllm-server have GPUs",
-        )
-    if config.workers.vllm.gpus > 1 and set(kinds) == {"torch"}:
-        raise ConfigError(
-            "workers.vllm: tensor_parallel and pipeline_parallel are vLLM's, and all workers have"
-            " the torch engine",
-            hint="workers.engine = 'vllm-server', or leave the keys out",
-        )
+    """Raise ConfigError where one of these engines and the run's keys do not go together."""
     rank = config.lora.rank
-    for name, kind in kinds.items():
+    for name in sorted(set(names)):
+        kind = engine_kind(name, config.task.directory)
         if config.sampling.routes and not kind.routes:
             raise ConfigError(
                 f"sampling.routes: engine `{name}` does not say through which experts tokens go",

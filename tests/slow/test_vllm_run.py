@@ -18,7 +18,13 @@ from tests.support.models import make_llama_gqa
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_engines import BUILDERS
-from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
+from tests.support.vllm_runs import (
+    WAIT_S,
+    check_agents_run,
+    furnished,
+    joined,
+    until_joined,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +50,9 @@ def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: 
     words = ("config.toml", "-o", "run.steps=6", "-o", "groups.size=8")
     running = [start(place, "orchestrator", *words)]
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
-    running.append(start(place, "worker", *words, "--name", "a", "--engine", "vllm"))
-    until(lambda: "a" in joined(place), WAIT_S)
-    running.append(start(place, "worker", *words, "--name", "b"))
-    until(lambda: "b" in joined(place), WAIT_S)
+    for name, engine in (("a", "vllm"), ("b", "torch")):
+        running.append(start(place, "worker", *words, "--name", name, "--engine", engine))
+        until_joined(place, {name: running[-1]})
     running.append(start(place, "trainer", *words))
     said = place / "said"
     assert [one.wait(WAIT_S) for one in running] == [0] * len(running), said.read_text()
@@ -73,7 +78,7 @@ def test_requests_of_a_drained_vllm_worker_go_on_with_their_cache_where_it_fits(
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     for name, engine in (("w0", there), (DRAINED, "vllm")):
         running.append(start(place, "worker", *words, "--name", name, "--engine", engine))
-    until(lambda: len(joined(place)) == 2, WAIT_S)
+    until_joined(place, dict(zip(("w0", DRAINED), running[1:], strict=True)))
     running.append(start(place, "trainer", *words))
     until(lambda: samples(place), WAIT_S)
     drain(place)

@@ -17,7 +17,13 @@ from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
-from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined
+from tests.support.vllm_runs import (
+    WAIT_S,
+    check_agents_run,
+    furnished,
+    joined,
+    until_joined,
+)
 from tests.support.vllm_servers import family
 
 pytestmark = pytest.mark.slow
@@ -66,9 +72,9 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     orchestrator = start(place, "orchestrator", *words)
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     served = start(place, "worker", *words, "--name", "a", "--engine", "vllm-server")
-    until(lambda: "a" in joined(place), WAIT_S)
+    until_joined(place, {"a": served})
     other = start(place, "worker", *words, "--name", "b")
-    until(lambda: "b" in joined(place), WAIT_S)
+    until_joined(place, {"b": other})
     trainer = start(place, "trainer", *words)
     said = place / "said"
     until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
@@ -114,7 +120,7 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
         start(place, "worker", *words, "--name", name, "--engine", "vllm-server")
         for name in ("w0", DRAINED)
     ]
-    until(lambda: len(joined(place)) == 2, WAIT_S)
+    until_joined(place, dict(zip(("w0", DRAINED), served, strict=True)))
     trainer = start(place, "trainer", *words)
     until(lambda: samples(place), WAIT_S)
     drain(place)

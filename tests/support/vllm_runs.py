@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from dora_pipe.schemas.control import WorkerJoined
@@ -15,7 +17,7 @@ from tests.support.agent_run import (
 )
 from tests.support.device import DEVICE, DTYPE
 from tests.support.models import make_llama_gqa
-from tests.support.user_run import assert_clean, facts, furnish, start, steps
+from tests.support.user_run import assert_clean, facts, furnish, start, steps, until
 from tests.support.vllm_engines import need_vllm
 
 WAIT_S = 600.0
@@ -43,6 +45,17 @@ def joined(place: Path) -> dict[str, str]:
         return {}
     found = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
     return {one.worker: one.engine for one in found}
+
+
+def until_joined(place: Path, workers: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Wait until these are workers of the run; none of them ends before."""
+    until(lambda: workers.keys() <= joined(place).keys() or any_ended(workers), WAIT_S)
+    assert not any_ended(workers), (place / "said").read_text()
+
+
+def any_ended(processes: Mapping[str, subprocess.Popen[bytes]]) -> bool:
+    """Whether one of them has."""
+    return any(one.poll() is not None for one in processes.values())
 
 
 def check_agents_run(place: Path, *words: str, steps_made: int, numerics_max: float) -> None:

@@ -172,24 +172,32 @@ def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "engines", "why"),
+    ("workers", "why"),
     [
-        ({"workers": {"gpus": [0]}}, ["torch"], "workers.gpus: torch compute on the CPU"),
-        (
-            {"workers": {"engine": "torch", "vllm": {"tensor_parallel": 2}}},
-            ["torch"],
-            "workers.vllm: tensor_parallel and pipeline_parallel are vLLM's",
-        ),
-        ({"lora": {"rank": 513}}, ["torch", "vllm"], "vllm hosts adapters of ranks up to 512"),
-        ({"lora": {"rank": 513}}, ["vllm-server"], "vllm-server hosts adapters of ranks up to"),
+        ({"gpus": [0]}, "workers.gpus: torch compute on the CPU"),
+        ({"vllm": {"tensor_parallel": 2}}, "workers.vllm, tensor_parallel .*: torch compute on"),
     ],
 )
-def test_engine_that_does_not_go_with_a_key_is_named(
-    sections: dict[str, Any], engines: list[str], why: str
+def test_gpus_of_workers_that_have_none_are_refused_where_all_of_them_are_known(
+    workers: dict[str, Any], why: str
 ) -> None:
-    config = _config(**sections.pop("workers", {}))
-    if lora := sections.get("lora"):
-        config = msgspec.structs.replace(config, lora=Lora(**lora))
+    """One that joins a run has torch beside others that may have vLLM, whatever the file says."""
+    config = _config(engine="torch", **workers)
+    check_engines(config, ["torch"])
+    local_roles.need_gpus(_config(engines=["torch", "vllm-server"], **workers))
+    with pytest.raises(ConfigError, match=why):
+        local_roles.need_gpus(config)
+
+
+@pytest.mark.parametrize(
+    ("engines", "why"),
+    [
+        (["torch", "vllm"], "vllm hosts adapters of ranks up to 512"),
+        (["vllm-server"], "vllm-server hosts adapters of ranks up to"),
+    ],
+)
+def test_engine_that_does_not_go_with_a_key_is_named(engines: list[str], why: str) -> None:
+    config = msgspec.structs.replace(_config(), lora=Lora(rank=513))
     with pytest.raises(ConfigError, match=why):
         check_engines(config, engines)
 

@@ -27,7 +27,7 @@ from tests.support import models
 from tests.support.device import DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Subject, assert_all_alike, request, requests, run
 from tests.support.engine_routes import routed_run, same_experts
-from tests.support.vllm_engines import CONTEXT_TOKENS, SETTINGS, need_vllm
+from tests.support.vllm_engines import SETTINGS, need_vllm
 from tests.support.vllm_servers import family, open_shared, running_server, server_subject
 
 __all__ = [
@@ -119,10 +119,5 @@ def test_who_starts_a_server_hears_that_line(tmp_path: Path) -> None:
     need_vllm()
     model = models.make_qwen2(tmp_path / "model")
     with pytest.raises(PolicyError, match=r"4 attention heads .* 3"):
-        ServerProcess.start(
-            model,
-            replace(SETTINGS, tensor_parallel=3),
-            slots=4,
-            context_tokens=CONTEXT_TOKENS,
-            threads=1,
-        )
+        settings = replace(SETTINGS, tensor_parallel=3)
+        ServerProcess.start(model, settings, slots=4, context_tokens=256, threads=1)

@@ -18,13 +18,7 @@ from tests.support.models import make_llama_gqa
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_engines import BUILDERS
-from tests.support.vllm_runs import (
-    WAIT_S,
-    check_agents_run,
-    furnished,
-    joined,
-    until_joined,
-)
+from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined, until_joined
 
 pytestmark = pytest.mark.slow
 

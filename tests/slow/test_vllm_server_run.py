@@ -17,13 +17,7 @@ from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
-from tests.support.vllm_runs import (
-    WAIT_S,
-    check_agents_run,
-    furnished,
-    joined,
-    until_joined,
-)
+from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined, until_joined
 from tests.support.vllm_servers import family
 
 pytestmark = pytest.mark.slow

@@ -31,11 +31,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [SETTINGS, WHOLE, MASKED],
-    ids=["token", "whole", "hard"],
-)
+@pytest.mark.parametrize("settings", [SETTINGS, WHOLE, MASKED], ids=["token", "whole", "hard"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 @pytest.mark.parametrize("tokens", [40, 120])
 def test_steps_on_contexts_are_those_of_the_torch_trainer(

@@ -10,11 +10,7 @@ import pytest
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import base_of
 from tests.deepspeed.conftest import Bench, steps
-from tests.deepspeed.test_arithmetic import (
-    DISTANCE_MAX,
-    assert_same_steps,
-    three_batches,
-)
+from tests.deepspeed.test_arithmetic import DISTANCE_MAX, assert_same_steps, three_batches
 from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch, routed
 from tests.support.models import make_further, make_qwen3_moe
@@ -104,9 +100,7 @@ def test_parts_of_a_step_go_through_the_experts_of_the_log(mixture: Bench) -> No
         assert_same_steps([split], [theirs.train(whole, one)])
 
 
-def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(
-    mixture: Bench,
-) -> None:
+def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(mixture: Bench) -> None:
     """One trajectory: a rank without one computes two tokens, which few experts see."""
     for options in STAGES:
         trainer = mixture.deepspeed(**options)

@@ -81,8 +81,7 @@ def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "expected"),
-    [(None, "2,0"), ("4,5,6,7", "6,4"), ("GPU-a, GPU-b,GPU-c", "GPU-c,GPU-a")],
+    ("seen", "expected"), [(None, "2,0"), ("4,5,6,7", "6,4"), ("GPU-a, GPU-b,GPU-c", "GPU-c,GPU-a")]
 )
 def test_gpus_are_counted_among_those_that_are_visible(seen: str | None, expected: str) -> None:
     assert visible("workers.gpus", (2, 0), seen) == expected
@@ -103,8 +102,7 @@ def test_a_gpu_that_is_not_visible_is_one_line_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("w0", ("1", "PCI_BUS_ID")), ("trainer", ("0,3", "PCI_BUS_ID"))],
+    ("name", "expected"), [("w0", ("1", "PCI_BUS_ID")), ("trainer", ("0,3", "PCI_BUS_ID"))]
 )
 def test_a_forked_role_sees_its_own_gpus_and_its_parent_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, expected: tuple[str, str]
@@ -164,9 +162,7 @@ def test_gpus_that_nobody_would_use_are_one_line(sections: dict[str, object], li
         config(**sections)  # type: ignore[arg-type]
 
 
-def test_vllm_that_sees_none_of_the_gpus_there_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_vllm_that_sees_none_of_the_gpus_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
     module = SimpleNamespace(current_platform=platform)
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
@@ -214,7 +210,4 @@ def test_doctor_says_what_hides_gpus_and_where_there_are_none(
     monkeypatch.setenv(VISIBLE, "0")
     assert doctor._gpus().detail == f"0 NVIDIA L4, 23034 MiB; {VISIBLE}=0"
     program.unlink()
-    assert (doctor._gpus().state, doctor._gpus().detail) == (
-        "note",
-        "none: there is no nvidia-smi",
-    )
+    assert (doctor._gpus().state, doctor._gpus().detail) == ("note", "none: there is no nvidia-smi")

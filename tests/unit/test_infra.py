@@ -73,10 +73,7 @@ def test_every_listener_has_a_protocol_and_is_bound_to_this_machine(name: str) -
     outside = re.fullmatch(r"127\.0\.0\.1:(\d+):9092", port)
     assert outside is not None
     advertised = settings["advertised.listeners"].split(",")
-    assert advertised == [
-        f"PLAINTEXT://{name}:19092",
-        f"PLAINTEXT_HOST://localhost:{outside[1]}",
-    ]
+    assert advertised == [f"PLAINTEXT://{name}:19092", f"PLAINTEXT_HOST://localhost:{outside[1]}"]
 
 
 def test_brokers_of_the_cluster_are_different_members_of_one_cluster() -> None:

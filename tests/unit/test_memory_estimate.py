@@ -12,11 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory
 from dora_pipe.bench.step_memory import _config as bench_config
@@ -436,10 +432,7 @@ def test_a_step_takes_what_was_estimated(
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
     tokens = 2048
     case = MemoryCase(
-        what="step",
-        tokens=tokens,
-        mlp_chunk_tokens=chunk,
-        gradient_checkpointing=checkpointing,
+        what="step", tokens=tokens, mlp_chunk_tokens=chunk, gradient_checkpointing=checkpointing
     )
     (figure,) = bench_step_memory([case])
     shape = shape_of(bench_config(case))

@@ -63,12 +63,7 @@ def test_rounds_of_a_gpu_are_skipped_with_one_line_where_there_is_none(tmp_path:
     if has_gpu():
         pytest.skip("there is a GPU")
     folders = {path.partition("/test_")[0] for one in ROUNDS for path in one.tests}
-    assert folders == {
-        "tests/contract",
-        "tests/deepspeed",
-        "tests/slow",
-        "tests/unit/consumers",
-    }
+    assert folders == {"tests/contract", "tests/deepspeed", "tests/slow", "tests/unit/consumers"}
     tests = sorted({path for one in ROUNDS for path in one.tests})
     environment = {"DORA_PIPE_DEVICE": "cuda", "DORA_PIPE_DTYPE": "bfloat16"}
     status, output = _pytest("-rs", *tests, path=str(tmp_path), ci=False, **environment)

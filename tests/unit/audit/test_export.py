@@ -109,10 +109,7 @@ def test_other_data_gives_no_columns_for_a_trajectory(trajectory: Trajectory) ->
 
 def test_file_has_texts_beside_what_the_log_knows(recorded: RecordedRun, tmp_path: Path) -> None:
     path, texts = tmp_path / "a.parquet", TextColumns(Numbers())
-    with (
-        closing(recorded.open()) as bus,
-        closing(read_catalogue(bus, recorded.topics)) as tables,
-    ):
+    with closing(recorded.open()) as bus, closing(read_catalogue(bus, recorded.topics)) as tables:
         export_parquet(bus, recorded.topics, tables, recorded.store, path, texts=texts)
     for row in pq.read_table(path).to_pylist():
         assert row["prompt"].split() == [
@@ -234,10 +231,7 @@ def test_version_that_was_not_published_is_refused(recorded: RecordedRun, tmp_pa
 
 
 def test_policy_is_exported_with_its_digest(recorded: RecordedRun, tmp_path: Path) -> None:
-    with (
-        closing(recorded.open()) as bus,
-        closing(read_catalogue(bus, recorded.topics)) as tables,
-    ):
+    with closing(recorded.open()) as bus, closing(read_catalogue(bus, recorded.topics)) as tables:
         digest = export_policy(tables, recorded.store, 5, tmp_path / "out")
     assert digest == _ledger(recorded).versions[5].digest
     assert (tmp_path / "out" / "config.json").is_file()

@@ -80,12 +80,7 @@ def weights_of(version: int) -> tuple[Path, str]:
 
 
 def sampled_by(
-    version: int,
-    text: str,
-    *,
-    sibling: int = 0,
-    noise: float = 0.0,
-    narrower: float = 0.0,
+    version: int, text: str, *, sibling: int = 0, noise: float = 0.0, narrower: float = 0.0
 ) -> Trajectory:
     """A trajectory whose engine was `noise` off, and drew from what was `narrower`, in nats."""
     ids = [ord(one) for one in text]
@@ -232,12 +227,7 @@ def test_turn_that_moved_between_workers_is_encoded_whole() -> None:
         segment("environment", 6, 8, 0),
         segment("model", 8, 9, 1),
     ]
-    assert stretches(parts) == [
-        (0, 2, False),
-        (2, 6, True),
-        (6, 8, False),
-        (8, 9, True),
-    ]
+    assert stretches(parts) == [(0, 2, False), (2, 6, True), (6, 8, False), (8, 9, True)]
 
 
 def test_contexts_are_held_against_what_they_were_sampled_behind() -> None:

@@ -62,10 +62,7 @@ def test_a_group_whose_rewards_become_equal_would_have_been_filtered_and_the_oth
 
 
 def test_advantages_that_change_sign_are_counted_by_step() -> None:
-    groups = [
-        group(0, (1.0, 0.0), (0.0, 1.0), step=2),
-        group(1, (1.0, 0.0), (4.0, 0.0), step=5),
-    ]
+    groups = [group(0, (1.0, 0.0), (0.0, 1.0), step=2), group(1, (1.0, 0.0), (4.0, 0.0), step=5)]
     found = compare(groups, RULES, SETTINGS, examples=20)
     assert [(one.at, one.signs, one.old, one.new) for one in found.steps] == [
         (2, 2, 0.5, 0.5),
@@ -77,10 +74,7 @@ def test_advantages_that_change_sign_are_counted_by_step() -> None:
 
 
 def test_examples_are_those_farthest_apart_and_a_missing_reward_is_farthest() -> None:
-    groups = [
-        group(0, (1.0, 0.0), (0.9, 0.0)),
-        group(1, (1.0, 0.0), (None, 3.0)),
-    ]
+    groups = [group(0, (1.0, 0.0), (0.9, 0.0)), group(1, (1.0, 0.0), (None, 3.0))]
     found = compare(groups, RULES, SETTINGS, examples=2)
     assert [(one.trajectory[-5:], one.new) for one in found.examples] == [
         ("1-000", None),
@@ -116,10 +110,7 @@ def test_whatever_the_rewards_are_scoring_them_alike_changes_nothing(all_: list[
     assert (found.differ, found.fates, found.signs, found.first) == (0, (), 0, None)
 
 
-@pytest.mark.parametrize(
-    ("filtering", "fate"),
-    [(True, "filtered"), (False, "trained")],
-)
+@pytest.mark.parametrize(("filtering", "fate"), [(True, "filtered"), (False, "trained")])
 def test_equal_rewards_are_filtered_where_the_run_filters(filtering: bool, fate: str) -> None:
     rules = Groups(size=2, per_step=2, min_valid_siblings=2, filter_zero_advantage=filtering)
     assert fate_of([1.0, 1.0], 2, rules) == fate

@@ -160,11 +160,7 @@ def test_batches_are_held_against_those_of_the_source() -> None:
 
 GROUPS = st.lists(
     st.tuples(
-        st.integers(0, 5),
-        st.integers(0, 3),
-        st.integers(0, 1),
-        st.integers(0, 70),
-        st.booleans(),
+        st.integers(0, 5), st.integers(0, 3), st.integers(0, 1), st.integers(0, 70), st.booleans()
     ),
     max_size=40,
 )

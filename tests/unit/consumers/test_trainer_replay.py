@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.settings import PACKING
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
@@ -84,10 +86,12 @@ def commits_of(stage: TrainerStage) -> list[StepCommitted]:
     return list(read_commits(stage.bus, stage.topics, history.notes, stage.clock))
 
 
-def replayed(stage: TrainerStage, commits: list[StepCommitted], first: int) -> list[Any]:
+def replayed(
+    stage: TrainerStage, commits: list[StepCommitted], first: int, trainer: Any = None
+) -> list[Any]:
     """Replay from the nearest checkpoint; what came out from step `first` on."""
     history = read_history(stage.bus, stage.topics, stage.clock)
-    trainer = SimulatedLearner()
+    trainer = trainer or SimulatedLearner()
     assert history.run_started is not None
     base = load_base(stage.store, trainer, history.run_started, history.notes[:first])
     assert base <= first
@@ -105,6 +109,36 @@ def test_committed_steps_are_reproduced_from_the_log_alone(stage: TrainerStage) 
         (5, True, None),
     ]
     assert all(one.other_numerics == [] for one in steps)
+
+
+class Packs(SimulatedLearner):
+    """A trainer of packed lines that goes this way if it may choose."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.told = way, [""]
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        rest = dict(settings)
+        self.told.append(str(rest.pop(PACKING, "")))
+        return super().train(batch, rest)
+
+    def numerics(self) -> dict[str, str]:
+        return super().numerics() | {"packing": self.way}
+
+
+@pytest.mark.parametrize(
+    ("way", "here", "other"),
+    [("on", "varlen", []), ("varlen", "varlen", []), ("varlen", "on", ["packing"])],
+)
+def test_packed_step_is_replayed_the_way_that_its_commit_names(
+    stage: TrainerStage, way: str, here: str, other: list[str]
+) -> None:
+    train(stage, stage.trainer(trainer=Packs(way), checkpoint_every=100), 0)
+    learner = Packs(here)
+    (step,) = replayed(stage, commits_of(stage), first=0, trainer=learner)
+    assert learner.told[-1] == way
+    assert (step.equal, step.other_numerics) == (True, other)
 
 
 def test_replay_names_the_first_step_and_tensor_after_a_changed_trajectory(

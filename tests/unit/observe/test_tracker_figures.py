@@ -157,10 +157,7 @@ def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
 
 @pytest.mark.parametrize("there", [1, 7, STEPS])
 def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
-    rows: list[FigureRow],
-    bus: SqliteBus,
-    recorded: RecordedRun,
-    there: int,
+    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun, there: int
 ) -> None:
     kept = Kept(there)
     done = _tracking(bus, recorded, kept, contributions).follow()

@@ -22,9 +22,7 @@ from dora_pipe.schemas.contexts import Context
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Described, Sampler, Segment, SegmentKind, Trajectory
-from dora_pipe.schemas.trajectory_codec import (
-    TRAJECTORY as LAYOUT,
-)
+from dora_pipe.schemas.trajectory_codec import TRAJECTORY as LAYOUT
 from dora_pipe.schemas.trajectory_codec import (
     RecordLayout,
     decode_trajectory,

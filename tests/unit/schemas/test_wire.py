@@ -45,11 +45,7 @@ PLACES: list[tuple[str, Any, str]] = [
     ("WorkerReady", lambda x: {"load_ms": x}, "$.load_ms"),
     ("Command", lambda x: {"args": {"value": [1, x]}}, "$.args.value[1]"),
     ("RunStarted", lambda x: {"config": {"a": {"b": x}}}, "$.config.a.b"),
-    (
-        "WorkerStatus",
-        lambda x: {"cost": msgspec.structs.replace(COST, bus_s=x)},
-        "$.cost.bus_s",
-    ),
+    ("WorkerStatus", lambda x: {"cost": msgspec.structs.replace(COST, bus_s=x)}, "$.cost.bus_s"),
 ]
 
 

@@ -96,9 +96,7 @@ def two_versions(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
 @settings(max_examples=150, deadline=None)
 @given(versions=two_versions(), block=st.sampled_from((1, 3, 64)))
 def test_the_file_that_a_patch_makes_is_the_version_bit_by_bit(
-    tmp_path_factory: pytest.TempPathFactory,
-    versions: tuple[Tensors, Tensors],
-    block: int,
+    tmp_path_factory: pytest.TempPathFactory, versions: tuple[Tensors, Tensors], block: int
 ) -> None:
     folder = tmp_path_factory.mktemp("patch")
     with pytest.MonkeyPatch.context() as patch:

@@ -231,7 +231,6 @@ class _Rounds:
     stopped: bool = False
 
     def look(self, record: Record) -> None:
-        """One that is archived."""
         self.last = record.value
         self.stopped = self.stopped or _STOP in record.value
 
@@ -251,7 +250,6 @@ class _Facts:
     """Position behind the last trajectory that it names, by partition."""
 
     def look(self, record: Record) -> None:
-        """One that is archived."""
         if _LOGGED not in record.value:
             return
         with suppress(SchemaError):
@@ -326,7 +324,6 @@ class _Copier:
         return self.done
 
     def started(self, fact: RunStarted) -> None:
-        """What a run begins with."""
         self.weights("version 0", fact.policy.digest)
         self.assets(fact.assets_digest)
         if fact.optimizer is not None:

@@ -67,7 +67,6 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """How many are trained for it."""
         return self.last - self.first + 1
 
     @property

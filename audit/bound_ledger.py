@@ -92,7 +92,6 @@ class BoundLedger:
         self.finished[spec.group] = spec
 
     def take_part(self, groups: Sequence[str]) -> None:
-        """Finished groups are in a part."""
         self.parts.append(tuple(groups))
         for name in groups:
             self.finished.pop(name, None)

@@ -79,7 +79,6 @@ class FoldCheck:
         self._since_bytes = 0
 
     def fold(self, turn: FoldedRound) -> None:
-        """Fold one round."""
         round_, state = turn.round, self.state
         if state is None or round_ is None:
             return

@@ -92,7 +92,6 @@ class ComparedLogs:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {
             **asdict(self.found),
             "trajectory": None if self.first is None else asdict(self.first),

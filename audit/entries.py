@@ -111,7 +111,6 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
         return self.bound is not None or self.failed or self.left is not None
 
     def was_placed(self, attempt: int, worker: str, epoch: int) -> bool:
-        """Whether a decision placed this attempt there."""
         wanted = (attempt, worker, epoch)
         return any((one.attempt, one.worker, one.epoch) == wanted for one in self.placements)
 
@@ -252,7 +251,6 @@ class StepEntry:
 
     @property
     def step(self) -> int:
-        """Its step."""
         return self.fact.step
 
 

@@ -213,9 +213,7 @@ class EvidenceSource(Protocol):
 class SpillStore(Protocol):
     """Where evidence waits that is too much for memory."""
 
-    def put(self, pieces: Iterable[Evidence]) -> None:
-        """Keep these."""
-        ...
+    def put(self, pieces: Iterable[Evidence]) -> None: ...
 
     def pop(self, place: Place) -> Evidence | None:
         """Give back one, which is not kept any longer."""
@@ -451,7 +449,6 @@ class Helpers:
         return self._owners[partition].at[partition]
 
     def close(self) -> None:
-        """End the helpers."""
         for helper in self._helpers:
             helper.close()
         self._helpers = []

@@ -63,7 +63,6 @@ class Violation:
 
     @property
     def line(self) -> str:
-        """As one line for people."""
         detail = f": expected {self.expected}, found {self.found}" if self.expected else ""
         return f"{self.check} {self.subject}: {self.message}{detail}"
 

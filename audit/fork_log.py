@@ -88,7 +88,6 @@ class ForkLog:
 
     @property
     def topics(self) -> Topics:
-        """Those of this log."""
         return Topics(fork_id(self.recorded.trajectory, self.version))
 
     @property

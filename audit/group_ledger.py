@@ -226,7 +226,6 @@ class GroupLedger:
         return entry is not None and any(one.epoch == epoch for one in entry.placements)
 
     def summed(self) -> Sums:
-        """All groups."""
         sums = copy.deepcopy(self.sums)
         for group in self.groups.values():
             sums.add(group)

@@ -167,11 +167,9 @@ class AuditIndex:
         return self._connection.execute(sql, values).fetchone()
 
     def rows(self, sql: str, *values: Any) -> Iterator[Any]:
-        """All rows of a query."""
         return iter(self._connection.execute(sql, values))
 
     def write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """One statement with many rows."""
         self._connection.executemany(sql, rows)
 
     @property
@@ -224,11 +222,9 @@ class _Table(Generic[T]):
         self._encode = msgspec.msgpack.Encoder().encode
 
     def keeps(self, key: Any) -> bool:
-        """Whether it has a number."""
         return self._number(key) >= 0
 
     def fetch(self, key: Any) -> T | None:
-        """One entry."""
         number = self._number(key)
         if number < 0:
             return None
@@ -236,7 +232,6 @@ class _Table(Generic[T]):
         return None if found is None else self._decoder.decode(zstandard.decompress(found[0]))
 
     def store(self, entries: Iterable[tuple[Any, T]]) -> None:
-        """Many entries."""
         sql = f"INSERT OR REPLACE INTO {self._name} VALUES (?, ?)"
         kept = list(entries)
         numbers = [self._number(key) for key, _ in kept]
@@ -270,7 +265,6 @@ class _Groups:
         return {group_id(_PURPOSES[number & 1], number >> 1) for (number,) in rows}
 
     def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
-        """Many groups."""
         kept = list(entries)
         squeezed = _squeeze(encode_group(group) for _, group in kept)
         rows = [
@@ -289,7 +283,6 @@ class _Waiting:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def put(self, pieces: Iterable[Evidence]) -> None:
-        """Keep these."""
         rows = [(one.partition, one.offset, self._encode(one)) for one in pieces]
         self._index.write("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", rows)
 
@@ -300,7 +293,6 @@ class _Waiting:
         return None if found is None else self._decoder.decode(found[0])
 
     def all(self) -> Iterator[Evidence]:
-        """What is kept."""
         for (entry,) in self._index.rows("SELECT entry FROM waiting ORDER BY part, position"):
             yield self._decoder.decode(entry)
 

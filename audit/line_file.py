@@ -41,7 +41,6 @@ def append_lines(path: Path) -> IO[bytes]:
 
 
 def line_of(one: msgspec.Struct) -> bytes:
-    """As the file has it."""
     return msgspec.json.encode(one) + b"\n"
 
 

@@ -177,7 +177,6 @@ class Mismatch:
     """None where the log does not say through which experts tokens went."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
         retokenised = self.tokenisation
         return {
             "step": self.step,

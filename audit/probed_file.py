@@ -135,7 +135,6 @@ class ProbedFile:
         return range(len(self.known.get(ask.subject.words, ())), ask.draws)
 
     def of(self, ask: Ask) -> Values:
-        """What is known of what is asked."""
         return self.known.get(ask.subject.words, [])[: ask.draws]
 
     def add(self, ask: Ask, values: Sequence[float | None]) -> None:

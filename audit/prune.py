@@ -188,7 +188,6 @@ def _begun_with(started: RunStarted) -> Iterator[str]:
 
 
 def _names(history: CommitHistory, version: int) -> list[str]:
-    """The files of a version."""
     names = _weights(history, version)
     if sha256 := history.checkpoint_of(version):
         names.append(blob_name("optimizer", sha256))

@@ -82,7 +82,6 @@ def horizon_of(bus: Bus, topics: Topics) -> Horizon:
 
 
 def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
-    """The present ends of all partitions of a topic."""
     partitions = [TopicPartition(topic, one) for one in range(bus.partitions(topic))]
     return {tp: bus.end(tp) for tp in partitions}
 

@@ -158,7 +158,6 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Whether every promise holds."""
         return self.violations_total == 0
 
     @property
@@ -234,7 +233,6 @@ def notes_of(ledger: Ledger) -> list[str]:
 
 
 def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
-    """The checks in their order."""
     findings, said = ledger.findings, dict(CHECKS)
     if ledger.interruptible:
         said["C1"] = MIXED

@@ -53,9 +53,7 @@ IN_ERROR: Final = "it ended in an error"
 class Tasks(Protocol):
     """What asks the task: `producers.worker.ports.TaskPorts`."""
 
-    def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None:
-        """Begin a call."""
-        ...
+    def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None: ...
 
     def poll(self) -> list[Any]:
         """Answers since the last call."""

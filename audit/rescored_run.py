@@ -75,7 +75,6 @@ class RescoredRun:
         return sum(one.reward is None for one in self.rewards.values())
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {
             **msgspec.to_builtins(self.about),
             "without_reward": self.without_reward,
@@ -142,7 +141,6 @@ def shown_together(
 
 
 def _rules(tables: Catalogue) -> Groups:
-    """Those of the run's groups."""
     ((config,),) = tables.query("select config from runs")
     return logged_config(msgspec.json.decode(config)).groups
 

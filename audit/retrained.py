@@ -114,7 +114,6 @@ class RetrainedReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Whether every promise holds."""
         return self.violations_total == 0
 
 
@@ -216,7 +215,6 @@ class _Audit:
         )
 
     def turn(self, turn: FoldedRound) -> None:
-        """A round with the facts it folds."""
         for fact in turn.facts:
             self.findings.looked["control"] += 1
             self._fact(fact)
@@ -487,7 +485,6 @@ class _Policies(PolicyCheck):
         """As the log has them, of the batch that is looked at."""
 
     def rows_of(self, entry: StepEntry) -> list[str]:
-        """The trajectories that have a row."""
         return sorted(one.trajectory for group in self._kept(entry) for one in group.trajectories)
 
     def _kept(self, entry: StepEntry) -> list[TakenGroup]:

@@ -44,21 +44,15 @@ _FAILED: Final = "error: "
 class Words(Protocol):
     """A run's tokenizer, by the rule of its task."""
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """Of a prompt."""
-        ...
+    def prompt_ids(self, text: str) -> list[int]: ...
 
-    def ids(self, text: str) -> list[int]:
-        """Of a text that is appended."""
-        ...
+    def ids(self, text: str) -> list[int]: ...
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Without special tokens."""
         ...
 
-    def full_text(self, token_ids: Sequence[int]) -> str:
-        """With them."""
-        ...
+    def full_text(self, token_ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

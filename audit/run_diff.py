@@ -136,7 +136,6 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
 
 
 def diff(one: ComparedRun, other: ComparedRun) -> RunDiff:
-    """Where they part."""
     return RunDiff(
         config=_differing(one.config, other.config),
         made_of=_made_otherwise(one, other),

@@ -55,7 +55,6 @@ def record_digest(record: Record) -> str:
 
 
 def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
-    """Of a record that was read."""
     headers_of = dict(record.headers).get("trajectory", b"").decode(errors="replace")
     if lost := lost_claim(record):
         return RecordFingerprint(sha256="", headers_of=headers_of, lost=lost)

@@ -86,7 +86,6 @@ class Record:
 
     @property
     def at(self) -> TopicPartition:
-        """The partition this record lies in."""
         return TopicPartition(self.topic, self.partition)
 
 

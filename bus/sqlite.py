@@ -75,7 +75,6 @@ class _Topics:
         self._ids: dict[str, int] = {}
 
     def load(self, file: SqliteFile) -> None:
-        """Learn all topics."""
         for number, name, partitions, record_bytes_max in file.rows("SELECT * FROM topics"):
             self._ids[name] = number
             self.specs[name] = TopicSpec(

@@ -212,7 +212,6 @@ class SqliteFile:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._here.closed
 
     def close(self) -> None:

@@ -144,7 +144,6 @@ class GroupEnded:
 
     @property
     def step(self) -> int | None:
-        """The step that trained it."""
         return None if self.batch is None else self.batch.take.step
 
 
@@ -296,7 +295,6 @@ class RunAccount:
         return [one for _, one in sorted(self.named.items()) if one.gone is None]
 
     def fact(self, offset: int, fact: AnyControl) -> list[Event]:
-        """A control record."""
         match fact:
             case TrajectoriesLogged():
                 found = () if self._repeated(fact) else fact.facts()

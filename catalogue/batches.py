@@ -46,7 +46,6 @@ class Batch:
         return None if number is None else self.parts[number]
 
     def taken_ns_of(self, group: str) -> int:
-        """When a group of it was taken."""
         part = self.taken_of(group)
         return self.taken_ns if part is None else part.taken_ns
 

@@ -197,7 +197,6 @@ class Catalogue:
                 self._insert(table.row, found.get(table.row, []), open_=True)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """The rows of a query."""
         return self.ask(sql, parameters)[1]
 
     def one(self, sql: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...] | None:

@@ -48,9 +48,7 @@ Read = TypeVar("Read")
 class LogReader(Protocol):
     """Who follows a log."""
 
-    def fact(self, offset: int, fact: AnyControl, /) -> None:
-        """A control record."""
-        ...
+    def fact(self, offset: int, fact: AnyControl, /) -> None: ...
 
     def round(self, round_: Round, offset: int, /) -> None:
         """A round, after the facts that it folds."""

@@ -118,7 +118,6 @@ class LenderAccount:
         self._account = RunAccount()
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """A control record."""
         self._keep(self._account.fact(offset, fact))
 
     def round(self, round_: Round, offset: int) -> None:

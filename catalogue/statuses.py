@@ -54,7 +54,6 @@ def role_of(status: AnyMetrics) -> str:
 
 
 def epoch_of(status: AnyMetrics) -> int:
-    """The incarnation that a status is of."""
     return status.epoch if isinstance(status, WorkerStatus) else status.role_epoch
 
 
@@ -102,7 +101,6 @@ class LastStatus:
 
     @property
     def epoch(self) -> int:
-        """The incarnation."""
         return epoch_of(self.status)
 
     @property

@@ -421,7 +421,6 @@ class Table:
 
     @property
     def words(self) -> str:
-        """What a row of it is."""
         return " ".join((self.row.__doc__ or "").split())
 
 

@@ -59,7 +59,6 @@ def _remember(run: RunDir, to: Path) -> None:
 
 
 def print_pass(to: Path, done: Pass, copied: Copied | None, *, as_json: bool) -> None:
-    """What a pass did."""
     if as_json:
         emit_json({**asdict(done), "policies": None if copied is None else asdict(copied)})
         return

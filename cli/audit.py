@@ -65,12 +65,10 @@ def help_audit(words: bytes, out: IO[bytes]) -> None:
 
 
 def starting(forks: ForkedHelpers, log: LogLocation) -> Start:
-    """How to begin helpers on this log."""
     return lambda request: forks.start(msgspec.json.encode(HelperStart(log=log, request=request)))
 
 
 def log_file(run: OpenRun) -> Path | None:
-    """The file that the log is; None where it is none."""
     url = run.directory.bus_url(run.config)
     path = Path(url.removeprefix(_SQLITE))
     return path if url.startswith(_SQLITE) and path.is_file() else None

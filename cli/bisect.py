@@ -223,7 +223,6 @@ def _change(one: Measured) -> str:
 
 
 def like(verdict: str) -> str:
-    """A verdict as a cell."""
     return "cannot be told" if verdict == "open" else verdict
 
 

@@ -57,11 +57,9 @@ class Subjects:
         return 0 if self._repeater is None else self._repeater.led
 
     def is_kept(self, version: int) -> bool:
-        """Whether the store has it."""
         return self._store.has_weights(self._history.digest_of(version))
 
     def weights(self, subject: Subject) -> tuple[Path, MadeWeights]:
-        """See `measuring.Weights`."""
         if isinstance(subject, Trial):
             return self.repeater().train(subject)
         self._rebuilder = self._rebuilder or rebuilder(self._run)

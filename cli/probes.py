@@ -113,20 +113,16 @@ class _OtherWeights:
     digest: str
 
     def weights(self, digest: str) -> Path:
-        """See `engine_port.Policies`."""
         return self.file if digest == self.digest else self.store.weights(digest)
 
     def verify(self, digest: str) -> object:
-        """See `engine_port.Policies`."""
         return read_manifest(self.file) if digest == self.digest else self.store.verify(digest)
 
     @property
     def fallbacks(self) -> Fallbacks:
-        """See `engine_port.Policies`."""
         return self.store.fallbacks
 
     def assets(self, digest: str) -> Path:
-        """See `engine_port.Policies`."""
         return self.store.assets(digest)
 
 

@@ -129,7 +129,6 @@ class Overview:
     """Siblings that were not waited for beside those that were trained, if there are any."""
 
     def plain(self) -> dict[str, Any]:
-        """As plain values."""
         stats, evaluated = self.stats, self.stats.evaluated.values()
         return {
             "run": stats.run,

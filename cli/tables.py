@@ -70,7 +70,6 @@ class Table:
         return sum(widths[at] for at in self._kept) + GAP * (len(self._kept) - 1)
 
     def print(self, stream: TextIO, *, styled: bool) -> None:
-        """Draw it there."""
         drawn = Drawn(
             box=None,
             pad_edge=False,

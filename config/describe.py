@@ -139,7 +139,6 @@ def keys_of(section: type[Section], name: str) -> list[Key]:
 
 
 def toml(value: Any) -> str:
-    """A plain value as TOML."""
     match value:
         case bool():
             return "true" if value else "false"

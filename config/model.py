@@ -210,7 +210,6 @@ class Task(Section, frozen=True, kw_only=True):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """`url` as a list."""
         return (self.url,) * bool(self.url) if isinstance(self.url, str) else self.url
 
     @property

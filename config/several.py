@@ -100,7 +100,6 @@ LOCAL: Final = tuple(one for one in Task.__struct_fields__ if f"task.{one}" not 
 
 
 def with_each_task(config: Config, change: Callable[[Task], Task]) -> Config:
-    """The configuration with each of its tasks changed."""
     first, *more = map(change, config.tasks)
     return msgspec.structs.replace(config, task=first, more_tasks=tuple(more) or msgspec.UNSET)
 

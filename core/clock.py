@@ -17,22 +17,17 @@ class Clock(Protocol):
         """Wall clock, ns since 1970; for people and records, never for decisions."""
         ...
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        ...
+    def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
     """The machine's clocks."""
 
     def now_ns(self) -> int:
-        """See Clock."""
         return time.monotonic_ns()
 
     def wall_ns(self) -> int:
-        """See Clock."""
         return time.time_ns()
 
     def sleep(self, seconds: float) -> None:
-        """See Clock."""
         time.sleep(seconds)

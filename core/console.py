@@ -34,12 +34,10 @@ class LogLines(logging.Formatter):
     """Records as lines of a log: one line each, but for the traceback of a fault of our own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line."""
         record.message = one_line(record.message, LOG_CHARACTERS_MAX)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        """Lines."""
         lines = super().formatException(ei).split("\n")
         return "\n".join(one_line(line, LOG_CHARACTERS_MAX) for line in lines)
 

@@ -131,7 +131,6 @@ class EffectRunner:
 
     @property
     def effects(self) -> tuple[type, ...]:
-        """The types it takes."""
         return tuple(self._handlers)
 
     @property

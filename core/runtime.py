@@ -131,9 +131,7 @@ class Port(Protocol):
     """Runs effects of some types and reports events."""
 
     @property
-    def effects(self) -> tuple[type, ...]:
-        """The types that it runs."""
-        ...
+    def effects(self) -> tuple[type, ...]: ...
 
     def start(self, effect: Any) -> None:
         """Begin an effect; returns at once."""

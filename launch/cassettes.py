@@ -94,7 +94,6 @@ def cassette_of(name: str, root: Path) -> Path:
 
 
 def said_of(made: Made) -> str:
-    """In words."""
     left = "".join(f"; {count} left out: {why}" for why, count in made.left_out.most_common())
     return f"{made.answers} answers of {made.trajectories} trajectories{left}"
 

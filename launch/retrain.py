@@ -59,7 +59,6 @@ class SourceBatches:
 
     @property
     def busy(self) -> bool:
-        """Whether a batch is to be read."""
         return bool(self._asked)
 
     def start(self, effect: Any) -> None:
@@ -67,7 +66,6 @@ class SourceBatches:
         self._asked.append(effect)
 
     def poll(self) -> list[Any]:
-        """The batch that was asked for."""
         asked, self._asked = self._asked, []
         return [BatchRead(take=self._take(one.step)) for one in asked]
 

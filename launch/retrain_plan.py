@@ -80,7 +80,6 @@ class RetrainPlan:
 
     @property
     def retrained(self) -> Retrained:
-        """What it is made of."""
         assert self.started.retrained is not None
         return self.started.retrained
 
@@ -211,7 +210,6 @@ def _checked(
 
 
 def _settings(overrides: tuple[str, ...]) -> dict[str, float | int | str | bool]:
-    """Those of the overrides that are settings of a step."""
     given = plain_overrides(overrides)
     return {key: value for key, value in given.items() if key in SETTABLE}
 

@@ -145,7 +145,6 @@ class RunDir:
         return place if known is None else msgspec.structs.replace(place, archive=str(known))
 
     def bus_url(self, config: Config) -> str:
-        """Where the log is."""
         if self.is_archive:
             return f"archive:{self.path}"
         return config.bus.url or f"sqlite:{self.path / LOG}"
@@ -221,7 +220,6 @@ class RunDir:
         return None if self.is_archive or not self.path.is_dir() else self.path / CATALOGUE
 
     def exists(self) -> bool:
-        """Whether a run was made here."""
         return self.config_file.is_file()
 
     @property
@@ -273,7 +271,6 @@ class RunOnKafka(RunDir):
 
 
 def _runs_among(topics: Sequence[str]) -> list[str]:
-    """Names of the runs that have these topics."""
     ending = Topics("x").control.removeprefix("x")
     return sorted(one.removesuffix(ending) for one in topics if one.endswith(ending))
 

@@ -27,7 +27,6 @@ class _Wanted:
         self._account = RunAccount()
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """A control record."""
         for event in self._account.fact(offset, fact):
             if isinstance(event, StepEnded):
                 self.newest = event.fact.step + 1

@@ -128,7 +128,6 @@ class Histogram:
 
     @property
     def observations(self) -> int:
-        """How many there were."""
         return sum(self.counts)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
@@ -157,7 +156,6 @@ class WorkerView:
 
     @property
     def name(self) -> str:
-        """Of the worker."""
         return self.history.name
 
     @property
@@ -273,7 +271,6 @@ class CassetteCounts:
     """When the oldest that it has given was recorded; 0: it has given none."""
 
     def add(self, use: CassetteUse) -> None:
-        """Those of a trajectory."""
         self.answers.update(given=use.answers, asked=use.asked)
         self.oldest_ns = min(filter(None, (self.oldest_ns, use.oldest_ns)), default=0)
 

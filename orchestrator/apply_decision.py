@@ -511,7 +511,6 @@ def next_training_row(
 
 
 def train_data(state: State, task: str) -> DataSet:
-    """What a task is trained on."""
     facts = state.facts
     assert facts is not None
     plain = DataSet(digest=facts.dataset_digest, rows=facts.dataset_rows)

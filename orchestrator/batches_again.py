@@ -66,7 +66,6 @@ class Standing:
     """The end was decided."""
 
     def round(self, round_: Round) -> None:
-        """A round that is in the log."""
         self.ordinal, self.chain, self.now_ns = round_.ordinal, round_.chain, round_.now_ns
         self.control_next = round_.control_next
         for one in round_.decisions:

@@ -237,7 +237,6 @@ def _weights(state: State, task: Task, rows: int, samplers: Samplers) -> Weights
 
 
 def stats_of(state: State, source: str, rows: int) -> list[RowStats]:
-    """The counters of every row of a source."""
     found, prefix = [UNSEEN] * rows, f"{source}#"
     for key, row in state.rows.items():
         if key.startswith(prefix):

@@ -98,7 +98,6 @@ def bucket_of(name: str) -> int:
 
 
 def rest_of(state: State) -> dict[str, Any]:
-    """What is digested as one object."""
     names = (one for one in state.__dataclass_fields__ if one not in LEFT_OUT)
     rest: dict[str, Any] = {name: getattr(state, name) for name in names}
     rest["config"] = state.config and logged_keys(state.config)
@@ -218,7 +217,6 @@ class Leaves:
             del self._touched[key]
 
     def _digest_some(self, count: int) -> None:
-        """So many of the buckets."""
         for number in list(islice(self._stale, count)):
             del self._stale[number]
             leaves = sorted(self._hashes[number].values())

@@ -34,7 +34,6 @@ class EvaluationFacts(Protocol):
 
 
 def evaluation_rows(facts: EvaluationFacts, evaluation: Evaluation) -> int:
-    """Groups of one evaluation."""
     data = facts.datasets.get(source_of("eval", evaluation.name))
     return min(evaluation.prompts, data.rows if data else facts.eval_rows)
 

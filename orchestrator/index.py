@@ -134,7 +134,6 @@ class Index:
         _keep(self.elastic, worker, worker.elastic)
 
     def remove(self, worker: Worker) -> None:
-        """A worker is out."""
         seen = self._seen.pop(worker.name)
         self._leave(worker, seen)
         lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.elastic)

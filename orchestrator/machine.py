@@ -492,7 +492,6 @@ class Pace:
         self._spent: list[Any] = []
 
     def begin(self) -> None:
-        """A turn begins."""
         del self._spent[-FREED:]
 
     def committing(self, state: State, record: StepCommitted) -> None:

@@ -156,7 +156,6 @@ class Draft:
         self._size += 1
 
     def decisions(self) -> list[AnyDecision]:
-        """The plan."""
         return [one.decision() if isinstance(one, _Placing) else one for one in self._decisions]
 
     @property

@@ -110,7 +110,6 @@ class Body:
                 yield b"\n" + piece
 
     def joined(self) -> bytes:
-        """All of it."""
         return b"".join(self.pieces())
 
 

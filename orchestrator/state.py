@@ -468,7 +468,6 @@ class State:
         self._touch_leaves(worker)
 
     def remove(self, worker: Worker) -> None:
-        """A worker is out."""
         self._touch_leaves(worker)
         del self.workers[worker.name]
         self.residents.pop(worker.name, None)

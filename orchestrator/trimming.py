@@ -66,7 +66,6 @@ class TrimSchedule:
         self._read[record.at] = record.offset + 1
 
     def note_trimmed(self, event: MetricsTrimmed, *, mono_ns: int) -> None:
-        """A trim has ended."""
         if event.more:
             self._due_ns = min(self._due_ns, mono_ns + AGAIN_NS)
 
@@ -123,7 +122,6 @@ class TrimPort:
 
     @property
     def busy(self) -> bool:
-        """Whether there is an event."""
         return self._runner.busy
 
     def start(self, effect: TrimMetrics) -> None:
@@ -131,7 +129,6 @@ class TrimPort:
         self._runner.start(effect)
 
     def poll(self) -> list[Any]:
-        """What has ended."""
         return self._runner.poll()
 
     def close(self) -> None:

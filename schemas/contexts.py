@@ -219,7 +219,6 @@ def counted_places(trajectory: Masked) -> np.ndarray[tuple[int], np.dtype[np.int
 
 
 def counted_tokens(trajectory: Trajectory) -> list[int]:
-    """How many such tokens each context has."""
     places = counted_places(trajectory)
     ends = [end for _, end in bounds(trajectory.meta.contexts, trajectory.length)]
     before = [0, *np.searchsorted(places, ends).tolist()]

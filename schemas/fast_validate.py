@@ -334,7 +334,6 @@ class _Row:
 
     @property
     def loss_mask(self) -> Any:
-        """As it lies there."""
         return np.frombuffer(self._raw, "u1", self.length, self._at[_MASK + 2])
 
     def _routes(self) -> Routes:
@@ -453,7 +452,6 @@ class _Row:
         raise Unusual
 
     def texts(self, place: int) -> tuple[str, ...]:
-        """A text for each segment."""
         if not self.count:
             return ()
         raw, (offset, start) = self._raw, self._at[place : place + 2]

@@ -113,7 +113,6 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def siblings(self) -> int:
-        """How many are dispatched."""
         return self.size + self.spare
 
     @property

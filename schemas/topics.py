@@ -53,7 +53,6 @@ class Topics:
         return f"{self.run}.dead-letters"
 
     def all(self) -> tuple[str, ...]:
-        """Every topic of the run."""
         return (
             self.control,
             self.metrics,

@@ -184,9 +184,7 @@ class Versioned(Protocol):
     """What `mixing_error` looks at."""
 
     @property
-    def version(self) -> int:
-        """The trajectory's own version."""
-        ...
+    def version(self) -> int: ...
 
     @property
     def versions(self) -> list[int]:

@@ -81,13 +81,9 @@ class AgentObserver(Protocol):
         """A call is made."""
         ...
 
-    def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """A call is refused."""
-        ...
+    def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None: ...
 
-    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
-        """A call is answered."""
-        ...
+    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None: ...
 
 
 class NoObserver:
@@ -218,7 +214,6 @@ class Agents:
     # As a port
 
     def start(self, effect: OpenSession | AnswerCall | RefuseCall | CloseSession) -> None:
-        """See the effects."""
         match effect:
             case OpenSession():
                 self._open.add(effect.request)
@@ -229,7 +224,6 @@ class Agents:
                 self._hear(effect)
 
     def poll(self) -> list[Any]:
-        """What is due."""
         now_ns, events = self._clock.now_ns(), list[Any]()
         while self._later and self._later[0][0] <= now_ns:
             event = heapq.heappop(self._later)[2]
@@ -248,11 +242,9 @@ class Agents:
         return self._clock.now_ns() >= self.due_ns()
 
     def due_ns(self) -> int:
-        """See `SimPort`."""
         return self._later[0][0] if self._later else NEVER_NS
 
     def close(self) -> None:
-        """All end."""
         self._running.clear()
         self._later.clear()
 

@@ -63,7 +63,6 @@ class CallChecks:
         """By trajectory and token, of all continuations."""
 
     def dispatched(self, spec: GroupSpec) -> None:
-        """A group is there."""
         self._specs[spec.group] = spec
 
     def landed(self, record: Record, incarnation: int) -> None:
@@ -84,20 +83,16 @@ class CallChecks:
     # Answers
 
     def began(self, incarnation: int, request: str) -> None:
-        """See `AgentObserver`."""
         self._starts[incarnation, request] = _Start()
 
     def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `AgentObserver`."""
         self._starts[incarnation, request].asked[prompt_digest(prompt)] += 1
 
     def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `AgentObserver`."""
         self.counted["call refused"] += 1
         self._starts[incarnation, request].asked[prompt_digest(prompt)] -= 1
 
     def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
-        """See `AgentObserver`."""
         self.counted["call answered"] += 1
         start = self._starts[incarnation, answer.request]
         tokens, trajectory = tuple(answer.token_ids), answer.request.partition("/")[0]

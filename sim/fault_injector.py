@@ -148,7 +148,6 @@ class FaultInjector:
 
     @property
     def world(self) -> World:
-        """The world that it strikes."""
         assert self._world is not None
         return self._world
 
@@ -229,7 +228,6 @@ class FaultyBus:
         """It dies in its next append."""
 
     def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
-        """See `FaultPlan`."""
         injector = self._injector
         if injector.over:
             return None
@@ -243,7 +241,6 @@ class FaultyBus:
         return self._befall(len(records))
 
     def on_poll(self, call: int) -> bool:
-        """See `FaultPlan`."""
         injector = self._injector
         if injector.over:
             return False

@@ -208,13 +208,11 @@ class _FaultyHandover(MemoryHandover):
         self._injector = injector
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """See `Handover`."""
         if self._injector.befalls("handover-full"):
             return Lost(NO_ROOM)
         return super().put(label, kv)
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """See `Handover`."""
         fates = [("handover-lost", GONE), ("handover-damaged", OTHER_DIGEST)]
         self._injector.chance.shuffle(fates)  # Else what is lost could hardly be damaged.
         for kind, why in fates:

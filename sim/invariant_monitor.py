@@ -260,7 +260,6 @@ class InvariantMonitor:
     # Leases and progress: what the orchestrator has heard
 
     def reacts(self, heard: _Heard, inputs: Sequence[Any], now: Now) -> None:
-        """An orchestrator reacts to these."""
         if heard.last_ns is not None and now.mono_ns - heard.last_ns <= self._gap_ns:
             heard.listened_ns += now.mono_ns - heard.last_ns
         heard.last_ns = now.mono_ns

@@ -113,7 +113,6 @@ class _Copies(PolicyStore):
             raise
 
     def whole(self, digest: str) -> Path:
-        """See `PolicyStore`."""
         self._machines.counted[HAD[0]] += 1
         return super().whole(digest)
 

@@ -539,7 +539,6 @@ def worker_joined(
     declares: tuple[str, ...] = ("moves",),
     elastic: bool = False,
 ) -> WorkerJoined:
-    """A modelled worker is there."""
     return WorkerJoined(
         at_ns=0,
         worker=name,
@@ -571,7 +570,6 @@ def worker_ready(
 
 
 def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
-    """The step of this batch is done."""
     after = weights(batch.step + 1)
     return StepCommitted(
         at_ns=0,

@@ -38,7 +38,6 @@ class PacedPort:
         self._due_ns = 0
 
     def start(self, effect: Any) -> None:
-        """Begin an effect."""
         self._due_ns = max(self._due_ns, self._clock.now_ns() + self._delay_ns(effect))
         self._inner.start(effect)
 
@@ -59,11 +58,9 @@ class PacedPort:
         return self._inner.busy and self._clock.now_ns() >= self._due_ns
 
     def due_ns(self) -> int:
-        """See `SimPort`."""
         return self._due_ns if self._inner.busy else NEVER_NS
 
     def close(self) -> None:
-        """Close the inner port."""
         self._inner.close()
 
 
@@ -77,7 +74,6 @@ class PublishingPort(PacedPort):
         self.writing = False
 
     def start(self, effect: Any) -> None:
-        """Begin to publish."""
         self.writing = True
         super().start(effect)
 
@@ -104,7 +100,6 @@ class WorkingPort(PacedPort):
         self._publishing = publishing
 
     def start(self, effect: Any) -> None:
-        """Begin an effect."""
         if isinstance(effect, TrainPart) and self._publishing.writing:
             decision = effect.decision
             if int(decision.settings.get(MINIBATCHES, 1)) > 1:

@@ -51,11 +51,9 @@ class Production:
     """Production's planner, which parks nothing."""
 
     def decide(self, state: State) -> list[AnyDecision]:
-        """See `Planner`."""
         return decide(state, samplers=ANY_ROW)
 
     def park(self, state: State) -> list[str]:
-        """See `Planner`."""
         return []
 
 

@@ -108,15 +108,12 @@ class Numbers:
     """A tokenizer without files: text is token ids in decimal."""
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
         return self.ids(text)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text."""
         return [int(word) for word in text.split()]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
         return " ".join(map(str, token_ids))
 
 
@@ -250,7 +247,6 @@ class TimedTaskPort:
         return self._tasks.busy
 
     def due_ns(self) -> int:
-        """See `SimPort`."""
         return self._tasks.due_ns()
 
 
@@ -421,7 +417,6 @@ class PlainParts:
 
     @property
     def single_turn(self) -> bool:
-        """See `WorkerParts`."""
         return True
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
@@ -480,7 +475,6 @@ class PlainParts:
         return SimulatedLearner()
 
     def engine(self, site: Site, plan: WorkerPlan) -> Engine:
-        """The engine of a worker."""
         return SimulatedEngine(
             slots=plan.slots,
             context_tokens=plan.context_tokens,

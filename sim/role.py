@@ -74,7 +74,6 @@ class RoleClock:
         return self.start_ns + int((self.world.ns - self.start_ns) * self.rate)
 
     def wall_ns(self) -> int:
-        """The wall clock as this role has it."""
         return WALL_NS + self.world.ns + self.wall_off_ns
 
     def sleep(self, seconds: float) -> None:
@@ -131,7 +130,6 @@ class Role:
 
     @property
     def exclusive(self) -> bool:
-        """Whether a run has one of it."""
         return self.name in (ORCHESTRATOR, TRAINER)
 
 
@@ -169,7 +167,6 @@ class NoFaults:
     """Nothing goes wrong; what dies all the same is started again, what ends in order is not."""
 
     def born(self, role: Role) -> FaultPlan:
-        """No faults."""
         return NO_FAULTS
 
     def died(self, role: Role, why: str) -> int | None:

@@ -78,7 +78,6 @@ class Started:
 
 
 def create_topics(bus: Bus, topics: Topics, config: Config) -> None:
-    """Those of a run."""
     many = (topics.trajectories, topics.progress)
     bus.create(
         [

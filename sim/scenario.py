@@ -173,7 +173,6 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
 
 
 def _drawn(seed: int, *, resident: bool) -> Scenario:
-    """What all forms have."""
     chance = Random(f"dora-pipe sim {seed}")
     slow = chance.choice(SLOW)  # See `_is_slow`.
     config = _config(chance, seed, crowded=slow > 1)
@@ -214,7 +213,6 @@ def _drawn(seed: int, *, resident: bool) -> Scenario:
 
 
 def _is_slow(seed: int) -> bool:
-    """Whether generation is slow in this seed."""
     return Random(f"dora-pipe sim {seed}").choice(SLOW) > 1
 
 

@@ -345,7 +345,6 @@ class Coverage:
     broken: list[SeedResult] = field(default_factory=list)
 
     def add(self, result: SeedResult) -> None:
-        """One more seed."""
         self.seeds += 1
         self.events.append(result.events)
         self.faults.append(result.faults.total())

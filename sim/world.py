@@ -198,7 +198,6 @@ class World:
         return True
 
     def close(self) -> None:
-        """Close everything."""
         for role in list(self.roles.values()):
             self._ended(role, "the world ends")
         self._folder.cleanup()

@@ -55,16 +55,12 @@ class ArrowFiles:
         self._patiently(f"writing {name}", lambda: self._put(source, name))
 
     def get(self, name: str, target: Path) -> bool:
-        """See Files."""
         return self._patiently(f"reading {name}", lambda: self._get(name, target))
 
     def exists(self, name: str) -> bool:
-        """See Files."""
         return self._patiently(f"looking for {name}", lambda: self._bytes(name) is not None)
 
     def delete(self, name: str) -> bool:
-        """See Files."""
-
         def remove() -> bool:
             if self._bytes(name) is None:
                 return False
@@ -74,7 +70,6 @@ class ArrowFiles:
         return self._patiently(f"removing {name}", remove)
 
     def listed(self, folder: str) -> list[Listed]:
-        """See Files."""
         return self._patiently(f"listing {folder}", lambda: self._listed(folder))
 
     def _listed(self, folder: str) -> list[Listed]:

@@ -51,9 +51,7 @@ class Files(Protocol):
         """Copy a file to a local path; False if there is none of that name."""
         ...
 
-    def exists(self, name: str) -> bool:
-        """Whether a file of that name is there."""
-        ...
+    def exists(self, name: str) -> bool: ...
 
     def delete(self, name: str) -> bool:
         """Remove a file; whether there was one."""
@@ -101,11 +99,9 @@ class LocalFiles:
         return True
 
     def exists(self, name: str) -> bool:
-        """See Files."""
         return (self.root / name).is_file()
 
     def delete(self, name: str) -> bool:
-        """See Files."""
         with io_errors(self.root):
             try:
                 (self.root / name).unlink()
@@ -114,7 +110,6 @@ class LocalFiles:
         return True
 
     def listed(self, folder: str) -> list[Listed]:
-        """See Files."""
         found: list[Listed] = []
         for path in (self.root / folder).rglob("*"):
             with suppress(FileNotFoundError):  # It went while this looked.

@@ -27,7 +27,6 @@ _SUFFIX: Final[dict[BlobKind, str]] = {
 
 
 def weights_name(digest: str) -> str:
-    """The name of weights in a store."""
     return f"weights/{digest}.safetensors"
 
 
@@ -37,7 +36,6 @@ def patch_name(digest: str) -> str:
 
 
 def blob_name(kind: BlobKind, sha256: str) -> str:
-    """The name of a blob in a store."""
     return f"{kind}/{sha256}{_SUFFIX[kind]}"
 
 

@@ -75,7 +75,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def at(self) -> TopicPartition:
-        """The partition it is of."""
         return TopicPartition(self.topic, self.partition)
 
     @property

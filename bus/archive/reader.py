@@ -170,7 +170,6 @@ class ArchiveReader(PositionReader):
             self._bus.refresh()
 
     def take(self, records_max: int, bytes_max: int) -> list[Record]:
-        """What is there now."""
         self._check_open()
         found: list[Record] = []
         for tp in self._positions:

@@ -271,7 +271,6 @@ def _unpacked(data: bytes, entry: Entry) -> bytes:
 
 
 def records_of(batch: pa.RecordBatch, tp: TopicPartition) -> list[Record]:
-    """The records of a batch."""
     offsets, keys, values = (batch.column(place).to_pylist() for place in range(3))
     bounds = batch.column(3).offsets.to_pylist()
     names, texts = batch.column(3).values.to_pylist(), batch.column(4).values.to_pylist()

@@ -519,7 +519,6 @@ class Fetched:
         return waiting[0].offset if waiting else None
 
     def forget(self, tp: TopicPartition) -> None:
-        """Drop those of a partition."""
         self._kept.pop(tp, None)
 
 

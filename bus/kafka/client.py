@@ -181,7 +181,6 @@ def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
 
 
 def send(producer: KafkaProducer, record: Append) -> Any:
-    """The future of one record."""
     return producer.send(
         record.topic,
         value=record.value,

@@ -194,7 +194,6 @@ def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
 
 
 def brokers_of(admin: KafkaAdminClient) -> list[int]:
-    """The numbers of the brokers that are there."""
     return sorted(int(one["broker_id"]) for one in admin.describe_cluster()["brokers"])
 
 

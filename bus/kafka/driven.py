@@ -320,7 +320,6 @@ class DrivenConsumer(KafkaConsumer):  # type: ignore[misc]  # the client has no 
         self._fetcher.PartitionRecords = partial(Unpacked, count=self._unpacked)
 
     def seek(self, partition: Any, offset: int) -> None:
-        """Go on from `offset`."""
         self._answers = 0
         super().seek(partition, offset)
 

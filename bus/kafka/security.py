@@ -58,7 +58,6 @@ class KafkaSecurity:
 
     @classmethod
     def of(cls, bus: BusSection) -> KafkaSecurity:
-        """What the `[bus]` section says."""
         return cls(**{one.name: getattr(bus, one.name) for one in fields(cls)})
 
     @property

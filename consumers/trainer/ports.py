@@ -74,7 +74,6 @@ class ThreadPort:
         return False
 
     def start(self, effect: Any) -> None:
-        """Hand an effect to its thread."""
         runner = self._publisher if isinstance(effect, PublishPolicy) else self._runner
         runner.start(effect)
 

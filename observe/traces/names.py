@@ -23,7 +23,6 @@ class Attribute:
 
     @property
     def source(self) -> Source:
-        """Whose name it is."""
         for source in ("gen_ai", "messaging", "dora"):
             if self.key.startswith(f"{source}."):
                 return source

@@ -206,7 +206,6 @@ class FileSink:
         self._unfinished.unlink(missing_ok=True)
 
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
-        """Write all."""
         for few in pieces(spans):
             self._file.write(json_line(run, few))
 

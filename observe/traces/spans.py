@@ -207,7 +207,6 @@ class _Sibling:
         }
 
     def _result_attributes(self, attempt: Attempt, segments: list[Segment]) -> Attributes:
-        """What came of an attempt."""
         content = self._content
         logged = self._request.logged if attempt.outcome == "logged" else None
         sampled = sum(one.end - one.start for one in segments if one.kind == "model")

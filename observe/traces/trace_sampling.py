@@ -41,7 +41,6 @@ class TailSampler:
         self._recent: dict[str, deque[int]] = {}
 
     def why(self, run: RunFacts, ended: GroupEnded) -> Why:
-        """Why this group is traced."""
         lasted_ns = ended.ended_ns - ended.group.dispatched_ns
         slow = self._slow(ended.group.spec.purpose, lasted_ns)
         if self._policy.ratio >= 1:

@@ -121,7 +121,6 @@ class Tracer:
         self._contents.close()
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """A control record."""
         self._events += self._account.fact(offset, fact)
         if self.run is None and self._account.started is not None:
             self.run = run_facts(self._account.started)

@@ -53,7 +53,6 @@ def branch(spans: Sequence[Span], trajectory: str) -> list[Span]:
 
 
 def row(span: Span, level: int, origin_ns: int) -> Row:
-    """One span."""
     what = "; ".join(filter(None, _words(span)))
     if span.error and span.error not in what:
         what += f"; error: {span.error}" if what else f"error: {span.error}"

@@ -73,7 +73,6 @@ class _Tables:
         return more
 
     def view(self) -> RunView:
-        """The tables as of now."""
         if self._view is None:
             assert self._living is not None
             self._living.refresh()

@@ -84,7 +84,6 @@ class PageServer(LocalServer):
 
     @property
     def address(self) -> str:
-        """Where the pages are."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
 

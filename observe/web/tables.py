@@ -118,7 +118,6 @@ class Listing:
         return [self._shown(view, row) for row in found]
 
     def page(self, view: RunView, asked: Query, conditions: Sequence[Condition]) -> dict[str, Any]:
-        """The page of a list that is asked for."""
         offset = max(0, asked.whole("offset"))
         limit = min(max(1, asked.whole("limit", ROWS)), ROWS_MAX)
         return {
@@ -132,7 +131,6 @@ class Listing:
         }
 
     def of(self, view: RunView, key: str, value: Any) -> list[Row]:
-        """The rows in which a key has a value."""
         columns = ", ".join(self.columns.values())
         found = view.catalogue.keyed(columns, self.source, key, value, order=self.order)
         return [self._shown(view, row) for row in found]
@@ -221,7 +219,6 @@ DECISIONS: Final = Listing(
 
 
 def steps(view: RunView, asked: Query) -> dict[str, Any]:
-    """Committed steps."""
     return STEPS.page(view, asked, STEPS.conditions(view, asked))
 
 

@@ -39,7 +39,6 @@ class FallbackTaken:
 
     @property
     def line(self) -> str:
-        """As one line."""
         form = "as a whole file" if self.taken.startswith("weights/") else "as patches"
         cost = f"{self.bytes:,} bytes" if self.bytes else "nothing was fetched"
         return (

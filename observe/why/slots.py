@@ -91,7 +91,6 @@ class Slots:
 
     @property
     def head(self) -> str:
-        """How busy they were."""
         busy, lasted = self.whole.share("busy"), duration(self.whole.seconds)
         return f"{self.run}: {busy:.0%} of all slots were in use, over {lasted}"
 

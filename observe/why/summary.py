@@ -125,7 +125,6 @@ class StepWait:
     pieces: tuple[Piece, ...] = ()
 
     def text(self) -> str:
-        """As one line."""
         if not self.waited_s and not self.ahead_s:
             return f"step {self.step}: its batch was there before the trainer was free"
         line = f"step {self.step}: the trainer waited {self.waited_s:.2f} s for its batch"

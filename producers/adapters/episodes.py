@@ -56,7 +56,6 @@ class PromptFormat:
         self._system = system_prompt
 
     def first(self, text: str) -> Prompt:
-        """The prompt of an episode."""
         if not self.chat:
             return text
         system = [{"role": "system", "content": self._system}] if self._system else []
@@ -86,14 +85,12 @@ class SeededTask(Task):
         self.prompt_format = prompt_format
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task."""
         drawn = (self._name, split, self._seeds[split])
         return [
             {"seed": derive_seed(*drawn, at) % 2**SEED_BITS} for at in range(self._counts[split])
         ]
 
     def single_turn(self) -> bool:
-        """See Task."""
         return False
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:

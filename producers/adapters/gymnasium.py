@@ -137,7 +137,6 @@ class GymnasiumTask(SeededTask):
             made.close()
 
     def environment(self, row: Row) -> Environment:
-        """See Task."""
         return Game(self)
 
     def packages(self) -> Mapping[str, str]:
@@ -145,7 +144,6 @@ class GymnasiumTask(SeededTask):
         return self._packages
 
     def reward_sources(self) -> Sequence[Any]:
-        """See Task."""
         own = [one for one in self._own if one is not None]
         return (*super().reward_sources(), sys.modules[self._spaces.__name__].read, *own)
 
@@ -227,14 +225,12 @@ class Game(Environment):
         self._ended = False
 
     def reset(self, row: Row) -> Prompt:
-        """See Environment."""
         self._made = self._task.open()
         observation, info = self._made.reset(seed=row["seed"])
         said = self._task.said(self._made, observation, info)
         return self._task.prompt_format.first(self._task.form(self._made, self._task.first, said))
 
     def step(self, text: str) -> Observation:
-        """See Environment."""
         task, made = self._task, self._made
         try:
             action = task.read(made, text)
@@ -260,7 +256,6 @@ class Game(Environment):
         return Reward(value=self._total, parts=parts)
 
     def close(self) -> None:
-        """See Environment."""
         if self._made is not None:
             self._made.close()
 

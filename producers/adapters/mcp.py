@@ -138,7 +138,6 @@ class Server:
         return self._listed
 
     def tools(self) -> list[DescribedTool]:
-        """For one episode."""
         if self._use.sessions == "shared":
             return [self._tool(self._shared, one) for one in self.listed()]
         session = McpSession(self, lasting=False)

@@ -119,7 +119,6 @@ class ProcessWire:
         reader.start()
 
     def ask(self, method: str, params: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """See Wire."""
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         self._waiting[number] = answer
         try:
@@ -132,11 +131,9 @@ class ProcessWire:
             self._waiting.pop(number, None)
 
     def tell(self, method: str, limit_s: float) -> None:
-        """See Wire."""
         self._write(_message(method, {}, None))
 
     def close(self) -> None:
-        """See Wire."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it is gone already
                 self._process.stdin.close()
@@ -202,7 +199,6 @@ class HttpWire:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, params: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """See Wire."""
         number = next(self._numbers)
         for message in self._post(_message(method, params, number), limit_s):
             if message.get("id") == number and "method" not in message:
@@ -214,12 +210,10 @@ class HttpWire:
         raise ServerAway(f"{self._where} ended without an answer")
 
     def tell(self, method: str, limit_s: float) -> None:
-        """See Wire."""
         for _ in self._post(_message(method, {}, None), limit_s):
             pass
 
     def close(self) -> None:
-        """See Wire."""
         import requests
 
         if "Mcp-Session-Id" in self._headers:

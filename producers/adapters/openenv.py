@@ -105,7 +105,6 @@ class OpenEnvTask(SeededTask):
         self.room = _Room(sessions)
 
     def environment(self, row: Row) -> Environment:
-        """See Task."""
         return RemoteEpisode(self)
 
     def packages(self) -> Mapping[str, str]:
@@ -115,7 +114,6 @@ class OpenEnvTask(SeededTask):
         return {f"openenv:{self._about.get('name', '')}": f"{version} {digest}"}
 
     def reward_sources(self) -> Sequence[Any]:
-        """See Task."""
         own = [one for one in (self._observe, self._act) if one is not None]
         return (*super().reward_sources(), *own)
 
@@ -212,7 +210,6 @@ class RemoteEpisode(Environment):
         return self._task.prompt_format.first(f"{self._task.said(answer['observation'])}\n")
 
     async def step(self, text: str) -> Observation:  # type: ignore[override]
-        """See Environment."""
         try:
             answer = await self._ask("step", self._task.read(text))
         except ValueError as error:
@@ -238,7 +235,6 @@ class RemoteEpisode(Environment):
         return Reward(value=value, parts=parts)
 
     async def close(self) -> None:  # type: ignore[override]
-        """See Environment."""
         socket, self._socket = self._socket, None
         try:
             if socket is not None:

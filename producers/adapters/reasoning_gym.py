@@ -68,11 +68,9 @@ class ReasoningGymTask(Task):
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task."""
         return [self._row(split, at) for at in range(self._counts[split])]
 
     def prompt(self, row: Row) -> Prompt:
-        """See Task."""
         return self._prompt_format.first(str(row["question"]))
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> Reward:
@@ -105,7 +103,6 @@ class ReasoningGymTask(Task):
         return [found[at % len(found)] for at in range(count)]
 
     def packages(self) -> Mapping[str, str]:
-        """See Task."""
         return packages_of("reasoning_gym")
 
     def reward_sources(self) -> Sequence[Any]:

@@ -106,15 +106,12 @@ class TextArenaTask(SeededTask):
             ) from error
 
     def environment(self, row: Row) -> Environment:
-        """See Task."""
         return Game(self)
 
     def packages(self) -> Mapping[str, str]:
-        """See Task."""
         return packages_of("textarena")
 
     def reward_sources(self) -> Sequence[Any]:
-        """See Task."""
         own = () if self.opponent is None else (self.opponent,)
         return (*super().reward_sources(), *own)
 
@@ -128,7 +125,6 @@ class Game(Environment):
         self._turns, self._done = 0, False
 
     def reset(self, row: Row) -> Prompt:
-        """See Environment."""
         self._random = SeededRandom(row["seed"])
         with self._random:
             self._game = self._task.open()
@@ -137,7 +133,6 @@ class Game(Environment):
         return self._task.prompt_format.first(self._news())
 
     def step(self, text: str) -> Observation:
-        """See Environment."""
         self._turns += 1
         self._say(text)
         self._play_others()

@@ -78,7 +78,6 @@ class VerifiersTask(AgentTask):
         self._serving: asyncio.Task[None] | None = None
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task."""
         return [
             {
                 "split": split,

@@ -195,7 +195,6 @@ def _with_tools(template: Template, features: TemplateFeatures) -> TemplateFeatu
 
 
 def call(name: str, wug: Any, number: int = 0) -> dict[str, Any]:
-    """A call of a probe."""
     function = {"name": name, "arguments": {"wug": wug}}
     return {"type": "function", "id": f"call{number:05}", "function": function}
 

@@ -57,5 +57,4 @@ def said_of(sources: tuple[str, ...]) -> str:
 
 
 def without(columns: Mapping[str, str]) -> Iterator[str]:
-    """Columns that are left out."""
     return (new for new, old in columns.items() if not old)

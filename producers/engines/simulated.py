@@ -105,7 +105,6 @@ class _Versions(ResidentVersions[Version]):
         return not self.adapters
 
     def of_number(self, version: int) -> Version | None:
-        """A resident version."""
         return self._versions.get(version)
 
     def _made(self, path: Path, version: int, digest: str) -> Version:

@@ -59,7 +59,6 @@ class SlotRoutes:
         self._wanted = np.zeros(slots, np.bool_)
 
     def enter(self, slot: int, request: EngineRequest) -> None:
-        """A request is in a slot."""
         self._routed[slot], self._wanted[slot] = request.routed, request.params.routes
 
     def note(self, slots: Integers, positions: Integers, choices: Choices) -> None:

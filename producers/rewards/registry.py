@@ -135,7 +135,6 @@ class Rewards:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether one of them is of groups."""
         return any(one.group for one in self._uses)
 
     @property

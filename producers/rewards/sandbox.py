@@ -213,7 +213,6 @@ def _between(
 def _become(
     order: Order, one: Program, directory: str, pipes: tuple[int, int], *, isolated: bool
 ) -> None:
-    """Be the program."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     os.chdir(directory)

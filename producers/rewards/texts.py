@@ -80,7 +80,6 @@ class NoReward(Options, frozen=True, kw_only=True):
     """0 for everything: what is learnt comes from a teacher."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options."""
         return self.score
 
     def score(self, text: str) -> float:
@@ -99,7 +98,6 @@ class Exact(Options, frozen=True, kw_only=True):
     """A marker: what stands behind its last place in the text is compared. No marker, no match."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options."""
         return self.score
 
     def score(self, text: str, answer: Any) -> Reward:
@@ -125,7 +123,6 @@ class Regex(Options, frozen=True, kw_only=True):
     """Name or number of the group that is compared."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options."""
         try:
             groups = re.compile(self.pattern)
         except re.error as error:
@@ -161,7 +158,6 @@ class JsonSchema(Options, frozen=True, kw_only=True):
     """The row's column with its schema: a table, or JSON in a text."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options."""
         if bool(self.schema) == bool(self.column):
             raise ConfigError(f"{where}: takes one of the options `schema` and `column`")
         if self.schema:

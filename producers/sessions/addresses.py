@@ -56,7 +56,6 @@ def session_name(request: str, start: int = 0) -> str:
 
 
 def key_of(secret: bytes, name: str) -> str:
-    """The key of a session."""
     mac = hmac.new(secret, name.encode(), hashlib.sha256).hexdigest()
     return f"{_PREFIX}{name}-{mac}"
 

@@ -149,7 +149,6 @@ def _not_offered(block: Any, where: str) -> Refused:
 
 
 def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[str, Any]:
-    """The answer."""
     said = sampled.turn.message()
     content: list[dict[str, Any]] = []
     if said.get("reasoning_content"):

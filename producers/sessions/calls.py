@@ -189,7 +189,6 @@ def caller_of(*given: str | None) -> str:
 
 
 def settings_of(request: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    """The sampling settings that a request has."""
     for name in (*FOLLOWED, *UNKNOWN_TO_RUNS):
         value = getattr(request, name, None)
         if value is not None:

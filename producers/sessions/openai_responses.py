@@ -137,7 +137,6 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def response(
     request: ResponsesRequest, sampled: Sampled, *, number: int, created_s: int
 ) -> dict[str, Any]:
-    """The answer."""
     cut = sampled.finish == "length"
     status = "incomplete" if cut else "completed"
     prompt, spoken = sampled.prompt_tokens, len(sampled.token_ids)

@@ -81,7 +81,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._headed()
         self._expect_head()

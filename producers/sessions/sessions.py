@@ -96,7 +96,6 @@ class Sessions:
 
     @property
     def opened(self) -> int:
-        """How many are open."""
         return len(self._open)
 
     def take(self, frame: Open | Close | Answer | Refuse) -> None:

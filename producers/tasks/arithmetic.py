@@ -62,12 +62,10 @@ class Arithmetic(Task):
         self._noise = noise
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task."""
         chance = random.Random(derive_seed("arithmetic", split, self._seeds[split]))
         return [self._row(chance) for _ in range(self._counts[split])]
 
     def prompt(self, row: Row) -> str:
-        """See Task."""
         return f"{row['start']} {row['step']} c{row['count']} |"
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
@@ -76,7 +74,6 @@ class Arithmetic(Task):
         return float(text.split()[-2:] == ["=", str(total)])
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
-        """See Task."""
         chance = random.Random(derive_seed("arithmetic", "demonstrations", seed))
         rows = (self._row(chance) for _ in range(count))
         return [(self.prompt(row), self.answer(row, chance)) for row in rows]

@@ -112,14 +112,12 @@ class Calculator(Environment):
     """One episode: adds what it is asked to add, until there is an answer."""
 
     def reset(self, row: Row) -> str:
-        """See Environment."""
         numbers = row["numbers"]
         self._left = len(numbers) + SPARE_TURNS
         named = (f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
         return f"{' '.join(named)} |"
 
     def step(self, text: str) -> Observation:
-        """See Environment."""
         self._left -= 1
         if _ANSWER.search(text.strip()):
             return Observation(text="", done=True)
@@ -173,23 +171,19 @@ class CalculatorTask(Task):
         self._tools = tools
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task."""
         chance = random.Random(derive_seed("calculator", split, self._seeds[split]))
         return [self._row(chance) for _ in range(self._counts[split])]
 
     def prompt(self, row: Row) -> Prompt:
-        """See Task."""
         text = Calculator().reset(row)
         if not self._tools:
             return text
         return [{"role": "user", "content": text.removesuffix(" |")}]
 
     def tools(self, row: Row) -> Sequence[Tool]:
-        """See Task."""
         return [calculator] if self._tools else []
 
     def environment(self, row: Row) -> Environment | None:
-        """See Task."""
         return None if self._tools else Calculator()
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:

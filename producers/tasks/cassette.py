@@ -106,7 +106,6 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> bytes:
-        """See `key_of`."""
         return key_of(self.row, self.history, self.call, self.nth)
 
 
@@ -143,7 +142,6 @@ def step_of(turn: Turn) -> dict[str, Any]:
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The call of a tool."""
     return {"kind": TOOL, "name": name, "arguments": dict(arguments)}
 
 

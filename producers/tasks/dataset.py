@@ -128,11 +128,9 @@ class DatasetTask(Task):
             )
 
     def prompt(self, row: Row) -> Prompt:
-        """See Task."""
         return self._parts(row)[0]
 
     def tools(self, row: Row) -> Sequence[Tool]:
-        """See Task."""
         if len(self._tools) < len(self._tool_names):
             self._tools = tuple(
                 load_function("task.tools", name, TaskError) for name in self._tool_names
@@ -140,28 +138,23 @@ class DatasetTask(Task):
         return (*self._tools, *(self._mcp.tools() if self._mcp else ()))
 
     def single_turn(self) -> bool:
-        """See Task."""
         return not self._tool_names and self._mcp is None
 
     def reward(
         self, row: Row, text: str, turns: Sequence[str]
     ) -> float | Reward | Awaitable[float | Reward]:
-        """See Task."""
         return self.score(row, Completion(text=text, turns=turns))
 
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
-        """See Task."""
         return self._rewards.score(self._answered(row), completion, answer_column=self._answer)
 
     def score_group(
         self, row: Row, completions: Sequence[Completion]
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
-        """See Task."""
         row = self._answered(row)
         return self._rewards.score_group(row, completions, answer_column=self._answer)
 
     def scores_groups(self) -> bool:
-        """See Task."""
         return self._rewards.scores_groups
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
@@ -186,7 +179,6 @@ class DatasetTask(Task):
         return (*self._rewards.sources(), type(self), *own, *servers)
 
     def packages(self) -> Mapping[str, str]:
-        """See Task."""
         return self._mcp.packages() if self._mcp else {}
 
     @property

@@ -165,7 +165,6 @@ class Holder(Environment):
 
     @property
     def kept(self) -> _Kept:
-        """The episode."""
         return self._kept
 
     @property
@@ -190,7 +189,6 @@ class Holder(Environment):
         return found
 
     def reward(self, text: str, turns: Sequence[str]) -> Any:
-        """See Environment."""
         self._check()
         return self._kept.world.reward(text, turns)
 
@@ -336,7 +334,6 @@ class ClaimedEpisode(Environment):
         self._writer = writer
 
     async def respond(self, turn: Turn) -> Observation:
-        """See Environment."""
         seen = (await self._ask(Tell(turn), Seen)).event
         return Observation(
             text=seen.text,
@@ -358,7 +355,6 @@ class ClaimedEpisode(Environment):
         return Reward(value=found.reward, raw=found.raw, parts=parts, answer=found.answer)
 
     async def close(self) -> None:  # type: ignore[override]
-        """See Environment."""
         _write(self._writer, End())
         self._writer.close()
 

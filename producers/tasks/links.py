@@ -72,18 +72,15 @@ class ProcessLink:
         os.set_blocking(self.outbox, False)
 
     def hang_up(self) -> None:
-        """See Link."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     def kill(self) -> str:
-        """See Link."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return how_it_ended(self._process.wait())
 
     def close(self) -> None:
-        """See Link."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -109,19 +106,16 @@ class SocketLink:
         self.first = framed(token, FRAME_BYTES_MAX)
 
     def hang_up(self) -> None:
-        """See Link."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def kill(self) -> str:
-        """See Link."""
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         return f"the connection to {self.url} ended{f': {os.strerror(error)}' if error else ''}"
 
     def close(self) -> None:
-        """See Link."""
         os.close(self.inbox)
         self._socket.close()
 

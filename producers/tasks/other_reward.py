@@ -40,19 +40,15 @@ class OtherReward(Task):
         return self._task
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task."""
         return self._task.rows(split)
 
     def check(self) -> None:
-        """See Task."""
         self._task.check()
 
     def prompt(self, row: Row) -> Prompt:
-        """See Task."""
         return self._task.prompt(row)
 
     def tools(self, row: Row) -> Sequence[Tool]:
-        """See Task."""
         return self._task.tools(row)
 
     def environment(self, row: Row) -> Environment | None:
@@ -61,31 +57,25 @@ class OtherReward(Task):
         return None if found is None else _Unscored(found)
 
     def single_turn(self) -> bool:
-        """See Task."""
         return self._task.single_turn()
 
     def reward(
         self, row: Row, text: str, turns: Sequence[str]
     ) -> float | Reward | Awaitable[float | Reward]:
-        """See Task."""
         return self.score(row, Completion(text=text, turns=turns))
 
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
-        """See Task."""
         return self._rewards.score(row, completion)
 
     def score_group(
         self, row: Row, completions: Sequence[Completion]
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
-        """See Task."""
         return self._rewards.score_group(row, completions)
 
     def scores_groups(self) -> bool:
-        """See Task."""
         return self._rewards.scores_groups
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """See Task."""
         return self._task.demonstrations(seed, count)
 
     def reward_sources(self) -> Sequence[Any]:
@@ -93,7 +83,6 @@ class OtherReward(Task):
         return (*self._rewards.sources(), type(self._task))
 
     def packages(self) -> Mapping[str, str]:
-        """See Task."""
         return self._task.packages()
 
 
@@ -104,17 +93,13 @@ class _Unscored(Environment):
         self._world = world
 
     def reset(self, row: Row) -> Prompt:
-        """See Environment."""
         return self._world.reset(row)
 
     def step(self, text: str) -> Observation:
-        """See Environment."""
         return self._world.step(text)
 
     def respond(self, turn: Turn) -> Observation | Awaitable[Observation]:
-        """See Environment."""
         return self._world.respond(turn)
 
     def close(self) -> None:
-        """See Environment."""
         return self._world.close()

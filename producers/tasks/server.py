@@ -412,7 +412,6 @@ class TaskServer:
         return EpisodeTape(self._cassette, row, by=by, where=f"row {call.index} of {call.split}")
 
     def _tape_of(self, call: Call) -> EpisodeTape | None:
-        """Of the episode that a call is for."""
         return None if call.episode is None else self._tapes.get(call.episode)
 
     def _with_use(self, event: E, *tapes: EpisodeTape | None) -> E:

@@ -98,12 +98,10 @@ class Places:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether they are servers."""
         return HERE not in self._breakers
 
     @property
     def count(self) -> int:
-        """How many."""
         return len(self._breakers)
 
     @property

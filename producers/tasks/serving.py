@@ -86,7 +86,6 @@ class TaskHost:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
         host, port, *_ = self._listening.getsockname()
         return host, port
 

@@ -285,7 +285,6 @@ class Asking:
         return self
 
     def answered(self, answer: Answer) -> None:
-        """What it is to be recorded as."""
         self._tape.record(self._asked, answer, time.monotonic() - self._started)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

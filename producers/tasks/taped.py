@@ -109,7 +109,6 @@ class _FunctionCall:
         return self
 
     def answer(self, value: Any) -> None:
-        """What the function has returned."""
         self.value = msgspec.json.decode(msgspec.json.encode(value))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

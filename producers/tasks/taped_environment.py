@@ -58,7 +58,6 @@ class TapedEnvironment(Environment):
         self._told: list[tuple[Turn, Answer]] = []
 
     def reset(self, row: Row) -> Any:
-        """See Environment."""
         if self._begun is None:
             return self._reset()
         self._tape.add(_RESET, self._begun)

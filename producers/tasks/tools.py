@@ -64,15 +64,12 @@ class ToolEnvironment(Environment):
         self._known: dict[int, Told] = {}
 
     def reset(self, row: Row) -> Prompt:
-        """See Environment."""
         return self._task.prompt(row)
 
     def respond(self, turn: Turn) -> Observation | Awaitable[Observation]:
-        """See Environment."""
         return self._call(turn) if turn.tool_calls else Observation(done=True)
 
     def close(self) -> None:
-        """See Environment."""
         for function in self._functions:
             if isinstance(function, DescribedTool):
                 function.close()

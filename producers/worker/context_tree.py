@@ -54,7 +54,6 @@ class ContextTree:
         self._ids: list[Ids] = []  # of every context, with what it shares
 
     def place(self, prompt: Sequence[int]) -> CallPlace:
-        """Where a call with this prompt belongs."""
         ids = np.asarray(prompt, np.int32)
         equal = [common_prefix(ids, one) for one in self._ids]
         whole = [at for at, one in enumerate(self._ids) if equal[at] == len(one)]

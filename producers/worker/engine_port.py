@@ -137,7 +137,6 @@ class EnginePort:
     def start(
         self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | Sleep | LoadWeights
     ) -> None:
-        """See the effects."""
         if isinstance(effect, LoadWeights):
             under_way = self._fetching.working or self._loading.working
             assert not under_way, "weights are loaded one version at a time"

@@ -77,7 +77,6 @@ class KeptParts:
             self._engine.drop(version)
 
     def close(self) -> None:
-        """End all of them."""
         for _, pool in self._pools:
             pool.end()
         self._pools.clear()

@@ -133,11 +133,9 @@ class MemoryHandover:
         return kv if found == label else Lost(OTHER_REQUEST)
 
     def drop(self, blob: Blob) -> None:
-        """Forget it."""
         self.kept.pop(blob.sha256, None)
 
     def clear(self) -> None:
-        """Forget all."""
         self.kept.clear()
 
 

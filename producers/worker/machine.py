@@ -112,11 +112,9 @@ class LoadedVersions:
         return sorted(self._digests)
 
     def has(self, version: int, digest: str) -> bool:
-        """Whether these weights are loaded as this version."""
         return self._digests.get(version) == digest
 
     def add(self, hosted: Hosted) -> None:
-        """One more is loaded."""
         self._digests[hosted.version] = hosted.digest
 
     def drop(self, versions: tuple[int, ...]) -> tuple[int, ...]:

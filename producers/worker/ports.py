@@ -293,12 +293,10 @@ class TaskPorts:
         self._of[effect.source].start(effect)
 
     def poll(self) -> list[Any]:
-        """What all of them have to say."""
         return [event for port in self._ports for event in port.poll()]
 
     @property
     def busy(self) -> bool:
-        """Whether one of them is."""
         return any(port.busy for port in self._ports)
 
     def close(self) -> None:

@@ -63,6 +63,5 @@ class ProgressRecords(RequestTable):
         self.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + request.key))
 
     def drop_all(self) -> None:
-        """See RequestTable."""
         super().drop_all()
         self.grown.clear()

@@ -300,7 +300,6 @@ def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
 
 
 def state_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> RequestState:
-    """A request that was just placed."""
     spec = place.spec
     return RequestState(
         key=key_of(place.trajectory, place.attempt),

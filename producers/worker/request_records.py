@@ -26,7 +26,6 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 
 def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
-    """The record of a finished request."""
     place, spec, sequence = request.place, request.place.spec, request.sequence
     return Trajectory(
         trajectory=place.trajectory,

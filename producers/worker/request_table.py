@@ -106,7 +106,6 @@ class RequestTable:
         return self.out
 
     def in_phase(self, *phases: Phase) -> int:
-        """How many requests are in one of these phases."""
         return sum(self._phases[phase] for phase in phases)
 
     def generating(self, version: int) -> int:
@@ -237,7 +236,6 @@ class RequestTable:
         return state_of(place, self.setup, now)
 
     def enter(self, request: RequestState, phase: Phase) -> None:
-        """Take a request to a phase."""
         was = request.phase in GENERATING
         if was != (phase in GENERATING):
             self._count_generating(request, -1 if was else +1)
@@ -270,7 +268,6 @@ class RequestTable:
         self._handed[request.key] = None
 
     def slot_taken(self, request: RequestState) -> None:
-        """A request that was handed has its slot."""
         self._handed.pop(request.key, None)
 
     # Dropping

@@ -245,7 +245,6 @@ def turns_by_source(config: model.Config) -> dict[str, int]:
 
 
 def agents_by_source(config: model.Config) -> dict[str, model.Task]:
-    """The task of each source that is an agent."""
     agents = [one for one in pool_specs(config) if one.task.has_agent]
     return {source: one.task for one in agents for source in one.sources}
 

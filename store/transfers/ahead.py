@@ -54,9 +54,7 @@ LOCK: Final = "lock"
 class Writer(Protocol):
     """What tells of a version that a peer writes, and gets it; see `FlightTransfers`."""
 
-    def coming(self, peer: str) -> Written | Lost:
-        """What the peer is writing."""
-        ...
+    def coming(self, peer: str) -> Written | Lost: ...
 
     def follow(self, peer: str, written: Written, target: Sink) -> Lost | None:
         """Write the bytes as they come; None when all of them did."""
@@ -70,7 +68,6 @@ class _Part:
         self._file, self._stop = file, stop
 
     def write(self, data: Any) -> int:
-        """See `Sink`."""
         if self._stop.is_set():
             raise InterruptedError
         return self._file.write(data)

@@ -354,7 +354,6 @@ class Client:
         return found if isinstance(found, Lost) else None
 
     def close(self) -> None:
-        """Close every connection."""
         with self._lock:
             clients = [client for client, _ in self._open.values()]
             self._open.clear()
@@ -511,7 +510,6 @@ class FlightTransfers:
             self._client.drop(blob.peer, f"kv/{blob.sha256}")
 
     def clear(self) -> None:
-        """See `Transfers`."""
         self._place.clear()
 
     def close(self) -> None:
@@ -540,7 +538,6 @@ class FlightTransfers:
         return self._received(peer, name, size, target, WAIT_S)
 
     def coming(self, peer: str) -> Written | Lost:
-        """See `Client`."""
         return self._client.coming(peer)
 
     def follow(self, peer: str, written: Written, target: Sink) -> Lost | None:

@@ -91,7 +91,6 @@ def _note(found: dict[str, str], record: Record) -> None:
 
 
 def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:
-    """The status of a peer that serves weights."""
     if b'"weights_at":"grpc' not in record.value:  # most cost no decoding
         return None
     try:

@@ -190,7 +190,6 @@ class CausalLM:
         return self.latent.sharpened / math.sqrt(self.latent.plain + self.latent.turned)
 
     def sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
         return self.experts is not None and layer in self.experts.layers
 
     def block(self, layer: int) -> tuple[str, int]:

@@ -46,7 +46,6 @@ class ExpertWeights:
 
 
 def empty_experts(model: CausalLM, layer: int) -> ExpertWeights | None:
-    """Room for what a layer has of experts."""
     experts = model.experts
     if experts is None or not model.sparse(layer):
         return None

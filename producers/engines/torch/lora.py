@@ -86,11 +86,9 @@ class AdapterVersions(ResidentVersions[AdapterVersion]):
         self._under = np.full(slots, -1, np.int64)  # version of each slot
 
     def assign(self, slot: int, request: EngineRequest) -> None:
-        """A request is in a slot."""
         self._under[slot] = self.number_of(request)
 
     def digest_in(self, slot: int) -> str:
-        """Weights digest of what is in a slot."""
         under = int(self._under[slot])
         return self._versions[under].digest if self.adapters else self.base
 

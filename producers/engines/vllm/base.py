@@ -76,7 +76,6 @@ class VllmRequest(RunningRequest):
         return given + start if start else min(given, self.request.routed)
 
     def routes_of(self, start: int, end: int) -> Routes | None:
-        """See `RunningRequest`."""
         if not self.request.params.routes:
             return None
         return self.routes.between(self.routes_from(start), len(self.request.token_ids) + end)

@@ -133,7 +133,6 @@ class VllmServerClient:
         self._call("POST", f"/wake_up?tags={tag}")
 
     def resume(self) -> None:
-        """Have it go on."""
         self._call("POST", "/resume")
 
     def generate(self, body: dict[str, Any]) -> HttpStream:
@@ -237,7 +236,6 @@ class RemoteHost:
         server.resume()
 
     def put(self, path: Path, name: str, *, digest: str, base: str) -> LoraVersion:
-        """See Host."""
         words = (str(path.resolve()), digest, base, str(self._rank))
         folder = self._server.rpc("dora_write", *words)["folder"]
         said = self._server.load_adapter(name, str(folder))
@@ -250,7 +248,6 @@ class RemoteHost:
         return LoraVersion(digest=digest, number=int(numbers[0]), name=name)
 
     def remove(self, version: LoraVersion) -> None:
-        """See Host."""
         for stay, (number, stream) in list(self._unheard.items()):
             if number == version.number:
                 self._wait_heard(stay, stream)

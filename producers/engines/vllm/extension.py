@@ -249,7 +249,6 @@ def _computed(runner: Any, name: str) -> int:
 
 @functools.cache
 def _expected(model_dir: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str], range]:
-    """Of the one model that this process has."""
     return vllm_weights.expected_tensors(Path(model_dir))
 
 

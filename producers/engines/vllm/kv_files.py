@@ -94,7 +94,6 @@ class KvFolder:
         (self.path / f"{name}.npy").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Forget all."""
         self._gone()
 
 

@@ -63,7 +63,6 @@ class RemoteCaches:
             self._folder.remove(stay)
 
     def left(self, stay: str) -> None:
-        """A stay is over."""
         if self._offered.pop(stay, None) is not None:
             self._left.append(stay)
         while len(self._left) > LEFT_MAX:

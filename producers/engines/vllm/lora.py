@@ -155,7 +155,6 @@ class LocalHost:
         self._loads = 0
 
     def put(self, path: Path, name: str, *, digest: str, base: str) -> LoraVersion:
-        """See Host."""
         from vllm.exceptions import LoRAAdapterNotFoundError
         from vllm.lora.request import LoRARequest
 
@@ -174,7 +173,6 @@ class LocalHost:
         return LoraVersion(digest=digest, number=number, name=name, adapter=wanted)
 
     def remove(self, version: LoraVersion) -> None:
-        """See Host."""
         self._core.remove_lora(version.number)
 
 

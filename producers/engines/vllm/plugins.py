@@ -127,7 +127,6 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _file_of(source: Array | Path) -> Path:
-    """The file that an array is mapped from."""
     assert isinstance(source, np.memmap) and source.filename is not None
     return Path(source.filename)
 
@@ -153,14 +152,12 @@ class ServerConnector(Connector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        """See `Connector`."""
         made = super().build_connector_meta(scheduler_output)
         return Loads([replace(one, source=_file_of(one.source)) for one in made.loads])
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `Connector`."""
         self._known.discard(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 

@@ -80,7 +80,6 @@ class KeptRoutes(StepRoutes):
         longest ago first."""
 
     def note(self) -> None:
-        """See `StepRoutes`."""
         super().note()
         for one, (first, routes) in self.found.items():
             told = self._runner.requests[one].sampling_params.extra_args or {}

@@ -22,9 +22,6 @@ from dora_pipe.sim.faults import FAULTS
 from dora_pipe.sim.scenario import Scenario, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedResult, run_seed
 
-BUG_SEEDS: Final = 500
-"""A planted bug is looked for in so many seeds."""
-
 TALK_EVERY: Final = 100
 
 COLLECT_AFTER: Final = (50_000, 20, 100)
@@ -106,26 +103,6 @@ def _raise_if_broken(broken: Sequence[SeedResult]) -> None:
             raise InvariantBroken(
                 f"seed {played.seed}: {played.check}: {played.what}", hint=played.again
             )
-
-
-def look_for_bugs(steps: int) -> None:
-    """Look for every planted bug. Raises InvariantBroken where one is not found."""
-    from dora_pipe.sim.mutant_seeds import seeds_of
-    from dora_pipe.sim.mutants import BUGS, mutated
-
-    rows, missed = [], []
-    for name, bug in BUGS.items():
-        with mutated(name):
-            tried = (run_seed(seed, steps=steps) for seed in seeds_of(name, BUG_SEEDS))
-            found = next((one for one in tried if not one.holds), None)
-        rows.append(
-            (name, bug.what, found.seed + 1 if found else None, found.check if found else None)
-        )
-        say(f"{name}: {'not found' if found is None else found.line}")
-        missed += [] if found else [name]
-    emit_table(("bug", "what", "seeds needed", "found by"), rows)
-    if missed:
-        raise InvariantBroken(f"{missed[0]} was not found within {BUG_SEEDS} seeds")
 
 
 def _played(first: int, last: int, jobs: int, steps: int, resident: bool) -> Iterator[SeedResult]:

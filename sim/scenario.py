@@ -15,7 +15,6 @@ import msgspec
 
 from dora_pipe.config.model import Config, RewardUse
 from dora_pipe.config.several import with_each_task
-from dora_pipe.sim.elastic import with_elastic
 from dora_pipe.sim.faults import (
     APART,
     FAULTS,
@@ -98,6 +97,9 @@ AGENTS_SHARE: Final = 0.25
 RESIDENT_SHARE: Final = 0.3
 """Of these, whose workers host several versions."""
 
+ELASTIC_SHARE: Final = 0.2
+"""Of seeds in `swarm` some of whose workers sleep while a step is computed."""
+
 AGENTS_SECONDS: Final = 64.0
 """Groups of agents have so long at least, where their time is bounded: else those of slow workers
 would all be over before they end, and the run with them."""
@@ -168,7 +170,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
         scenario = _valued(_kept(_patches(_updates(_refused(scenario)))))
-        scenario = replace(scenario, workers=with_elastic(seed, scenario.workers))
+        scenario = replace(scenario, workers=_elastic(seed, scenario.workers))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
 
@@ -515,6 +517,19 @@ def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...
     chance = Random(f"dora-pipe sim resident {seed}")
     rooms = chance.choice(((2, 3, 5), (1, 2, 4)))
     return tuple(replace(plan, versions=chance.choice(rooms)) for plan in plans)
+
+
+def _elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
+    """The same workers, and in some seeds all of them, or every other one, elastic, where they host
+    one version at a time; drawn apart."""
+    chance = Random(f"dora-pipe sim elastic {seed}")
+    if chance.random() >= ELASTIC_SHARE:
+        return plans
+    every = chance.choice((1, 2))
+    return tuple(
+        replace(plan, elastic=plan.versions == 1 and not place % every)
+        for place, plan in enumerate(plans)
+    )
 
 
 def _slow_ns(seed: int) -> int:

@@ -107,7 +107,6 @@ def sim(
     count: Annotated[int, typer.Option(min=1, help="Play so many, from 0.")] = 100,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = 1,
-    bugs: Annotated[bool, typer.Option("--bugs", help="Look for planted bugs instead.")] = False,
     resident: Annotated[
         bool, typer.Option("--resident", help="Most workers host several versions at once.")
     ] = False,
@@ -117,12 +116,10 @@ def sim(
     if context.invoked_subcommand is not None:
         return
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)  # What breaks here is meant to.
-    from dora_pipe.cli.sim import COLLECT_AFTER, look_for_bugs, play_many, play_one, range_of
+    from dora_pipe.cli.sim import COLLECT_AFTER, play_many, play_one, range_of
 
     gc.set_threshold(*COLLECT_AFTER)
-    if bugs:
-        look_for_bugs(steps)
-    elif seed is not None:
+    if seed is not None:
         play_one(seed, steps, resident, as_json)
     else:
         first, last = range_of(seeds) if seeds else (0, count - 1)
@@ -132,6 +129,7 @@ def sim(
 sim_app = lazy_app(
     {
         "Commands": {
+            "bugs": ("bench.mutants.command:bugs", "Planted bugs, and the seeds that find them."),
             "paper": ("bench.study_commands:paper", "Published tables, simulated."),
             "scale": ("bench.scale.command:scale", "What 4 096 accelerators would cost."),
         }

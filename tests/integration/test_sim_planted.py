@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
+from dora_pipe.bench.mutants.rules import BUGS, mutated
+from dora_pipe.bench.mutants.seeds import seeds_of
 from dora_pipe.orchestrator import elastic, staleness
-from dora_pipe.sim.mutant_seeds import seeds_of
-from dora_pipe.sim.mutants import BUGS, mutated
 from dora_pipe.sim.seed_runner import run_seed
 from tests.support.tiers import more
 

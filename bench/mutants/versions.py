@@ -1,4 +1,4 @@
-"""Mutant bugs of what the policy store keeps and makes of versions; see `mutants`."""
+"""Mutant bugs of what the policy store keeps and makes of versions; see `rules`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
 if TYPE_CHECKING:
-    from dora_pipe.sim.mutants import Patches
+    from dora_pipe.bench.mutants.rules import Patches
 
 
 def _pins_forgotten(patches: Patches) -> None:

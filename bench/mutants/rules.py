@@ -18,6 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.bench.mutants.elastic import OF_ELASTIC
+from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
+from dora_pipe.bench.mutants.versions import OF_VERSIONS
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
 from dora_pipe.config.model import in_flight_batches
@@ -40,9 +43,6 @@ from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
-from dora_pipe.sim.elastic import OF_ELASTIC
-from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
-from dora_pipe.sim.mutants_of_versions import OF_VERSIONS
 
 _MISSING: Final = object()
 
@@ -63,7 +63,7 @@ class Patches:
         found = [
             (module, name)
             for key, module in list(sys.modules.items())
-            if key.startswith("dora_pipe.") and not key.startswith(__name__)
+            if key.startswith("dora_pipe.") and not key.startswith(f"{__package__}.")
             for name, there in vars(module).items()
             if there is original
         ]

@@ -1,4 +1,4 @@
-"""Mutant bugs of sessions, where a worker decides about the calls of agents; see `mutants`."""
+"""Mutant bugs of sessions, where a worker decides about the calls of agents; see `rules`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.control import LoggedEntry
 
 if TYPE_CHECKING:
-    from dora_pipe.sim.mutants import Patches
+    from dora_pipe.bench.mutants.rules import Patches
 
 
 def _answered_early(patches: Patches) -> None:

@@ -1,33 +1,14 @@
-"""Which workers of a seed share their GPUs with the trainer; and mutant bugs of such workers."""
+"""Mutant bugs of workers that share their GPUs with the trainer; see `rules`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from random import Random
 from typing import TYPE_CHECKING, Final
 
 from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.state import State
-from dora_pipe.sim.parts import WorkerPlan
 
 if TYPE_CHECKING:
-    from dora_pipe.sim.mutants import Patches
-
-ELASTIC_SHARE: Final = 0.2
-"""Of seeds in `swarm` some of whose workers sleep while a step is computed."""
-
-
-def with_elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
-    """The same workers, and in some seeds all of them, or every other one, elastic, where they host
-    one version at a time; drawn apart."""
-    chance = Random(f"dora-pipe sim elastic {seed}")
-    if chance.random() >= ELASTIC_SHARE:
-        return plans
-    every = chance.choice((1, 2))
-    return tuple(
-        replace(plan, elastic=plan.versions == 1 and not place % every)
-        for place, plan in enumerate(plans)
-    )
+    from dora_pipe.bench.mutants.rules import Patches
 
 
 def _never_given_back(patches: Patches) -> None:

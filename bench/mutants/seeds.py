@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from dora_pipe.bench.mutants.elastic import OF_ELASTIC
+from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import whole_every
-from dora_pipe.sim.elastic import OF_ELASTIC
-from dora_pipe.sim.mutants_of_sessions import OF_EPISODES, OF_KEPT, OF_SESSIONS, OF_VALUES
 from dora_pipe.sim.scenario import Scenario, draw
 
 Meets = Callable[[Scenario], bool]

@@ -144,16 +144,12 @@ class Layout:
         place = len(raw) - len(END_OF_STREAM) - loose - -loose % 8
         return compress_front(raw[:place], memoryview(raw)[place:][:loose])
 
-    def unseal(self, value: bytes, *, leave: Collection[str] = ()) -> Row:
-        """The known columns of a record, each valid, of one row and of its type.
+    def opened(self, raw: bytes, *, leave: Collection[str] = ()) -> Row:
+        """The known columns of what a frame held, each valid, of one row and of its type.
 
         Those of `leave` come as arrays alone: their plain values are for who wants them as lists.
         Raises SchemaError for anything else.
         """
-        return self.opened(decompress(value), leave=leave)
-
-    def opened(self, raw: bytes, *, leave: Collection[str] = ()) -> Row:
-        """As `unseal`, of what its frame held."""
         self._check_raw(raw)
         same = raw.startswith(self.head)  # As this version writes it: types need no second look.
         try:

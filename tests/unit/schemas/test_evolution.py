@@ -11,7 +11,7 @@ import zstandard
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import control, metrics, policy, rounds
-from dora_pipe.schemas.arrow_frame import Layout
+from dora_pipe.schemas.arrow_frame import Layout, decompress
 from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.trajectory_codec import (
     EPISODE_PROGRESS,
@@ -144,7 +144,7 @@ def test_older_reader_reads_todays_batch_with_its_longer_arrays() -> None:
 
 def test_older_reader_reads_todays_trajectory_with_fewer_columns() -> None:
     older = Layout(pa.schema([TRAJECTORY.schema.field(n) for n in ("version", "meta_json")]))
-    row = older.unseal(encode_trajectory(arrow_values.TRAJECTORY)[0])
+    row = older.opened(decompress(encode_trajectory(arrow_values.TRAJECTORY)[0]))
     assert row.values["version"] == 3
     meta = msgspec.json.decode(row.values["meta_json"], type=Meta0)
     assert meta.group == "g0000000042"
@@ -257,7 +257,7 @@ def test_arrays_only_grew_at_their_end() -> None:
 
 def columns_of(value: bytes, layout: Layout = TRAJECTORY) -> dict[str, pa.Array]:
     """The columns of a record, to be changed."""
-    return dict(layout.unseal(value).arrays)
+    return dict(layout.opened(decompress(value)).arrays)
 
 
 def sealed(columns: dict[str, pa.Array]) -> bytes:

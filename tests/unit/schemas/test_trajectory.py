@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.arrow_frame import decompress
 from dora_pipe.schemas.trajectory import Meta, Sampler, Segment, Trajectory, mixing_error
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
@@ -217,7 +218,7 @@ def test_segment_of_no_engine_has_no_worker() -> None:
 
 def rewritten(**columns: Any) -> bytes:
     """The sound trajectory as another writer makes it, with some columns changed."""
-    row = dict(TRAJECTORY.unseal(encode_trajectory(SOUND)[0]).arrays)
+    row = dict(TRAJECTORY.opened(decompress(encode_trajectory(SOUND)[0])).arrays)
     for name, value in columns.items():
         row[name] = pa.array(value, row[name].type)
     batch = pa.record_batch(row)

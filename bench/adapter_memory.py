@@ -66,15 +66,7 @@ class AdapterMemoryFigure:
 def bench_adapter_memory(width: int, tokens: int) -> Iterator[AdapterMemoryFigure]:
     """A step of a model this wide with an adapter on all layers, by what its base is in."""
     with tempfile.TemporaryDirectory(prefix="bench-adapter-") as folder:
-        weights = _published(Path(folder), width, tokens)
-        for published, computed in BASES:
-            case = AdapterCase(
-                assets=folder,
-                weights=weights[published],
-                published=published,
-                computed=computed,
-                tokens=tokens,
-            )
+        for case in adapter_cases(Path(folder), width, tokens):
             done = subprocess.run(
                 [sys.executable, "-m", "dora_pipe.bench.adapter_memory"],
                 input=msgspec.json.encode(case),
@@ -82,6 +74,21 @@ def bench_adapter_memory(width: int, tokens: int) -> Iterator[AdapterMemoryFigur
                 stdout=subprocess.PIPE,
             )
             yield msgspec.json.decode(done.stdout, type=AdapterMemoryFigure)
+
+
+def adapter_cases(folder: Path, width: int, tokens: int) -> list[AdapterCase]:
+    """One for each of `BASES`; its model's files go into the folder."""
+    weights = _published(folder, width, tokens)
+    return [
+        AdapterCase(
+            assets=str(folder),
+            weights=weights[published],
+            published=published,
+            computed=computed,
+            tokens=tokens,
+        )
+        for published, computed in BASES
+    ]
 
 
 def _published(folder: Path, width: int, tokens: int) -> dict[PolicyDtype, str]:
@@ -113,21 +120,17 @@ def _published(folder: Path, width: int, tokens: int) -> dict[PolicyDtype, str]:
     return found
 
 
-def _measured(case: AdapterCase) -> AdapterMemoryFigure:
+def adapter_phases(case: AdapterCase, device: str) -> Iterator[int]:
+    """What is measured, one piece at each `next`: network and adapter are made; the base is loaded,
+    and a step of two tokens leaves what stays; a step. Each gives how many numbers the base has."""
     import torch
-    from transformers import LlamaForCausalLM
 
-    from dora_pipe.consumers.learners.torch.chunked_layers import give_back_freed
     from dora_pipe.consumers.learners.torch.device import deterministic
     from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
     from dora_pipe.consumers.learners.torch.memory import MemoryOptions
     from dora_pipe.consumers.learners.torch.model import passage_of
     from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert LlamaForCausalLM.config_class is not None, "libraries are there before anything is held"
-    give_back_freed()  # As every such trainer does on a CPU: else gaps are counted.
-    empty = fresh_peak(device)
     with deterministic(1):
         model = LoraModel(
             Path(case.assets),
@@ -137,7 +140,8 @@ def _measured(case: AdapterCase) -> AdapterMemoryFigure:
             memory=MemoryOptions(head_chunk_tokens="auto", mlp_chunk_tokens="auto"),
             dtype=case.computed,
         )
-        made = peak_bytes(device) - empty
+        parameters = sum(one.numel() for one in model.network.parameters())
+        yield parameters
         model.load(Path(case.weights))
         named = list(model.parameters())
         optimizer = Optimizer(named, betas=(0.9, 0.95), weight_decay=0.0, bfloat16=model.bfloat16)
@@ -150,14 +154,33 @@ def _measured(case: AdapterCase) -> AdapterMemoryFigure:
             optimizer.update(1e-4)
 
         compute(2)  # What is there once is there then: gradients, moments, libraries.
-        held = fresh_peak(device)
-        start_s = time.perf_counter()
+        yield parameters
         compute(case.tokens)
-        seconds = time.perf_counter() - start_s
+        yield parameters
+
+
+def _measured(case: AdapterCase) -> AdapterMemoryFigure:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from dora_pipe.consumers.learners.torch.chunked_layers import give_back_freed
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert LlamaForCausalLM.config_class is not None, "libraries are there before anything is held"
+    give_back_freed()  # As every such trainer does on a CPU: else gaps are counted.
+    phases = adapter_phases(case, device)
+    empty = fresh_peak(device)
+    parameters = next(phases)
+    made = peak_bytes(device) - empty
+    next(phases)
+    held = fresh_peak(device)
+    start_s = time.perf_counter()
+    next(phases)
+    seconds = time.perf_counter() - start_s
     return AdapterMemoryFigure(
         base=case.published,
         computed=case.computed,
-        parameters=sum(one.numel() for one in model.network.parameters()),
+        parameters=parameters,
         tokens=case.tokens,
         made_mb=round(made / 1e6, 1),
         held_mb=round((held - empty) / 1e6, 1),

@@ -1,4 +1,8 @@
-"""Kill rounds: every role and every broker, at random moments and at each that matters."""
+"""Kill rounds: every role and every broker, at random moments and at each that matters.
+
+What else the machine does shifts random moments and how soon somebody is back; nothing may be lost
+at any moment, and a role that is away for long is waited for, so that rounds run beside others.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,7 @@ pytest.importorskip("torch")
 from dora_pipe.bench.faults.rounds import DEAD_S
 from tests.support.faults import kill_rounds
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.alone("roles die at drawn moments, and how soon they are back is measured"),
-]
+pytestmark = pytest.mark.slow
 
 ROUNDS = (("0", 12), ("15", 3))
 """From which, and how many: each role at three moments of its own and at a drawn one, twice, then

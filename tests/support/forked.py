@@ -3,7 +3,7 @@ computes is its imports, three times over.
 
 One process has imported what commands and their roles need, and forks a command for every message;
 the command is a process of its own with its own directory, environment and signals. What proves
-the start itself runs the program: the wheel, the compose file, the pages of docs, `bench faults`.
+the start itself runs the program: the wheel, the compose file, the pages of docs.
 
 Method: the server's stdin is a socket. A message is what to be, with three files: the command's
 stdout and stderr, and a pipe that is told its process id and, when it has ended, its exit code.

@@ -4,11 +4,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
-from tests.support.faults import CALL
+from tests.support.forked import PROGRAM
 from tests.support.task_pool import DEADLINE_S
 
 TOKEN = "a token of thirty-two characters"
@@ -30,7 +29,7 @@ class Server:
     def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
         self.words = words
         (folder / "played.toml").write_text(CONFIG)
-        command = (sys.executable, "-c", CALL, "task", "serve", "played.toml")
+        command = (PROGRAM, "task", "serve", "played.toml")
         self.process = subprocess.Popen(
             [*command, "--listen", f"127.0.0.1:{port}", *words],
             cwd=folder,

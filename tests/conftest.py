@@ -1,9 +1,9 @@
 """Decides which tests run where: the broker, the accelerator, and one fixed course of chance.
 
 `slow` tests run when the command line asks for them (`make test-full`), two at a time; what
-measures, or kills at a moment, says why it runs `alone`. Those that are `pure` run in the time that
-the others leave (`support.slow_tier`), so they only compute: no broker, no limit in seconds, no
-measurement of their own process.
+measures, or has to meet a moment, says why it runs `alone`. Those that are `pure` run in the time
+that the others leave (`support.slow_tier`), so they only compute: no broker, no limit in seconds,
+no measurement of their own process.
 
 A `gpu` test is skipped where there is no GPU, and with DORA_PIPE_DEVICE=cuda every test is
 (`support.device`); a `kafka` test is skipped with one line where Java or Maven is missing, except
@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.device import NO_GPU, has_gpu, need_device
-from tests.support.kafka_broker import KafkaBroker, missing_tools
+from tests.support.kafka_broker import KafkaBroker, archive_classes, missing_tools
 from tests.support.kafka_secure import Certificates, secure_broker
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def require_broker_tools() -> None:
     """Skip the running test where a real broker cannot be started; fail it in CI."""
     missing = missing_tools()
     if not missing:
+        archive_classes()
         return
     line = f"a real broker needs {' and '.join(missing)}, not found on this machine"
     if os.environ.get("CI") == "true":

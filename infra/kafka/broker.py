@@ -16,6 +16,7 @@ KafkaBroker(
 """
 
 import base64
+import fcntl
 import gc
 import os
 import secrets
@@ -30,9 +31,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from infra.kafka.jars import HERE, TOOL_LIMIT_S, BrokerError, java, run_bounded
+from infra.kafka.jars import (
+    CACHE,
+    HERE,
+    TOOL_LIMIT_S,
+    BrokerError,
+    class_archive,
+    java,
+    run_bounded,
+)
 
 START_LIMIT_S = 60.0
 """A broker is up in 2 to 3 s; a loaded machine may take ten times that."""
@@ -282,6 +293,25 @@ def end_all(nodes: Sequence[KafkaBroker], how: signal.Signals) -> list[KafkaBrok
         node.signal(how)
     until_s = time.monotonic() + STOP_LIMIT_S
     return [node for node in nodes if not node.join(max(0.0, until_s - time.monotonic()))]
+
+
+@cache
+def archive_classes() -> None:
+    """Let a broker start and stop once, and keep what classes it has loaded for those after it.
+
+    A Java that cannot keep them starts brokers as before. Raises BrokerError.
+    """
+    target = class_archive()
+    with (CACHE / "classes.lock").open("w") as lock, TemporaryDirectory(dir=CACHE) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several pytest processes ask at once
+        if target.exists():
+            return
+        part = target.with_suffix(".part")
+        first = KafkaBroker(Path(folder), jvm=[f"-XX:ArchiveClassesAtExit={part}"])
+        first.start()
+        first.signal(signal.SIGTERM)
+        if first.join(START_LIMIT_S) and part.exists():  # whole, unless it had to be killed
+            part.rename(target)
 
 
 def read_properties(path: Path) -> dict[str, str]:

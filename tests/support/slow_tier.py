@@ -3,8 +3,8 @@
 python -m tests.support.slow_tier [WORDS FOR PYTEST ...]
 
 The others start processes and brokers, and wait half of the time: they run two at a time, a file in
-one process. Behind them comes, one at a time, what measures time, rates or memory, or kills at
-moments that a busy machine would shift (`alone`). What is `pure` runs beside both, two at a time,
+one process. Behind them comes, one at a time, what measures time, rates or memory, or has to meet a
+moment that a busy machine would shift (`alone`). What is `pure` runs beside both, two at a time,
 with a processor only where nobody else wants it.
 """
 

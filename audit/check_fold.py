@@ -21,6 +21,7 @@ from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.round_reader import FoldedRound
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, InvariantBroken
+from dora_pipe.orchestrator.apply_control import read_control
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import (
     check_digest,
@@ -28,7 +29,6 @@ from dora_pipe.orchestrator.fold import (
     fold_decisions,
     fold_inputs,
     fold_records,
-    read_control,
 )
 from dora_pipe.orchestrator.planner import PLANNER, PLANNERS, decide
 from dora_pipe.orchestrator.state import State, is_comparable

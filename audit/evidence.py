@@ -35,8 +35,9 @@ from dora_pipe.schemas.control import (
     parts_in_control,
 )
 from dora_pipe.schemas.fast_validate import FastValidator
+from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
 Place = tuple[int, int]
 """Partition and offset."""

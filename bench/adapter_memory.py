@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -120,7 +120,7 @@ def _published(folder: Path, width: int, tokens: int) -> dict[PolicyDtype, str]:
     return found
 
 
-def adapter_phases(case: AdapterCase, device: str) -> Iterator[int]:
+def adapter_phases(case: AdapterCase, device: str) -> Generator[int, None, None]:
     """What is measured, one piece at each `next`: network and adapter are made; the base is loaded,
     and a step of two tokens leaves what stays; a step. Each gives how many numbers the base has."""
     import torch

@@ -36,23 +36,6 @@ from dora_pipe.schemas.rounds import (
 )
 from dora_pipe.schemas.wire import Unknown
 
-__all__ = [
-    "apply_control",
-    "apply_decision",
-    "apply_observation",
-    "check_digest",
-    "close_round",
-    "fold_decisions",
-    "fold_inputs",
-    "fold_records",
-    "fold_round",
-    "follow_chain",
-    "is_digest_due",
-    "note_slots",
-    "read_control",
-    "rounds_to_digest",
-]
-
 
 def apply_observation(state: State, observation: AnyObservation) -> None:
     """Fold one observation; one about what is not there any more changes nothing."""

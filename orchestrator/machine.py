@@ -26,13 +26,12 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.core.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
 from dora_pipe.core.wait_tracker import Limits, WaitTracker
+from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import (
-    apply_control,
     apply_observation,
     close_round,
     is_digest_due,
-    read_control,
     rounds_to_digest,
 )
 from dora_pipe.orchestrator.leases import Generating, Incarnation, Leases, Living

@@ -15,7 +15,8 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import BusError, LogTruncated, SchemaError
-from dora_pipe.orchestrator.fold import fold_round, read_control
+from dora_pipe.orchestrator.apply_control import read_control
+from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.snapshots import Snapshot, candidates, fits_log
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RoleStarted, RunStarted

@@ -32,13 +32,6 @@ def header_pairs(headers: Headers) -> tuple[tuple[str, bytes], ...]:
     return tuple((name, _write(name, getattr(headers, name))) for name in _ORDER)
 
 
-def headers_of(
-    trajectory: Trajectory, *, sha256: str, traceparent: str = ""
-) -> tuple[tuple[str, bytes], ...]:
-    """The headers of a trajectory as the bus carries them. Raises SchemaError."""
-    return header_pairs(describe(trajectory, sha256=sha256, traceparent=traceparent))
-
-
 def parse_headers(raw: Iterable[tuple[str, bytes]]) -> Headers:
     """Headers from what the bus carries. Raises SchemaError for one missing, twice or invalid."""
     pairs = tuple(raw)

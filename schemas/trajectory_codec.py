@@ -23,7 +23,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
 from dora_pipe.schemas.arrow_frame import Layout, column_names, decompress
 from dora_pipe.schemas.contexts import Call, counted_places
-from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
+from dora_pipe.schemas.headers import describe
 from dora_pipe.schemas.routes import ROUTES_BYTES_MAX, Routes, check_routes, need_entries
 from dora_pipe.schemas.trajectory import (
     Arrays,
@@ -41,24 +41,6 @@ from dora_pipe.schemas.trajectory import (
     check_segments,
 )
 from dora_pipe.schemas.wire import value_digest
-
-__all__ = [
-    "decode_any_progress",
-    "decode_episode_progress",
-    "decode_progress",
-    "decode_trajectory",
-    "decode_turn_progress",
-    "encode_any_progress",
-    "encode_episode_progress",
-    "encode_progress",
-    "encode_trajectory",
-    "encode_turn_progress",
-    "header_pairs",
-    "headers_of",
-    "matches",
-    "parse_headers",
-    "view_trajectory",
-]
 
 AnyProgress = Progress | TurnProgress | EpisodeProgress
 """The records of the progress topic."""

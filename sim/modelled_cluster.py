@@ -21,7 +21,8 @@ import msgspec
 
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.orchestrator.fold import apply_control, apply_observation, note_slots
+from dora_pipe.orchestrator.apply_control import apply_control
+from dora_pipe.orchestrator.fold import apply_observation, note_slots
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import release

@@ -16,11 +16,11 @@ from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.fast_encode import write_trajectory
+from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import header_pairs
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}

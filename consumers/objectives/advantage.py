@@ -13,17 +13,6 @@ from typing import Final
 from dora_pipe.config.objectives import Advantage, Averaging
 from dora_pipe.core.errors import NonFinite
 
-__all__ = [
-    "STD_FLOOR",
-    "Averaging",
-    "batch_advantages",
-    "group_advantages",
-    "leave_one_out_advantages",
-    "summed_weights",
-    "token_weights",
-    "version_advantages",
-]
-
 STD_FLOOR: Final = 1e-4
 """Added to the standard deviation, so that nearly equal rewards do not blow up."""
 

@@ -16,7 +16,6 @@ import contextlib
 import math
 import selectors
 from collections import deque
-from types import TracebackType
 from typing import Final
 
 from dora_pipe.config import model
@@ -242,12 +241,7 @@ class TaskPool:
     def __enter__(self) -> TaskPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Calls on their way down.

@@ -52,7 +52,8 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.kv_handover import Handover
 from dora_pipe.schemas.fast_encode import write_trajectory
-from dora_pipe.schemas.trajectory_codec import encode_any_progress, header_pairs
+from dora_pipe.schemas.headers import header_pairs
+from dora_pipe.schemas.trajectory_codec import encode_any_progress
 from dora_pipe.store.transfers.port import Lost
 
 CODEC_BUDGET_NS: Final = 5_000_000

@@ -15,8 +15,8 @@ from dora_pipe.schemas.control import (
     RequestFailed,
     TrajectoryLogged,
 )
+from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import trajectory_seed
-from dora_pipe.schemas.trajectory_codec import parse_headers
 from dora_pipe.schemas.wire import sha256_hex
 from tests.support.inline_tasks import InlineTasks, failed
 from tests.support.worker import TOPICS, World, digest_of

@@ -17,10 +17,11 @@ import pytest
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.port import LoggedAt, Settings, StepResult, TrainBatch
+from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from dora_pipe.store.log_location import LogLocation
 from tests.support.device import DEVICE, prepare
 

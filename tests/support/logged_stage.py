@@ -17,7 +17,8 @@ import msgspec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.orchestrator.fold import apply_control, close_round, is_digest_due
+from dora_pipe.orchestrator.apply_control import apply_control
+from dora_pipe.orchestrator.fold import close_round, is_digest_due
 from dora_pipe.schemas.control import AnyControl, TrajectoryLogged
 from dora_pipe.schemas.rounds import AnyDecision, LeaseExpired, Round, TakeBatch, fold_bytes, seal
 from dora_pipe.schemas.topics import Topics

@@ -14,9 +14,10 @@ import copy
 from typing import Any
 
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.orchestrator.apply_control import apply_control
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.digest import digest_of
-from dora_pipe.orchestrator.fold import apply_control, apply_observation
+from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import AnyControl, Resume, TrajectoryLogged

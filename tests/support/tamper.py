@@ -28,6 +28,7 @@ from dora_pipe.schemas.control import (
     TrajectoryLogged,
     decode_control,
 )
+from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.rounds import (
     GENESIS_CHAIN,
     AnyDecision,
@@ -38,11 +39,7 @@ from dora_pipe.schemas.rounds import (
     fold_bytes,
 )
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import (
-    decode_trajectory,
-    encode_trajectory,
-    header_pairs,
-)
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 from dora_pipe.schemas.wire import encode
 from tests.support.recorded_run import RecordedRun
 

@@ -32,12 +32,13 @@ from dora_pipe.schemas.control import (
     config_digest,
     decode_control,
 )
+from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.metrics import Cost, TrainerStatus, decode_metrics
 from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory, header_pairs
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_trajectory

@@ -20,7 +20,8 @@ from dora_pipe.bench.dataplane.publish import finish_moments
 from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded, number_of
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.core.errors import BusError, UsageError
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
+from dora_pipe.schemas.headers import matches, parse_headers
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
 TOPIC = "r.trajectories"
 

@@ -14,10 +14,11 @@ from dora_pipe.bench.faults.inject import Hit
 from dora_pipe.bench.faults.walks import STEP_NS, Walked, walked_once
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.rounds import Dispatch, Round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Segment, Trajectory
-from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from dora_pipe.schemas.wire import encode
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.values import SPEC

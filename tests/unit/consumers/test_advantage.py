@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.config.objectives import Averaging
 from dora_pipe.consumers.objectives.advantage import (
     STD_FLOOR,
-    Averaging,
     batch_advantages,
     group_advantages,
     leave_one_out_advantages,

@@ -11,9 +11,8 @@ from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, TakenGroup
 from dora_pipe.schemas.dead_letter import decode_dead_letter
-from dora_pipe.schemas.headers import describe
+from dora_pipe.schemas.headers import describe, header_pairs
 from dora_pipe.schemas.identity import group_id, trajectory_id
-from dora_pipe.schemas.trajectory_codec import header_pairs
 from dora_pipe.schemas.wire import sha256_hex
 from tests.support.batches import make_trajectory
 from tests.support.trainer_stage import RUN, TrainerStage, digests, train

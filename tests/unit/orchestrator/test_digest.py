@@ -15,14 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.orchestrator import digest as digests
+from dora_pipe.orchestrator.apply_control import apply_control, read_control
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.digest import STATE_FORM, TABLES, digest_of
-from dora_pipe.orchestrator.fold import (
-    apply_control,
-    apply_decision,
-    apply_observation,
-    close_round,
-    read_control,
-)
+from dora_pipe.orchestrator.fold import apply_observation, close_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY

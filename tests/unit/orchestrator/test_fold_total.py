@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.orchestrator.fold import apply_control, read_control
+from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import (
     KINDS,

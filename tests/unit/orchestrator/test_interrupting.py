@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.fold import apply_decision
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import plan
 from dora_pipe.schemas.rounds import Assign, Move, Place
 from tests.support import orchestrator_records as records

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.fold import apply_decision, apply_observation
+from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import AnyDecision, Assign, KvPressure, Move, PlanPeriod

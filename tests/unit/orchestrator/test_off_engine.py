@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.digest import digest_of
-from dora_pipe.orchestrator.fold import apply_decision, apply_observation
+from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.state import OPEN_MAX, OPEN_TIMES, Worker
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.fold import apply_decision
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import (
     PLANNER,
     PLANNER_2,

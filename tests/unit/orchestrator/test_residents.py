@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.fold import apply_decision
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import plan
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.orchestrator.snapshots import body_of, state_of

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.orchestrator.apply_control import apply_control
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.digest import digest_of
-from dora_pipe.orchestrator.fold import apply_decision, apply_observation
+from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.orchestrator.hosting import orphans
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import decide, plan

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
+from dora_pipe.schemas.headers import describe, header_pairs, matches, parse_headers
 from dora_pipe.schemas.trajectory import Headers
 from tests.golden.arrow_values import HEADERS, PLAIN_TRAJECTORY, TRAJECTORY
 
@@ -83,14 +83,14 @@ def test_reward_survives_exactly_and_none_is_not_zero(reward: float | None) -> N
 
 
 def test_evaluation_has_its_deadline_of_minus_one() -> None:
-    headers = parse_headers(headers_of(PLAIN_TRAJECTORY, sha256="ab" * 32))
+    headers = parse_headers(header_pairs(describe(PLAIN_TRAJECTORY, sha256="ab" * 32)))
     assert (headers.deadline, headers.reward) == (-1, None)
 
 
 def test_worker_name_that_is_not_ascii_is_refused_by_the_writer() -> None:
     meta = msgspec.structs.replace(TRAJECTORY.meta, worker="w\u00f6")
     with pytest.raises(SchemaError, match="not ASCII") as found:
-        headers_of(replace(TRAJECTORY, meta=meta), sha256="ab" * 32)
+        header_pairs(describe(replace(TRAJECTORY, meta=meta), sha256="ab" * 32))
     assert found.value.path == "$.headers.worker"
 
 

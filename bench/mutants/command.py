@@ -8,13 +8,9 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.bench.mutants.rules import BUGS, mutated
-from dora_pipe.bench.mutants.seeds import seeds_of
 from dora_pipe.cli.output import emit_table
-from dora_pipe.cli.sim import COLLECT_AFTER
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.sim.seed_runner import run_seed
 
 BUG_SEEDS: Final = 500
 """A planted bug is looked for in so many seeds."""
@@ -25,6 +21,11 @@ def bugs(
 ) -> None:
     """Plant wrong rules, one at a time, and say which seed finds each; exit code 5 where none
     does."""
+    from dora_pipe.bench.mutants.rules import BUGS, mutated
+    from dora_pipe.bench.mutants.seeds import seeds_of
+    from dora_pipe.cli.sim import COLLECT_AFTER
+    from dora_pipe.sim.seed_runner import run_seed
+
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)  # What breaks here is meant to.
     gc.set_threshold(*COLLECT_AFTER)
     rows, missed = [], []

@@ -23,6 +23,8 @@ OWN = frozenset(
         "",
         ".bench",
         ".bench.commands",
+        ".bench.mutants",
+        ".bench.mutants.command",
         ".bench.scale",
         ".bench.scale.command",
         ".bench.study_commands",

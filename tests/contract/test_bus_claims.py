@@ -42,7 +42,6 @@ class ClaimHarness:
         return self.inner.topic(name)
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """Of the writer below."""
         assert isinstance(writer, ClaimWriter)
         self.inner.make_next_append_unknown(writer.inner)
 

@@ -125,8 +125,6 @@ class CreatingBus(MemoryBus):
 
 
 def reads(reader: type[MemoryReader]) -> MemoryHarness:
-    """A memory bus with another reader."""
-
     class Broken(MemoryBus):
         def reader(self, positions: Mapping[TopicPartition, int]) -> MemoryReader:
             super().reader(positions)
@@ -136,8 +134,6 @@ def reads(reader: type[MemoryReader]) -> MemoryHarness:
 
 
 def writes(writer: type[MemoryWriter]) -> MemoryHarness:
-    """A memory bus with another writer."""
-
     class Broken(MemoryBus):
         def writer(self, *, exclusive: str | None = None) -> MemoryWriter:
             self.check_open()

@@ -67,7 +67,6 @@ class Several:
         }.get(self.kind, 90)
 
     def hosting(self, *versions: int, slots: int = 16, most: int = 3, **more: Any) -> Engine:
-        """An engine with these versions."""
         engine = self.open(slots=slots, most=most, **more)
         if self.kind != "simulated":
             engine.load(self.policies[0][0], version=0, digest=self.policies[0][1])

@@ -287,7 +287,6 @@ def test_sixteen_bit_weights_are_widened(tmp_path: Path) -> None:
 
 
 def load_all(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a model directory."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)

@@ -37,7 +37,6 @@ class Lora:
     open: Callable[..., Any]
 
     def hosting(self, *versions: int, most: int = 3) -> Any:
-        """An engine with these versions."""
         engine = self.open(slots=8, most=most)
         self.load(engine, 0)
         engine.drop(0)

@@ -24,7 +24,6 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """The first server."""
     need_vllm()
     with server_subject(tmp_path_factory.mktemp("vllm-ranks"), RANKS) as subject:
         yield subject

@@ -58,7 +58,6 @@ def opened(opener: Opener, folder: Path) -> Iterator[tuple[Engine, Subject]]:
 
 
 def free_gb() -> float:
-    """Of the GPU."""
     import torch
 
     return float(torch.cuda.mem_get_info()[0]) / 2**30

@@ -19,7 +19,6 @@ def runs() -> list[Topics]:
 
 
 def made(bus: Bus) -> list[Topics]:
-    """Those runs, with their topics."""
     found = runs()
     bus.create([TopicSpec(name=name) for run in found for name in run.all()])
     return found

@@ -32,7 +32,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 
 
 def offered(transfers: Transfers, *chunks: bytes) -> Blob:
-    """A blob that was taken."""
     blob = transfers.offer([memoryview(chunk) for chunk in chunks])
     assert isinstance(blob, Blob), blob
     return blob

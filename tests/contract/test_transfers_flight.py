@@ -29,7 +29,6 @@ NAME = "weights/" + "d" * 64 + ".safetensors"
 
 
 def offered(transfers: FlightTransfers, data: bytes = DATA) -> Blob:
-    """A blob that was taken."""
     blob = transfers.offer([memoryview(data)])
     assert isinstance(blob, Blob)
     return blob

@@ -39,7 +39,6 @@ def no_bus() -> Bus:
 
 
 def opened(tmp_path: Path, **keys: Any) -> Opened:
-    """What a section opens."""
     return open_transfers(
         Section(**keys),
         tmp_path / "handover",
@@ -285,13 +284,11 @@ class CountedFiles:
         self.reads = 0
 
     def get(self, name: str, target: Path) -> bool:
-        """See `Files`."""
         self.reads += 1
         target.write_bytes((self.root / name).read_bytes())
         return True
 
     def put(self, source: Path, name: str) -> None:
-        """See `Files`."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(source.read_bytes())

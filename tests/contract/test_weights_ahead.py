@@ -62,7 +62,6 @@ class Counted(LocalFiles):
     given = 0
 
     def get(self, name: str, target: Path) -> bool:
-        """See `Files`."""
         found = super().get(name, target)
         self.given += found
         return found
@@ -96,7 +95,6 @@ class Machines:
         return self.here == [f"{digest}.safetensors"]
 
     def part_bytes(self) -> int:
-        """Of what is on its way."""
         part = self.folder / "worker" / "policies" / AHEAD / ours.PART
         return part.stat().st_size if part.exists() else 0
 
@@ -152,7 +150,6 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def name_of(step: Step, folder: Path) -> str:
-    """The digest that the weights of a step have."""
     again = Step(seed=step.seed)
     again.allow()
     return again.write(folder / "again").digest

@@ -49,7 +49,6 @@ class Fuzzed:
     findings: tuple[Path, ...]
 
     def line(self, name: str, seconds: int) -> str:
-        """A line of the table."""
         return (
             f"{name:<12}{self.inputs:>8}{self.inputs // seconds:>14}{self.branches_first:>16}"
             f"{self.branches:>10}{self.kept:>6}{self.peak_mib:>10}{len(self.findings):>10}"

@@ -303,7 +303,6 @@ _RECORDS: Final = tuple(
 
 
 def _segment() -> tuple[Entry, bytes]:
-    """A segment with its entry."""
     tp = TopicPartition("a.control", 0)
     path = _scratch() / file_name(tp, 2)
     made = write_segment(path, _RECORDS)

@@ -41,13 +41,11 @@ SEGMENT_BYTES = 20_000
 
 @pytest.fixture
 def place(recorded: RecordedRun, tmp_path: Path) -> Path:
-    """A fresh archive of it."""
     archive(recorded, tmp_path / "kept")
     return tmp_path / "kept"
 
 
 def archive(run: RecordedRun, place: Path) -> Pass:
-    """One pass."""
     with (
         closing(run.open()) as bus,
         closing(Archiver(bus, run.topics, place, segment_bytes=SEGMENT_BYTES)) as archiver,
@@ -56,7 +54,6 @@ def archive(run: RecordedRun, place: Path) -> Pass:
 
 
 def audited(run: RecordedRun, place: Path) -> AuditReport:
-    """An audit of the archive."""
     with closing(ArchiveBus(place)) as bus:
         return audit(bus, run.topics, run.store)
 

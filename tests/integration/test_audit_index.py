@@ -41,7 +41,6 @@ def _look(
 def _audit(
     run: RecordedRun, path: Path | None, *, files: bool = True, whole: bool = True
 ) -> tuple[AuditReport, Opened]:
-    """The same of a recorded run."""
     with closing(run.open()) as bus:
         return _look(path, bus, run.topics, run.store if files else None, whole=whole)
 

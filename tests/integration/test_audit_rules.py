@@ -48,7 +48,6 @@ def _decide(
     place: int = PLACE,
     such: Callable[[One], bool] = lambda one: True,
 ) -> One:
-    """Change one decision of a kind; it as it was."""
     seen: list[One] = []
 
     def otherwise(decision: Any) -> Any:

@@ -133,7 +133,6 @@ class Stage:
         return fall.last_good, look_into(fall, measuring, repeater, LIMITS, steps=STEPS)
 
     def group(self, step: int, at: int = 0) -> str:
-        """A group of a step."""
         return self.commits[step].groups[at].group
 
 

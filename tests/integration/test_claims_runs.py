@@ -164,7 +164,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def values(run: Path) -> dict[str, Path]:
-    """Claimed values by digest."""
     return {path.name: path for path in (run / "policies" / CLAIMS).iterdir()}
 
 

@@ -20,7 +20,6 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A finished run."""
     folder = tmp_path_factory.mktemp("elastic")
     config = make_config(
         run__steps=STEPS,

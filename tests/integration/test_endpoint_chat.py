@@ -44,7 +44,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hi(assets: Path) -> Iterator[Stage]:
-    """One that says hi."""
     with stage(assets, says(assets, "hi<|im_end|>")) as one:
         yield one
 

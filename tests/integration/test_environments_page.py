@@ -38,7 +38,6 @@ def block(heading: str, language: str) -> str:
 
 
 def check_episode(pool: TaskPool) -> None:
-    """An episode of the page's environment."""
     assert ask(pool, prompt("a")).request == "a"
     for text, done in (("5", False), ("4", True)):
         seen = ask(pool, EnvStep(request="a", turn=Turn(text=text)))

@@ -28,7 +28,6 @@ Answer = tuple[int, str, str]
 
 @pytest.fixture
 def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
     with closing(recorded.open()) as opened:
         yield opened
 

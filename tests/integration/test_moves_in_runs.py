@@ -68,14 +68,12 @@ class Moved:
         return found
 
     def released(self) -> list[RequestReleased]:
-        """In order."""
         at = TopicPartition(self.cluster.topics.control, 0)
         records = records_of(self.cluster.bus, {at: self.cluster.bus.end(at)})
         found = [decode_control(record.value) for record in records]
         return [one for one in found if isinstance(one, RequestReleased)]
 
     def trajectories(self) -> list[Trajectory]:
-        """Every record."""
         topic = self.cluster.topics.trajectories
         ends = {
             tp: self.cluster.bus.end(tp)

@@ -108,7 +108,6 @@ def in_trajectories(cluster: Cluster) -> list[Append]:
 
 
 def everything(cluster: Cluster, topic: str) -> list[Record]:
-    """What a topic holds."""
     return list(records_of(cluster.bus, ends_of(cluster.bus, topic)))
 
 

@@ -38,7 +38,6 @@ async def siblings(client: JudgeClient) -> list[Reward]:
 
 @pytest.fixture
 def client_of(tmp_path: Path) -> Iterator[Callable[..., JudgeClient]]:
-    """A judge of an endpoint."""
     opened: list[JudgeClient] = []
 
     def made(endpoint: Endpoint, **options: Any) -> JudgeClient:

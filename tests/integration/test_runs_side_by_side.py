@@ -31,7 +31,6 @@ class Beside(Cluster):
     log: MemoryLog | Path = field(default_factory=MemoryLog)
 
     def open_bus(self, ears: Ears | None = None) -> Bus:
-        """A bus of its own on the log of all."""
         bus = SqliteBus(self.log) if isinstance(self.log, Path) else MemoryBus(self.log)
         self._buses.append(bus)
         return BriskBus(bus, ears or Ears())
@@ -83,12 +82,10 @@ def got(cluster: Beside, step: int) -> bool:
 
 
 def records(cluster: Beside, topic: str) -> list[Record]:
-    """What a topic holds."""
     return list(records_of(cluster.bus, ends_of(cluster.bus, topic)))
 
 
 def steps(cluster: Beside) -> list[int]:
-    """What was committed."""
     found = (decode_control(one.value) for one in records(cluster, cluster.topics.control))
     return [one.step for one in found if isinstance(one, StepCommitted)]
 

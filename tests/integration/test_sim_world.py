@@ -21,7 +21,6 @@ PLANS = tuple(WorkerPlan(name=f"w{number}", slots=4, prefetch=2) for number in r
 
 
 def log_digest(world: World) -> str:
-    """A digest of every byte of the log."""
     parts = [
         repr((tp, record.offset, record.key, record.headers)).encode() + record.value
         for tp, held in sorted(world.log._partitions.items())

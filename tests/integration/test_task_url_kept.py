@@ -127,7 +127,6 @@ class First:
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
     def until(self, what: str) -> None:
-        """Until it has said this."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if what in line:

@@ -61,7 +61,6 @@ def pages(root: Path, name: str) -> Iterator[QueryWorker]:
 
 @pytest.fixture(scope="module")
 def source(root: Path) -> Iterator[QueryWorker]:
-    """The pages of the source."""
     yield from pages(root, NAME)
 
 

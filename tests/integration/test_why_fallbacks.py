@@ -35,11 +35,9 @@ class BadWay(LocalFiles):
         self.case = case
 
     def exists(self, name: str) -> bool:
-        """See `Files`."""
         return super().exists(name) and not (self.case == "lost" and self._bad(name))
 
     def get(self, name: str, target: Path) -> bool:
-        """See `Files`."""
         if not self.exists(name) or not super().get(name, target):
             return False
         if self._bad(name):
@@ -59,7 +57,6 @@ class TwoMachines(Cluster):
     """What `why` said in the middle of the run."""
 
     def store_of(self, worker: str) -> PolicyStore:
-        """See `Cluster`."""
         if worker != "w0":
             return self.store
         way = BadWay(self.store.root, self.case)

@@ -40,7 +40,6 @@ def alone(length: int = LENGTH) -> list[int]:
 def running(
     world: World, tokens: int, *, worker: str = "a", **changes: int
 ) -> tuple[Worker, PlacedRequest]:
-    """A worker with a request that has sampled so many tokens."""
     source = world.start(worker=worker, max_tokens=1000, **changes)
     place = world.place(source, 0)
     world.decide(place)
@@ -49,7 +48,6 @@ def running(
 
 
 def let_go(world: World, source: Worker, place: PlacedRequest, to: Worker) -> RequestReleased:
-    """The source obeys a move."""
     world.decide(world.move(place, to))
     before = len(world.facts(RequestReleased))
     world.until(source, lambda: len(world.facts(RequestReleased)) > before)
@@ -72,15 +70,12 @@ class Wire:
         self._source, self._target = (KvHandover(end) for end in ends)
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """There."""
         return self._source.put(label, kv)
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """Here."""
         return self._target.fetch(label, blob)
 
     def drop(self, blob: Blob) -> None:
-        """There, from here."""
         self._target.drop(blob)
 
     def clear(self) -> None:

@@ -40,7 +40,6 @@ def logged(world: World, worker: Worker, siblings: int = 3) -> ScoreGroup:
 
 
 def answers(world: World, worker: Worker, question: ScoreGroup) -> list[GroupScored]:
-    """What the worker says of it."""
     world.decide(question)
     world.ticks(worker, 12)
     return world.facts(GroupScored)

@@ -53,7 +53,6 @@ def found(place: Path, *words: str) -> dict[str, Any]:
 
 
 def lines(place: Path) -> list[bytes]:
-    """What is remembered."""
     files = [*(place / "runs" / "tiny" / "bisect").glob("*/values.jsonl")]
     return [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
 

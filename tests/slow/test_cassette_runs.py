@@ -92,7 +92,6 @@ def test_a_tool_that_answers_otherwise_is_named(place: Path) -> None:
 
 
 def trajectories(place: Path, name: str) -> dict[str, Trajectory]:
-    """Those that count."""
     with opened(str(place / "runs" / name)) as run:
         with closing(run.tables()) as tables:
             left = logged_records(tables, COUNTS)

@@ -78,7 +78,6 @@ class Site:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, role: str, *words: str, name: str = "") -> None:
-        """A role on a machine of its own."""
         place = self.folder / (name or role)
         place.mkdir()
         named = ("--name", name) if name else ()
@@ -89,7 +88,6 @@ class Site:
         return (self.folder / machine / "said").read_text()
 
     def bus(self) -> Bus:
-        """The log."""
         return open_bus(f"sqlite:{self.folder}/log.sqlite")
 
     def facts(self) -> list[object]:

@@ -113,7 +113,6 @@ def address(recorded: RecordedRun) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def file(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same as a file."""
     path = tmp_path_factory.mktemp("file") / "run.html"
     with closing(_worker(recorded)) as first, closing(_worker(recorded)) as second:
         export_file([first, second], path)

@@ -60,7 +60,6 @@ def at(ms: float) -> int:
 
 
 def started() -> RunStarted:
-    """The run."""
     config = make_config(
         run__name="told",
         model__path="models/small",
@@ -71,7 +70,6 @@ def started() -> RunStarted:
 
 
 def spec(group: str = GROUP, *, version: int = 3, size: int = 2) -> GroupSpec:
-    """The group."""
     return GroupSpec(
         group=group,
         ordinal=int(group[1:]),
@@ -91,7 +89,6 @@ def spec(group: str = GROUP, *, version: int = 3, size: int = 2) -> GroupSpec:
 def place(
     worker: str, epoch: int, *siblings: int, attempt: int = 1, of: GroupSpec | None = None
 ) -> Place:
-    """Siblings go to a worker."""
     return Place(
         reason=f"{worker} has room",
         spec=of or spec(),
@@ -104,7 +101,6 @@ def place(
 def logged(
     ms: float, worker: str, epoch: int, trajectory: str, *, attempt: int = 1, offset: int = 9
 ) -> TrajectoriesLogged:
-    """A trajectory is published."""
     entry = LoggedEntry(
         trajectory=trajectory,
         attempt=attempt,
@@ -127,7 +123,6 @@ def logged(
 
 
 def taken(group: str = GROUP, *siblings: int) -> TakenGroup:
-    """The group in a batch."""
     trajectories = tuple(
         TakenTrajectory(
             trajectory=trajectory_id(group, one),
@@ -143,13 +138,11 @@ def taken(group: str = GROUP, *siblings: int) -> TakenGroup:
 
 
 def take(step: int = 4, *, attempt: int = 1, group: str = GROUP) -> TakeBatch:
-    """The batch of a step."""
     reason = "the earliest deadlines"
     return TakeBatch(reason=reason, step=step, attempt=attempt, groups=(taken(group),), settings={})
 
 
 def commit(ms: float, step: int = 4, *, attempt: int = 1, group: str = GROUP) -> StepCommitted:
-    """The commit of a step."""
     fact = committed(step, (taken(group),), attempt=attempt)
     return msgspec.structs.replace(fact, at_ns=at(ms))
 
@@ -176,7 +169,6 @@ class AccountStage:
         return [one for one in self.events if isinstance(one, GroupEnded | StepEnded)]
 
     def fact(self, fact: AnyControl) -> AccountStage:
-        """A control record."""
         if isinstance(fact, RunStarted):
             self.started = fact
         self.events += self.account.fact(self._offset, fact)
@@ -184,7 +176,6 @@ class AccountStage:
         return self
 
     def decide(self, ms: float, *decisions: AnyDecision) -> AccountStage:
-        """A round."""
         round_ = Round(
             ordinal=self._round,
             role_epoch=0,

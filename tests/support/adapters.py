@@ -55,7 +55,6 @@ def random_adapter(
 
 
 def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
-    """Put an adapter into a store."""
     return store.publish_weights(lambda path: write_tensors(path, adapter_sources(adapter)))
 
 

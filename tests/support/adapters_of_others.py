@@ -12,7 +12,6 @@ from dora_pipe.producers.tasks.registry import open_task
 
 
 def installed(package: str) -> bool:
-    """Whether a package of this name is installed here."""
     try:
         return bool(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +36,6 @@ def played(task: Task, row: Row, turns: Sequence[str]) -> tuple[Prompt, list[Obs
 
 
 def opened(task: Task, row: Row) -> Environment:
-    """The environment of a row."""
     world = task.environment(row)
     assert world is not None
     return world

@@ -218,7 +218,6 @@ def wandering(random: Random, calls: int) -> Agent:
 
 
 def recording_engine(world: World, setup: WorkerSetup) -> RecordingEngine:
-    """The engine of a world's worker."""
     return RecordingEngine(
         slots=setup.slots,
         context_tokens=setup.context_tokens,

@@ -160,7 +160,6 @@ LARGE: Final = 60_000_000
 
 
 def stream_of(batch: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None) -> bytes:
-    """A stream with this batch."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
@@ -186,7 +185,6 @@ def under(schema: bytes) -> bytes:
 
 
 def list_of(inner: pa.Array) -> pa.Array:
-    """One list of everything in an array."""
     return pa.ListArray.from_arrays(pa.array([0, len(inner)], pa.int32()), inner)
 
 

@@ -38,7 +38,6 @@ def archive_all(
 
 
 def partitions_of(topics: Mapping[str, int]) -> list[TopicPartition]:
-    """All partitions of topics."""
     return [TopicPartition(topic, one) for topic, count in topics.items() for one in range(count)]
 
 
@@ -120,7 +119,6 @@ class ArchiveHarness(MemoryHarness):
         return None
 
     def open(self) -> Bus:
-        """One more bus."""
         return self.keep(ArchivedBus(self.log, self.folder))
 
 
@@ -130,7 +128,6 @@ class SpliceHarness(ArchiveHarness):
     waits = False
 
     def open(self) -> Bus:
-        """One more bus."""
         return self.keep(CutBus(self.log, self.folder))
 
 

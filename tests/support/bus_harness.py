@@ -111,7 +111,6 @@ class FailingCommit:
         self._fails = True
 
     def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
-        """Pass on."""
         done = self._connection.execute(statement, *values)
         if statement == "COMMIT" and self._fails:
             self._fails = False

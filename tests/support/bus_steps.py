@@ -61,7 +61,6 @@ def opened(harness: Harness, *, partitions: int = 1) -> tuple[Bus, str, TopicPar
 def topic_on(
     harness: Harness, bus: Bus, *, partitions: int = 1, record_bytes_max: int = 1 << 24
 ) -> str:
-    """A fresh topic."""
     name = harness.topic("t")
     bus.create([TopicSpec(name=name, partitions=partitions, record_bytes_max=record_bytes_max)])
     return name
@@ -88,12 +87,10 @@ def catch_up(bus: Bus, reader: Reader, at: TopicPartition) -> list[Record]:
 
 
 def values(records: Sequence[Record]) -> list[bytes]:
-    """The values only."""
     return [record.value for record in records]
 
 
 def appends(topic: str, *texts: str, partition: int = 0) -> list[Append]:
-    """One record for each text."""
     return [Append(topic=topic, value=text.encode(), partition=partition) for text in texts]
 
 

@@ -137,7 +137,6 @@ from failures group by error order by requests desc""",
 
 
 def page() -> str:
-    """The whole page."""
     parts = [HEAD, "## Questions that people ask\n"]
     for question, sql in QUESTIONS:
         parts.append(f"{question}\n\n```sql\n{sql}\n```\n")

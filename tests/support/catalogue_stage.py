@@ -99,7 +99,6 @@ class ToldRun(ABC):
         )
 
     def dispatch(self, spec: GroupSpec) -> Dispatch:
-        """Its dispatch."""
         return Dispatch(reason="a slot is free", spec=spec)
 
     def placed(self, spec: GroupSpec, worker: str, epoch: int, attempt: int = 1) -> Place:
@@ -170,7 +169,6 @@ class CatalogueStage(ToldRun):
         return self.fact(records.joined(name, slots=slots))
 
     def group(self, ordinal: int, version: int = 0, purpose: Purpose = "train") -> GroupSpec:
-        """A group is dispatched."""
         spec = self.spec(ordinal, version, purpose)
         self.decide(self.dispatch(spec))
         return spec
@@ -222,7 +220,6 @@ class CatalogueStage(ToldRun):
     def take(
         self, step: int, *specs: GroupSpec, attempt: int = 1, parts: tuple[int, ...] = ()
     ) -> tuple[TakenGroup, ...]:
-        """A batch is taken."""
         groups = tuple(self.taken(one) for one in specs)
         batch = TakeBatch(
             reason="all finished",
@@ -248,7 +245,6 @@ class CatalogueStage(ToldRun):
         self.fact(replace(records.committed(step, groups), parts=parts, ahead_s=ahead_s))
 
     def end(self, spec: GroupSpec, fate: Fate, why: str = "because") -> None:
-        """A group ends otherwise."""
         self.decide(End(reason=why, group=spec.group, fate=fate))
 
 

@@ -101,7 +101,6 @@ class Page:
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, selector: str) -> None:
-        """Click an element."""
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
         self.settle()
 
@@ -144,7 +143,6 @@ class Page:
         return {"x": x, "y": y, "width": max(right) - x, "height": max(bottom) - y}
 
     def shot_whole(self, path: Path, width: int, height_max: int = 6000) -> None:
-        """The whole page in one picture."""
         height = int(self.run("document.documentElement.scrollHeight"))
         self.size(width, min(height, height_max))
         self.settle()

@@ -174,9 +174,7 @@ class Parts(Protocol):
         """Tokens that end a turn."""
         ...
 
-    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
-        """The trainer."""
-        ...
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner: ...
 
 
 @dataclass(frozen=True)
@@ -335,7 +333,6 @@ class Cluster:
         return BriskBus(bus, ears or Ears())
 
     def open_log(self) -> Bus:
-        """The log itself."""
         if self.on_disk:
             return SqliteBus(self.path)
         return MemoryBus(self._log, now_ms=lambda: self.clock.ns // 1_000_000)
@@ -392,7 +389,6 @@ class Cluster:
         self.clock.ns += TICK_NS
 
     def ticks(self, count: int) -> None:
-        """So many turns."""
         for _ in range(count):
             self.tick()
 
@@ -414,7 +410,6 @@ class Cluster:
         return int(self.roles[ORCHESTRATOR].machine.state.version)
 
     def close(self) -> None:
-        """Close everything."""
         for role in self.roles.values():
             role.runtime.close()
         for bus in self._buses:

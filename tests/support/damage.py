@@ -18,7 +18,6 @@ from tests.support.tamper import Tamper
 
 
 def remove_trajectory(log: Tamper) -> str:
-    """A trajectory is gone."""
     row, fact = log.trained()
     log.remove(row)
     return fact.trajectory

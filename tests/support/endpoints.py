@@ -54,7 +54,6 @@ class Stage:
         return address.base_url, address.api_key
 
     def end(self, request: str) -> None:
-        """End a session."""
         self.tell(CloseSession(request=request))
 
     def tell(self, effect: Any) -> None:

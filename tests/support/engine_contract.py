@@ -118,7 +118,6 @@ class Result:
 def request(
     name: str, tokens: Sequence[int], *, seed: int = 7, sampled: int = 0, **params: object
 ) -> EngineRequest:
-    """A request with these sampling settings."""
     settings = replace(SamplingParams(), **params)  # type: ignore[arg-type]
     return EngineRequest(
         request=name, token_ids=list(tokens), sampled=sampled, seed=seed, params=settings
@@ -230,7 +229,6 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
 
 @check()
 def check_declarations_are_known(subject: Subject) -> None:
-    """An engine says what it is."""
     engine = subject.open(slots=3, context_tokens=64)
     known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
     assert engine.declares <= known

@@ -45,7 +45,6 @@ ATTEMPTS_MAX = 50
 
 
 def plain(kv: Kv) -> Kv | None:
-    """The cache as it is."""
     return kv
 
 

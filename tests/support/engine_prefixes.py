@@ -216,7 +216,6 @@ def check_cache_of_another_engine_is_kept_for_nobody(subject: Subject) -> None:
 
 
 def since(engine: Engine, before: PromptTokens) -> PromptTokens:
-    """What an engine has spent since."""
     now = engine.prompt_tokens
     return PromptTokens(computed=now.computed - before.computed, reused=now.reused - before.reused)
 

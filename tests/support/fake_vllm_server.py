@@ -107,7 +107,6 @@ class FakeVllm(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def close(self) -> None:

@@ -69,7 +69,6 @@ class Puzzles(InlineTasks):
 
 
 def single_turns() -> InlineTasks:
-    """Texts of one turn."""
     return InlineTasks(reward=reward_by_text)
 
 

@@ -41,7 +41,6 @@ class _Server(ThreadingHTTPServer):
 
 
 def last_message(body: dict[str, Any]) -> Any:
-    """What a judge is asked."""
     return body["messages"][-1]["content"]
 
 

@@ -31,7 +31,6 @@ serve nothing: one process makes the metrics of all of them from what they write
 
 
 def page() -> str:
-    """The whole page."""
     return "\n".join([HEAD, *(line for title in SECTIONS for line in _section(title))]) + "\n"
 
 

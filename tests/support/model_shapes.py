@@ -72,7 +72,6 @@ NETWORKS: dict[str, Any] = {
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """What a config.json has."""
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 

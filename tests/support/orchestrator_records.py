@@ -119,7 +119,6 @@ def data_of(source: str) -> str:
 
 
 def role_started(role: ExclusiveRole, role_epoch: int) -> RoleStarted:
-    """An exclusive role begins."""
     return RoleStarted(
         at_ns=0, role=role, role_epoch=role_epoch, instance="i", host="h", pid=1, package="0"
     )
@@ -136,7 +135,6 @@ def joined(
     versions: int = 1,
     elastic: bool = False,
 ) -> WorkerJoined:
-    """A worker is there."""
     return WorkerJoined(
         at_ns=0,
         worker=worker,
@@ -162,7 +160,6 @@ def joined(
 def ready(
     worker: str, epoch: int, version: int, digest: str | None = None, *, load_ms: float = 1.0
 ) -> WorkerReady:
-    """A worker hosts a version."""
     found = weights(version) if digest is None else digest
     return WorkerReady(
         at_ns=0, worker=worker, epoch=epoch, version=version, digest=found, load_ms=load_ms
@@ -251,7 +248,6 @@ def scored(
 def committed(
     step: int, groups: tuple[TakenGroup, ...], *, attempt: int = 1, role_epoch: int = 0
 ) -> StepCommitted:
-    """The commit of a step."""
     return StepCommitted(
         at_ns=0,
         step=step,

@@ -85,7 +85,6 @@ class Ledger:
             self._commit(record)
 
     def round(self, round_: Round) -> None:
-        """A round was appended."""
         assert round_.ordinal == self.rounds
         self.rounds += 1
         for decision in round_.decisions:

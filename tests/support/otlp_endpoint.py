@@ -112,7 +112,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def spans_of(request: ExportTraceServiceRequest) -> list[Span]:
-    """The spans of a request as values."""
     return [
         _span(one)
         for each in request.resource_spans
@@ -147,7 +146,6 @@ def _said(attributes: Any) -> dict[str, Value]:
 
 
 def value_of(value: AnyValue) -> Value:
-    """A plain value."""
     which = value.WhichOneof("value")
     if which == "array_value":
         return tuple(str(value_of(one)) for one in value.array_value.values)

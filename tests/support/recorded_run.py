@@ -39,7 +39,6 @@ class RecordedRun:
 
     @property
     def topics(self) -> Topics:
-        """Its topics."""
         return Topics(self.run)
 
     @property
@@ -49,7 +48,6 @@ class RecordedRun:
 
     @property
     def store(self) -> Path:
-        """The policy store."""
         return self.directory / "policies"
 
     def open(self) -> SqliteBus:

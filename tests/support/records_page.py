@@ -68,7 +68,6 @@ COLUMNS = {
 
 
 def page() -> str:
-    """The whole page."""
     return "\n".join(
         [
             _text("head"),

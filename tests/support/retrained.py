@@ -80,7 +80,6 @@ def commits(root: Path, name: str) -> list[StepCommitted]:
 
 
 def audited(root: Path, name: str) -> RetrainedReport:
-    """What audit says of it."""
     with opened(name, root) as run:
         return audit_of(run)
 

@@ -49,7 +49,6 @@ def modules() -> list[Path]:
 
 @cache
 def size_of(path: Path) -> Size:
-    """One file."""
     text = (ROOT / path).read_text()
     prose = _docstring_lines(ast.parse(text))
     code = [

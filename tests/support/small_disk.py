@@ -44,7 +44,6 @@ class SmallDisk:
         self._ballast.unlink(missing_ok=True)
 
     def grow(self, size_mib: int) -> None:
-        """A larger disk with what was on the small one."""
         assert _mount("mount", "-o", f"remount,size={size_mib}m", str(self.path))
 
 

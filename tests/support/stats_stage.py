@@ -99,7 +99,6 @@ class Stage(ToldRun):
         )
 
     def trainer(self, *waits: Wait, role_epoch: int = 0) -> None:
-        """The trainer says what it waits for."""
         self.stats.status(
             TrainerStatus(
                 at_ns=self.now_ns,

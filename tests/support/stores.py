@@ -115,7 +115,6 @@ class Walk:
         self.data = weights.tobytes()
 
     def __call__(self, path: Path) -> Manifest:
-        """See `PolicyStore.publish_weights`."""
         source = TensorSource(name="x", dtype="BF16", shape=(4000,), data=lambda: self.data)
         return write_tensors(path, [source])
 

@@ -127,7 +127,6 @@ class Tamper:
             yield row, record
 
     def facts(self, kind: type[Record]) -> list[tuple[Row, Record]]:
-        """Control records of a kind."""
         return [(row, record) for row, record in self.control() if isinstance(record, kind)]
 
     def logged(self) -> list[tuple[Row, TrajectoriesLogged, int, TrajectoryLogged]]:
@@ -147,7 +146,6 @@ class Tamper:
         self.rewrite(row, msgspec.structs.replace(record, trajectories=tuple(entries)))
 
     def rounds(self) -> list[tuple[Row, Round]]:
-        """The rounds."""
         return [(row, decode_round(row.value)) for row in self.rows("decisions")]
 
     def rewrite(self, row: Row, record: msgspec.Struct) -> None:

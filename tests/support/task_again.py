@@ -24,7 +24,6 @@ class AssetsNumbers(Numbers):
         assert assets.is_dir()
 
     def reading(self, special_tokens: str) -> AssetsNumbers:
-        """Itself."""
         self.made.append(special_tokens)
         return self
 

@@ -116,7 +116,6 @@ def survey(task: model.Task) -> TaskFacts:
 
 
 def score(request: str, text: str, index: int = 0) -> RewardCall:
-    """A reward call."""
     return RewardCall(request=request, split="train", index=index, text=text, turns=(text,))
 
 

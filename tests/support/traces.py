@@ -22,7 +22,6 @@ WAY = ("queued", "generated", "reward", "published")
 def traces_of(
     bus: Bus, topics: Topics, share: SamplingPolicy | None = None, *, after: int = -1
 ) -> list[Span]:
-    """Every span of a log."""
     found: list[Span] = []
     with closing(Tracer(bus, topics, share or SamplingPolicy(), after=after)) as tracer:
         while not tracer.caught_up:
@@ -119,7 +118,6 @@ def check_way(trajectory: Span, below: Sequence[Span]) -> None:
 
 
 def links_to(spans: Iterable[Span], span: Span) -> list[Link]:
-    """Links of these spans to another one."""
     at = span.trace_id, span.span_id
     return [link for one in spans for link in one.links if (link.trace_id, link.span_id) == at]
 

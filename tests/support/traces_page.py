@@ -158,7 +158,6 @@ Their names are the stages, in the words of the design.
 
 
 def page() -> str:
-    """The whole page."""
     head = HEAD.format(tree=TREE.read_text(), lately=RECENT, lately_min=RECENT_MIN + 1)
     return "\n".join([head, *_stages(), "## Attributes\n", *_attributes()])
 

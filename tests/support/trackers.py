@@ -47,11 +47,9 @@ class TensorBoardHarness:
         self.folder = folder / "tb"
 
     def open(self) -> Tracker:
-        """See Harness."""
         return TensorBoardTracker(self.folder)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        """See Harness."""
         found = event_rows(self.folder / run.name)
         return [(step, figures) for step, _, figures in found]
 
@@ -127,7 +125,6 @@ class FakeRun:
     finished: bool = False
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        """Remembered."""
         self.axes[name] = step_metric
 
     def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None:
@@ -150,11 +147,9 @@ class FakeWandbHarness:
         monkeypatch.setitem(importlib.import_module("sys").modules, "wandb", self.fake.module())
 
     def open(self) -> Tracker:
-        """See Harness."""
         return WandbTracker(PROJECT, self.environment)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        """See Harness."""
         found = self.fake.runs.get(run.id, FakeRun())
         assert not found.rows or found.axes == {STEP: None, "*": STEP}
         return [
@@ -183,11 +178,9 @@ class RealWandbHarness:
         monkeypatch.setenv("WANDB_DIR", str(folder))
 
     def open(self) -> Tracker:
-        """See Harness."""
         return WandbTracker(PROJECT)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        """See Harness."""
         found: Rows = []
         for path in sorted(self.folder.glob(f"wandb/offline-run-*/run-{run.id}.wandb")):
             for record in _ended(path):

@@ -197,7 +197,6 @@ class TrainerStage:
         attempt: int = 1,
         pins: tuple[int, ...] = (),
     ) -> TakeBatch:
-        """Decide a batch."""
         decision = TakeBatch(
             reason="test",
             step=step,
@@ -231,7 +230,6 @@ class TrainerStage:
     # What is in the log
 
     def records(self, topic: str, partition: int = 0) -> list[Record]:
-        """Every record of a partition."""
         at = TopicPartition(topic, partition)
         reader = self.bus.reader({at: 0})
         found: list[Record] = []
@@ -241,7 +239,6 @@ class TrainerStage:
         return found
 
     def control(self) -> list[AnyControl]:
-        """Every control record."""
         decoded = [decode_control(one.value) for one in self.records(self.topics.control)]
         return [one for one in decoded if not isinstance(one, Unknown)]
 
@@ -252,7 +249,6 @@ class TrainerStage:
         return commits
 
     def statuses(self) -> list[TrainerStatus]:
-        """Every status of a trainer."""
         decoded = [decode_metrics(one.value) for one in self.records(self.topics.metrics)]
         return [one for one in decoded if isinstance(one, TrainerStatus)]
 
@@ -366,7 +362,6 @@ class StagedTrainer:
 
 
 def role_started(epoch: int) -> RoleStarted:
-    """A trainer's."""
     return RoleStarted(
         at_ns=1, role="trainer", role_epoch=epoch, instance="i", host="h", pid=1, package="0"
     )

@@ -79,7 +79,6 @@ class MemoryTransfers:
         return ""
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """See `Transfers`."""
         data = b"".join(chunks)
         if len(data) > BLOB_BYTES_MAX:
             return Lost(TOO_LARGE)
@@ -95,7 +94,6 @@ class MemoryTransfers:
         return blob
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """See `Transfers`."""
         if (wrong := misnamed(blob)) is not None:
             return wrong
         if timeout_s <= 0:
@@ -110,12 +108,10 @@ class MemoryTransfers:
         return np.frombuffer(data, np.uint8).copy()
 
     def drop(self, blob: Blob) -> None:
-        """See `Transfers`."""
         with self.lock:
             self.kept.pop(blob.sha256, None)
 
     def clear(self) -> None:
-        """See `Transfers`."""
         with self.lock:
             self.kept.clear()
 
@@ -229,7 +225,6 @@ def nobody() -> str:
 
 
 def files_in(folder: Path) -> int:
-    """How many there are."""
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 

@@ -47,6 +47,5 @@ def source_of(
 
 @contextmanager
 def view_of_log(source: RunSource) -> Iterator[RunView]:
-    """Everything that a log has."""
     with closing(read_catalogue(source.bus, source.topics)) as catalogue:
         yield view_of(catalogue, source.topics.run)

@@ -54,7 +54,6 @@ def until_joined(place: Path, workers: Mapping[str, subprocess.Popen[bytes]]) ->
 
 
 def any_ended(processes: Mapping[str, subprocess.Popen[bytes]]) -> bool:
-    """Whether one of them has."""
     return any(one.poll() is not None for one in processes.values())
 
 

@@ -67,7 +67,6 @@ T = TypeVar("T")
 
 
 def digest_of(version: int) -> str:
-    """A weights digest for a version."""
     return f"{version:064x}"
 
 
@@ -232,7 +231,6 @@ class World:
         agents: AgentsPort | None = None,
         **changes: Any,
     ) -> Worker:
-        """A worker that has just joined."""
         decisions_from = self.bus.end(TopicPartition(TOPICS.decisions, 0))
         joined = WorkerJoined(
             at_ns=0,
@@ -325,7 +323,6 @@ class World:
         )
 
     def start(self, version: int = 0, **changes: Any) -> Worker:
-        """A worker that hosts a version."""
         worker = self.join(**changes)
         self.decide(self.assign(worker, version))
         self.until(worker, lambda: worker.machine.hosted.version == version)

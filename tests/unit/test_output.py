@@ -101,7 +101,6 @@ def test_nothing_on_the_command_line_prints_but_its_one_place() -> None:
 
 
 def drawn(table: Table) -> str:
-    """The table as it is printed."""
     stream = io.StringIO()
     table.print(stream, styled=False)
     return stream.getvalue()

@@ -29,7 +29,6 @@ class World:
         return [float(numbers.random() < worth) for _ in range(min(ask.draws, self.most))]
 
     def run(self, plan: Plan[T]) -> T:
-        """Carry a plan out."""
         return carry_out(plan, self.values)
 
     @property

@@ -11,8 +11,6 @@ LIMITS = Limits(draws=32, draws_max=512)
 
 
 def falls_at(version: int, good: float = 0.8, bad: float = 0.5) -> World:
-    """Versions from this one on are bad."""
-
     def worth(subject: Subject) -> float:
         assert isinstance(subject, Version)
         return bad if subject.version >= version else good

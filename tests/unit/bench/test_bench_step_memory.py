@@ -48,7 +48,6 @@ def allocated_mb(compute: Callable[[], object]) -> tuple[float, float]:
 
 
 def most_mb(case: MemoryCase) -> float:
-    """Most that a case allocates."""
     with prepared(case, "cpu") as compute:
         return allocated_mb(compute)[1]
 

@@ -17,7 +17,6 @@ from tests.support.stats_stage import stats_of
 
 @pytest.fixture
 def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
     with closing(recorded.open()) as opened:
         yield opened
 

@@ -26,7 +26,6 @@ SPANS = st.lists(
 
 
 def released(left_ns: int, tokens: int, kv: Blob | None = None) -> RequestReleased:
-    """A move out of a slot."""
     return RequestReleased(
         at_ns=left_ns + 5,
         worker="w0",
@@ -40,7 +39,6 @@ def released(left_ns: int, tokens: int, kv: Blob | None = None) -> RequestReleas
 
 
 def stay(start: int, start_ns: int) -> Segment:
-    """A stay in a slot."""
     return Segment(kind="model", start=start, end=start + 1, turn=0, start_ns=start_ns, end_ns=0)
 
 

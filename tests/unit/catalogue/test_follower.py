@@ -31,11 +31,9 @@ class Heard:
         self.said: list[str] = []
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """See LogReader."""
         self.said.append(f"fact {offset}")
 
     def round(self, round_: Round, offset: int) -> None:
-        """See LogReader."""
         self.said.append(f"round {round_.ordinal}")
 
 
@@ -68,7 +66,6 @@ def round_(ordinal: int, control_next: int, *, stops: bool = False) -> Round:
 
 
 def status(at_ns: int) -> TrainerStatus:
-    """What a trainer says."""
     cost = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
     return TrainerStatus(
         at_ns=at_ns, cost=cost, role_epoch=0, step=0, phase="idle", cached_records=0, cached_bytes=0

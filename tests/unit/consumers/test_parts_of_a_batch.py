@@ -100,7 +100,6 @@ def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
 
 
 def others(batch: TrainBatch, settings: Settings) -> list[tuple[TrainBatch, Settings]]:
-    """Parts ahead that are not those of the batch."""
     first = batch.in_parts()[0]
     warmer = {**settings, "objective.clip_high": 0.3}
     return [

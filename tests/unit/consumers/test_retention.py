@@ -138,7 +138,6 @@ class Life:
         return {version for commit in self.log for version in commit.dropped}
 
     def told(self) -> str:
-        """For a failure."""
         return f"needed {sorted(self.needed())}, there {sorted(self.there())}"
 
     def _end(self, choose: Choose) -> None:
@@ -186,7 +185,6 @@ class Life:
 
 
 def play(*, seed: int, acts: int) -> Life:
-    """A life by chance."""
     chance, life = Random(seed), Life(keep_every=1)
     for _ in range(acts):
         life.act(chance.choice(life.moves()), chance.choice)

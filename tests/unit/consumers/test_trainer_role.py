@@ -137,7 +137,6 @@ def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
 
 
 def replace_taken(like: TakenGroup, name: str, **changes: Any) -> TakenGroup:
-    """A group of one trajectory."""
     one = msgspec.structs.replace(like.trajectories[0], trajectory=name, **changes)
     return msgspec.structs.replace(like, group=name[:11], trajectories=(one,))
 

@@ -37,7 +37,6 @@ class SlowWriter:
         return list(range(len(records)))
 
     def close(self) -> None:
-        """Noted."""
         self.closed = True
 
 

@@ -23,7 +23,6 @@ from dora_pipe.producers.engines.vllm.core import token_kv_values, token_seed
 
 
 def bytes_decode(tokens: Sequence[int]) -> str:
-    """One token per byte."""
     return bytes(tokens).decode(errors="replace")
 
 

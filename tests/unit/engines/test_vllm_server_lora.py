@@ -80,7 +80,6 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
 
 
 def under(version: int, **settings: object) -> EngineRequest:
-    """A request under a version."""
     made = request(f"r{version}", [5, 6], **settings)  # type: ignore[arg-type]
     return replace(made, version=version)
 

@@ -17,7 +17,6 @@ from tests.support.traces import traces_of
 
 @pytest.fixture(scope="module")
 def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
     with closing(recorded.open()) as opened:
         yield opened
 

@@ -35,7 +35,6 @@ BOUNDS = (0.0, 1.0, 2.5, 10.0)
 
 @pytest.fixture(scope="module")
 def stats(bus: SqliteBus, recorded: RecordedRun) -> RunStats:
-    """All of it in numbers."""
     return stats_of(bus, recorded.topics)
 
 

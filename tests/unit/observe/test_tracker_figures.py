@@ -33,12 +33,10 @@ class Kept:
         self.rows: list[FigureRow] = []
 
     def begin(self, run: TrackedRun) -> int:
-        """See Tracker."""
         self.runs.append(run)
         return self.there
 
     def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
-        """See Tracker."""
         self.rows.append(FigureRow(step=step, at_ns=at_ns, figures=dict(figures)))
 
     def close(self) -> None:
@@ -52,7 +50,6 @@ class Clock(SystemClock):
         self.slept: list[float] = []
 
     def sleep(self, seconds: float) -> None:
-        """Remembered."""
         self.slept.append(seconds)
 
 
@@ -70,7 +67,6 @@ def _tracking(
 
 @pytest.fixture(scope="module")
 def rows(bus: SqliteBus, recorded: RecordedRun) -> list[FigureRow]:
-    """All rows of the run."""
     kept = Kept()
     done = _tracking(bus, recorded, kept, contributions).whole()
     assert done == Tracked(rows=len(kept.rows), before=0, over=True)

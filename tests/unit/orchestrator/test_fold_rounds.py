@@ -77,7 +77,6 @@ def whole_run() -> Recorder:
 
 
 def fold(log: Logged) -> State:
-    """A fresh state from a log."""
     state = State()
     for round_, control in log:
         fold_round(state, round_, control)

@@ -23,7 +23,6 @@ def in_training(**changes: object) -> Stage:
 
 
 def commit_of(stage: Stage) -> StepCommitted:
-    """The legal commit."""
     assert stage.batch is not None
     return records.committed(stage.batch.step, stage.batch.groups, attempt=stage.batch.attempt)
 

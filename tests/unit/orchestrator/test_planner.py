@@ -44,7 +44,6 @@ def kinds(decisions: list[AnyDecision]) -> list[str]:
 
 
 def specs(stage: Stage, purpose: str = "train") -> list[Any]:
-    """What was dispatched."""
     found = [one.spec for one in stage.decided if isinstance(one, Dispatch)]
     return [spec for spec in found if spec.purpose == purpose]
 

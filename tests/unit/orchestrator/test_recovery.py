@@ -137,7 +137,6 @@ def fresh() -> MemoryBus:
 
 
 def control_of(bus: MemoryBus) -> list[object]:
-    """Every control record."""
     reader = bus.reader({TopicPartition("tiny.control", 0): 0})
     return [decode_control(record.value) for record in reader.poll(timeout_s=0)]
 

@@ -48,7 +48,6 @@ def complete(stage: Stage, group: str = G0, *rewards: float | None) -> ScoreGrou
 
 
 def ended(stage: Stage, group: str = G0) -> End:
-    """How a group has ended."""
     found = (one for one in stage.decided if isinstance(one, End))
     return next(one for one in found if one.group == group)
 

@@ -48,7 +48,6 @@ def name(sibling: int) -> str:
 
 
 def ends(stage: Stage) -> list[EndSiblings]:
-    """Siblings that ended by decision."""
     return [one for one in stage.decided if isinstance(one, EndSiblings)]
 
 

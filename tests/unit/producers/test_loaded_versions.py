@@ -22,7 +22,6 @@ def logged(world: World) -> dict[str, TrajectoryLogged]:
 
 
 def hosting(world: World, *versions: int, **changes: Any) -> Worker:
-    """A worker that has these versions."""
     worker = world.start(versions[0], **(ALL | changes))
     for version in versions[1:]:
         loaded(world, worker, version)

@@ -66,7 +66,6 @@ class Driver:
         self.sessions.place(place, NOW)
 
     def give(self, *events: Any) -> list[Any]:
-        """The effects of these events."""
         now = self.now
         self.requests.begin_turn(now.mono_ns)
         for event in events:

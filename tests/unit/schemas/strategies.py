@@ -214,7 +214,6 @@ def metas(draw: st.DrawFn, size: int, why: str | None) -> Meta:
 
 @st.composite
 def progress(draw: st.DrawFn) -> Progress:
-    """A progress record."""
     size = draw(st.integers(0, 8))
     own = draw(logprobs(size))
     return Progress(

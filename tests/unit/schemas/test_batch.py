@@ -26,7 +26,6 @@ CHANGES: list[tuple[str, Any]] = [
 
 
 def with_first(**changes: Any) -> list[TakenGroup]:
-    """The batch with its first trajectory changed."""
     first, *rest = GROUPS
     one, *others = first.trajectories
     changed = (msgspec.structs.replace(one, **changes), *others)

@@ -18,13 +18,11 @@ PROGRESS = st.dictionaries(NAMES, RESUMES)
 
 
 def status(progress: dict[str, Resume], *, since: bool = False, **more: object) -> WorkerStatus:
-    """A status of one incarnation."""
     one = msgspec.structs.replace(STATUS_SINCE, since=since, ended=(), progress=progress)
     return msgspec.structs.replace(one, **more)
 
 
 def change(before: dict[str, Resume], after: dict[str, Resume]) -> WorkerStatus:
-    """As a worker says it."""
     newer = {name: one for name, one in after.items() if before.get(name) != one}
     return status(newer, since=True, ended=tuple(sorted(before.keys() - after.keys())))
 

@@ -50,7 +50,6 @@ SAMPLER, MASK = SOUND.sampler_logprobs, SOUND.loss_mask
 
 
 def tile(place: int, **changes: Any) -> list[Segment]:
-    """The segments with one of them changed."""
     return changed(TILES, place, msgspec.structs.replace(TILES[place], **changes))
 
 

@@ -26,12 +26,10 @@ def draw(ordinal: int) -> tuple[int, ...]:
 
 
 def workers(count: int, slots: int = 8) -> list[WorkerSize]:
-    """Equal workers."""
     return [WorkerSize(name=f"w{one}", slots=slots, prefetch=1) for one in range(count)]
 
 
 def plan(**changes: Any) -> ClusterPlan:
-    """A small cluster."""
     plain: dict[str, Any] = {
         "workers": workers(4),
         "rates": RATES,
@@ -47,7 +45,6 @@ def plan(**changes: Any) -> ClusterPlan:
 
 
 def staleness_of(run: ClusterRun) -> set[int]:
-    """Every staleness that occurred."""
     return {key for span in run.spans for key, _ in span.staleness}
 
 
@@ -199,7 +196,6 @@ def test_seats_are_shared_out_completely_and_everybody_has_one(
 
 
 def pool(**changes: Any) -> PoolPlan:
-    """A small pool."""
     plain: dict[str, Any] = {
         "workers": workers(4),
         "rates": RATES,

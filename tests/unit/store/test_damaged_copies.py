@@ -84,7 +84,6 @@ class Wire:
         return getattr(self._inner, name)
 
     def get(self, name: str, target: Path) -> bool:
-        """See Files."""
         found = self._inner.get(name, target)
         self.damaged -= 1
         if self.damaged >= 0:

@@ -38,7 +38,6 @@ class Counted:
         return getattr(self._inner, name)
 
     def get(self, name: str, target: Path) -> bool:
-        """See Files."""
         self.read.append(name)
         return self._inner.get(name, target)
 

@@ -246,7 +246,8 @@ class EvaluationLog:
             before = self.log.end
             work(partial(self._joined, sampled, missing, unscored))
             sampled = self._sampled()
-            if not any(map(_is_answer, (one for _, one in self.log.control(before)))):
+            answers = (TrajectoriesLogged, RequestFailed, GroupScored)
+            if not any(isinstance(one, answers) for _, one in self.log.control(before)):
                 raise InvariantBroken(f"the worker of {NAME} left without an answer")
         return self._values([self.draws.draw(at) for at in range(first, last)], sampled)
 
@@ -331,7 +332,3 @@ class EvaluationLog:
 def _name(draw: Draw) -> str:
     group, sibling = draw
     return trajectory_id(group_id("eval", group), sibling)
-
-
-def _is_answer(fact: Any) -> bool:
-    return isinstance(fact, TrajectoriesLogged | RequestFailed | GroupScored)

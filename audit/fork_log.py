@@ -214,7 +214,7 @@ class ForkLog:
         """Write the prefix of each sample; where it lies. None where the cut is at the prompt."""
         records: list[tuple[Sample, int, Append]] = []
         for cut, sample in wanted:
-            name = self._name(cut, sample)
+            name = trajectory_id(group_id(self.recorded.meta.purpose, cut.token), sample)
             owner = Owner(trajectory=name, version=self.version, digest=self.digest)
             prefix = prefix_of(self.recorded, cut, owner, episode=episode)
             if prefix is not None:
@@ -229,9 +229,6 @@ class ForkLog:
             for (key, tokens, _), offset in zip(some, offsets, strict=True):
                 found[key] = Resume(tokens=tokens, partition=0, offset=offset)
         return found
-
-    def _name(self, cut: Cut, sample: int) -> str:
-        return trajectory_id(group_id(self.recorded.meta.purpose, cut.token), sample)
 
     def _spec(self, cut: Cut) -> GroupSpec:
         meta = self.recorded.meta

@@ -220,7 +220,7 @@ def measure(
             own = wanted[place] == version
             then[place][own] = values[own]
         routes.compare({place: wanted[place] == version for place in places}, then)
-        mine = [place for place in places if place in changed and _only(wanted[place], version)]
+        mine = [place for place in places if place in changed and (wanted[place] == version).all()]
         again_scored = _scored(scorer, [changed[place] for place in mine])
         for place, one in zip(mine, again_scored, strict=True):
             gaps[place] = float(np.sum(one) - np.sum(then[place]))
@@ -442,10 +442,6 @@ def _versions(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int6
             whole[one.start : one.end] = one.version
     found: np.ndarray[tuple[int], np.dtype[np.int64]] = whole[counted_places(trajectory)]
     return found
-
-
-def _only(versions: np.ndarray[Any, Any], version: int) -> bool:
-    return bool((versions == version).all())
 
 
 def _join(parts: Sequence[Numbers]) -> Numbers:

@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from dora_pipe.audit.reading import record_at
+from dora_pipe.audit.reading import record_at, records_at
 from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.database import Catalogue, LoggedRecord, counting_record
@@ -37,7 +37,7 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
 )
 from dora_pipe.schemas.contexts import Call, bounds, choices_of, context_at, tokens_before
-from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.control import FinishReason, WorkerJoined, decode_control
 from dora_pipe.schemas.routes import GrowingRoutes
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
@@ -211,6 +211,14 @@ def engines_of(
             raise UsageError(f"{name} was sampled by several engines: {', '.join(engines)}")
         found.setdefault(engines[0] if engines else "", []).append(name)
     return found
+
+
+def joins_of(bus: Bus, topics: Topics, catalogue: Catalogue) -> Iterator[WorkerJoined]:
+    """What the workers of a run said when they joined."""
+    offsets = [one for (one,) in catalogue.query("select incarnation from workers order by 1")]
+    for record in records_at(bus, TopicPartition(topics.control, 0), offsets):
+        if isinstance(fact := decode_control(record.value), WorkerJoined):
+            yield fact
 
 
 def regenerate(

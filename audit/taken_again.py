@@ -201,7 +201,9 @@ class _Queue:
         lacks = self._per_step - taken
         ready = self._takeable(step)
         if len(ready) < lacks:
-            coming = [one for one in reversed(self._later) if _fits(one, step)]
+            coming = [
+                one for one in reversed(self._later) if one.newest <= step <= one.taken.deadline
+            ]
             if len(ready) + len(coming) < lacks:
                 return ()
             self._go_on_to(coming[lacks - len(ready) - 1].ended)
@@ -224,10 +226,6 @@ class _Queue:
     def _take(self, groups: Collection[Finished]) -> None:
         gone = frozenset(groups)
         self._ready = [one for one in self._ready if one not in gone]
-
-
-def _fits(group: EndedGroup, step: int) -> bool:
-    return group.newest <= step <= group.taken.deadline
 
 
 def _due(groups: Sequence[Finished], step: int, taken: int) -> Counter[int]:

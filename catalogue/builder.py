@@ -124,7 +124,7 @@ class CatalogueBuilder:
                 self._rows.append(_row(HostingRow, fact, incarnation=fact.epoch, **at))
                 self._rows += self._fallbacks.ready(fact)
             case StepCommitted():
-                self._fallbacks.committed(fact)
+                self._rows += self._fallbacks.committed(fact)
             case RequestFailed():
                 message = fact.message[:MESSAGE_MAX]
                 row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)

@@ -115,10 +115,10 @@ class HostingRow(Row, frozen=True, kw_only=True, gc=False):
 class FallbackRow(Row, frozen=True, kw_only=True, gc=False):
     """A file of a version was lost or damaged where a worker had it from, and another was taken."""
 
-    worker: Annotated[str, "its name"]
-    incarnation: Annotated[int, "of the worker"]
+    worker: Annotated[str, "its name, or `trainer`"]
+    incarnation: Annotated[int, "of the worker or trainer"]
     version: Annotated[Small, "the policy version that it loaded"]
-    at_ns: Annotated[int, "`worker ready`"]
+    at_ns: Annotated[int, "`worker ready`, or the commit that says it"]
     why: Annotated[str, "what was wrong with which file: its name and its place"]
     taken: Annotated[str, "name of the file that was taken in its place"]
     bytes: Annotated[int, "fetched in its place; 0: all of it was on the machine"]

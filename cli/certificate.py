@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of_package
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -107,10 +107,14 @@ def certify(
         subjects = subjects_of(directory, f"{made.run}@{version}", digest)
     payload = statement_bytes(subjects, predicate)
     signed = None if signer is None else signer.sign(payload)
-    _write(out, payload + b"\n" if signed is None else _envelope(payload, signed))
+    _write(
+        out,
+        payload + b"\n" if signed is None else enveloped(payload, signed.keyid, signed.signature),
+    )
     _audit_index(out).unlink(missing_ok=True)
     if as_json:
-        emit_json({"file": str(out), "signed": _said(signed), **msgspec.json.decode(payload)})
+        said = None if signed is None else {"kind": signed.kind, "keyid": signed.keyid}
+        emit_json({"file": str(out), "signed": said, **msgspec.json.decode(payload)})
     else:
         _print(out, signed, predicate, len(subjects) - 1)
     _warn(out, signed, parents)
@@ -197,10 +201,6 @@ def _directory(out: Path, model: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _envelope(payload: bytes, signed: Signed) -> bytes:
-    return enveloped(payload, signed.keyid, signed.signature)
-
-
 def _write(out: Path, data: bytes) -> None:
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -208,10 +208,6 @@ def _write(out: Path, data: bytes) -> None:
         partial.replace(out)
     except OSError as error:
         raise ResourceError(f"cannot write {out}: {error.strerror or error}") from error
-
-
-def _said(signed: Signed | None) -> Any:
-    return None if signed is None else {"kind": signed.kind, "keyid": signed.keyid}
 
 
 def _warn(out: Path, signed: Signed | None, parents: tuple[Parent, ...]) -> None:

@@ -29,13 +29,13 @@ from dora_pipe.audit.fork import (
 )
 from dora_pipe.audit.fork_log import WORKER, ForkLog, fork_id
 from dora_pipe.audit.line_file import write_whole
-from dora_pipe.audit.replay_trajectory import engines_of, recorded_trajectory
+from dora_pipe.audit.replay_trajectory import engines_of, joins_of, recorded_trajectory
 from dora_pipe.audit.worker_log import started_of
 from dora_pipe.bus import open_bus
 from dora_pipe.cli.output import draws_blocks, emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import rebuilder
-from dora_pipe.cli.task_again import say_other_code
+from dora_pipe.cli.task_again import codes_of, say_other_code
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.cli.worker_here import WorkerParts, alone, work_on
 from dora_pipe.config.model import Config
@@ -123,7 +123,8 @@ def fork_trajectory(
         rebuilder(run).weights(version)
         ((digest,),) = tables.query("select digest from versions where version = ?", [version])
         (engine,) = engines_of(run.bus, run.topics, tables, [trajectory])
-        rewards = frozenset(one for (one,) in tables.query("select reward_digest from workers"))
+        source, several = recorded.meta.source, len(run.config.tasks) > 1
+        rewards = codes_of(joins_of(run.bus, run.topics, tables), source, several=several)
     folder = (out or run.directory.path / FOLDER) / fork_id(trajectory, version)
     _make(folder)
     with locked(RunDir(folder)), closing(open_bus(f"sqlite:{folder / LOG}")) as bus:
@@ -131,8 +132,9 @@ def fork_trajectory(
         first = started_of(started, log.topics.run)
         config = _local(run.config, engine, replayable=replayable)
         done = _sample(run, log, folder, first, config, cuts, wanted.samples, report)
-        if (joins := log.log.joins()) and len(config.tasks) == 1:  # else theirs is of all tasks
-            say_other_code("reward's code", rewards, joins[-1].reward_digest)
+        if joins := log.log.joins():
+            (here,) = codes_of(joins[-1:], source, several=False)
+            say_other_code("reward's code", rewards, here)
         found = log.continued()
     owner = Owner(trajectory=trajectory, version=version, digest=digest)
     asked = {cut: _first(found.get(cut, {}), wanted.samples) for cut in cuts}

@@ -6,7 +6,7 @@ explains what comes out otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from dora_pipe.producers.tasks.registry import check_data, check_scoring, reward
 from dora_pipe.producers.worker.chats import digest_of, recorded_chats
 from dora_pipe.producers.worker.ports import TaskPorts
 from dora_pipe.producers.worker.role import task_ports
-from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.control import RunStarted, WorkerJoined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,13 @@ def chats_of_run(
     if chats:
         say_other_code("chat's rendering", digests, digest_of(chats))
     return chats
+
+
+def codes_of(joins: Iterable[WorkerJoined], source: str, *, several: bool) -> set[str]:
+    """Digests of the code of a source's rewards that workers had; with `several` tasks nothing of
+    workers that named that of all in one."""
+    some = (one for one in joins if one.reward_digests or not several)
+    return {one.reward_digests.get(source, one.reward_digest) for one in some}
 
 
 def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> None:

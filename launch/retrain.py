@@ -11,7 +11,7 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from threading import Event
@@ -121,7 +121,7 @@ def train_again(
                 open_bus,
                 Topics(config.run.name),
                 store=directory.policies(config),
-                stop=lambda: stop() or _failed(deciding),
+                stop=lambda: stop() or (deciding.done() and deciding.exception() is not None),
                 learner_factory=factory,
                 config=config,
             )
@@ -129,10 +129,6 @@ def train_again(
             over.set()
             end_ranks()
         return deciding.result()
-
-
-def _failed(deciding: Future[bool]) -> bool:
-    return deciding.done() and deciding.exception() is not None
 
 
 def _decide(

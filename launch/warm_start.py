@@ -165,18 +165,14 @@ class RowEncoder:
 
         if self._chat is None:
             model = Path(self._config.model.path)
-            options = chat_options(self._config.task, started_ns=_today_ns())
+            # Midnight in UTC: whatever is trained on one day has the same tokens.
+            options = chat_options(self._config.task, started_ns=time.time_ns() // DAY_NS * DAY_NS)
             self._chat = Chat.open(model, self._tokenizer, options)
             _say_day(model, options.now_ns)
         try:
             return self._chat.training_ids(normal(messages), _schemas(tools))
         except NoAnswer as error:
             raise TaskError(str(error)) from None
-
-
-def _today_ns() -> int:
-    """Midnight in UTC: whatever is trained on one day has the same tokens."""
-    return time.time_ns() // DAY_NS * DAY_NS
 
 
 def _say_day(model: Path, now_ns: int) -> None:

@@ -196,7 +196,8 @@ class OrchestratorMachine:
             elif isinstance(one, CaughtUp):
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
-                self._leases.start(self._living(), now.mono_ns)
+                living = [(one.name, one.epoch) for one in self.state.workers.values()]
+                self._leases.start(living, now.mono_ns)
                 self._time_groups(self.state.groups, now)
                 self._misnamed = {one for one in self.state.workers if worker_name_error(one)}
             elif isinstance(one, HeldBack):
@@ -462,9 +463,6 @@ class OrchestratorMachine:
             return
         topic = self._topics.dead_letters
         self._publish.append(Publish(record=Append(topic=topic, value=value, headers=headers)))
-
-    def _living(self) -> list[Incarnation]:
-        return [(worker.name, worker.epoch) for worker in self.state.workers.values()]
 
 
 def _progress(state: State) -> tuple[int, bool, int]:

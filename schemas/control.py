@@ -245,6 +245,8 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     source."""
     elastic: bool = False
     """It shares its GPUs with the trainer in time: it sleeps while a step is computed."""
+    reward_digests: dict[str, str] = {}
+    """Of several tasks that of each by itself, by source (`GroupSpec.source`)."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):
@@ -525,6 +527,9 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     beside_s: float = 0.0
     """Seconds spent on its first part while the version before was published: none of `ahead_s`,
     nor of the time from the commit before to this one."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """Files of versions that were lost or damaged where the trainer read them, since it started or
+    since its commit before; the last few."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

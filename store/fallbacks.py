@@ -1,7 +1,7 @@
 """Remembers which files of versions were lost or damaged, and what was taken in their place.
 
 It decides how many are kept until somebody asks: the newest. A worker asks with every version that
-it has loaded, and says them in `worker ready`; other roles have the line in their log alone.
+it has loaded, and says them in `worker ready`, the trainer in `step committed`.
 """
 
 from __future__ import annotations

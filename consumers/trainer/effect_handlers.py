@@ -347,6 +347,7 @@ class EffectHandlers:
             whole=version.whole,
             patch=version.patch,
             changed_share=version.change.share if version.change else 0.0,
+            fallbacks=self._store.fallbacks.take(),
         )
 
     def _leave_device(self) -> None:

@@ -10,7 +10,7 @@ from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.schemas.control import Offender
 from dora_pipe.schemas.dead_letter import DeadLetter
-from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.policy import Blob, Fallback, Manifest
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 
@@ -148,6 +148,8 @@ class PolicyPublished:
     patch: Blob | None = None
     changed_share: float = 0.0
     """Of the weights, those that the patch has."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """Files of versions that were lost or damaged where this incarnation read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -445,6 +445,7 @@ class TrainerMachine:
             ),
             whole=event.whole,
             patch=event.patch,
+            fallbacks=event.fallbacks,
         )
 
     def _restore(self) -> None:

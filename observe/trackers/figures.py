@@ -22,7 +22,6 @@ from dora_pipe.schemas.control import (
     INFRASTRUCTURE,
     RunStarted,
     StepCommitted,
-    TrajectoryLogged,
     by_fault,
     error_class,
     fault_of,
@@ -187,10 +186,11 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
     if not results:
         return {}
     valid = rewards_of(results)
+    outside = sum(error_class(one.error) in INFRASTRUCTURE for one in results)
     found: dict[str, Figure] = {
         "reward/raw": math.fsum(one / len(results) for one in valid),
         "reward/invalid": 1 - len(valid) / len(results),
-        "reward/infrastructure": sum(map(_is_outside, results)) / len(results),
+        "reward/infrastructure": outside / len(results),
     }
     found |= {f"reward/task/{name}": value for name, value in step.task_rewards}
     found |= {
@@ -199,10 +199,6 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
         for name, value in parts.items()
     }
     return found if step.reward is None else {"reward/valid": step.reward, **found}
-
-
-def _is_outside(one: TrajectoryLogged) -> bool:
-    return error_class(one.error) in INFRASTRUCTURE
 
 
 def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, Figure]:

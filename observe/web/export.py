@@ -316,11 +316,7 @@ def file_of(data: bytes) -> bytes:
 
 def joined(static: dict[str, bytes]) -> str:
     """All modules as one script. Example: `export function h` becomes `function h`."""
-    return "\n".join(_plain(static[name].decode()) for name in MODULES)
-
-
-def _plain(module: str) -> str:
-    return _EXPORT.sub("", _IMPORT.sub("", module))
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", static[name].decode())) for name in MODULES)
 
 
 def _hash(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Which workers had a version from another file than they should, and why; it decides nothing."""
+"""Who had a version from another file than it should, and why; it decides nothing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ QUERY: Final = f"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackTaken:
-    """A file that was lost or damaged on a worker's way to a version, and what it took instead."""
+    """A file that was lost or damaged on the way of a worker, or of the trainer, to a version, and
+    what it took instead."""
 
     worker: str
     incarnation: int
     version: int
     at_ns: int
-    """When the worker was ready, wall clock."""
+    """When the worker was ready, or the trainer's next step committed; wall clock."""
     why: str
     """What was wrong with which file: its name, which has a digest, and its place."""
     taken: str

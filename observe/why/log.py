@@ -132,7 +132,7 @@ def _note(picture: Picture, at: ReadRound) -> None:
             if not isinstance(fact, Unknown):
                 events += picture.account.fact(record.offset, fact)
             if isinstance(fact, StepCommitted):
-                picture.forms.committed(fact)
+                picture.fallbacks += map(fallback_taken, picture.forms.committed(fact))
             elif isinstance(fact, WorkerReady):
                 picture.fallbacks += map(fallback_taken, picture.forms.ready(fact))
     events += picture.account.round(at.round, at.offset)

@@ -559,6 +559,7 @@ def _joined(
         template_digest=template_digest,
         packages=packages_of(facts.values()),
         elastic=here.elastic,
+        reward_digests={at: one.reward_digest for at, one in facts.items() if "/" in at},
     )
 
 

@@ -231,10 +231,7 @@ NAMED_TRAJECTORY = replace(
 
 _STARTED = next(one for one in CONTROL if isinstance(one, control.RunStarted))
 
-STARTED_TOGETHER = msgspec.structs.replace(
-    _STARTED,
-    scored_together=("train", "eval"),
-)
+STARTED_TOGETHER = msgspec.structs.replace(_STARTED, scored_together=("train", "eval"))
 """The siblings of every group are scored together."""
 
 STARTED_WITH_OPTIMIZER = msgspec.structs.replace(
@@ -375,6 +372,11 @@ JOINED_PLAYS = msgspec.structs.replace(
 JOINED_ELASTIC = msgspec.structs.replace(JOINED_CHAT, elastic=True)
 """A worker that sleeps while a step is computed."""
 
+JOINED_TASKS = msgspec.structs.replace(
+    JOINED_CHAT, reward_digests={"train/sums": DIGEST, "train/words": "b" * 64}
+)
+"""A worker of a run with several tasks."""
+
 ROUND_SKIPPED = msgspec.structs.replace(
     ROUND,
     decisions=tuple(
@@ -474,3 +476,6 @@ READY_FALLBACK = msgspec.structs.replace(
     ),
 )
 """A worker that had no patch of a version, and took all of it."""
+
+COMMITTED_FALLBACK = msgspec.structs.replace(COMMITTED_PATCH, fallbacks=READY_FALLBACK.fallbacks)
+"""A commit of a trainer that had to do so."""

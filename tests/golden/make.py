@@ -84,6 +84,7 @@ COMMITTED = {
     "parts": later_values.COMMITTED_PARTS,
     "beside": later_values.COMMITTED_BESIDE,
     "patch": later_values.COMMITTED_PATCH,
+    "fallback": later_values.COMMITTED_FALLBACK,
 }
 
 
@@ -130,6 +131,7 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-chat.json": encode(later_values.JOINED_CHAT),
         "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
         "control/worker-joined-elastic.json": encode(later_values.JOINED_ELASTIC),
+        "control/worker-joined-tasks.json": encode(later_values.JOINED_TASKS),
         "control/worker-ready-fallback.json": encode(later_values.READY_FALLBACK),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),

@@ -7,6 +7,7 @@ Method: runs of the simulated engine, whose tokens are a function of weights, se
 from __future__ import annotations
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,24 @@ import pytest
 
 from dora_pipe.audit import fork_log
 from dora_pipe.audit.fork import turn_starts
-from dora_pipe.audit.replay_trajectory import recorded_trajectory
+from dora_pipe.audit.replay_trajectory import joins_of, recorded_trajectory
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.cli import fork
+from dora_pipe.cli.task_again import codes_of
 from dora_pipe.config.model import Task
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, TaskEvent
 from dora_pipe.producers.worker import role
-from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.control import RunStarted, WorkerJoined
 from dora_pipe.schemas.identity import group_seed, parse_trajectory_id
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support import fork_stage
 from tests.support.command_line import Call
 from tests.support.fork_stage import Puzzles, install, single_turns
+from tests.support.orchestrator_records import joined as worker_joined
 from tests.support.recorded_run import RecordedRun
 
 RUN_SEED = 7
@@ -297,7 +300,25 @@ def test_of_several_tasks_the_one_of_the_trajectory_alone_is_started(
         names.append(task.name)
         return pool(task, **how)
 
+    def joined(*log: Any) -> list[WorkerJoined]:
+        """As a worker with both tasks would have said it."""
+        digests = {one.meta.source: "d" * 64, "train/other": "e" * 64}
+        return [msgspec.structs.replace(said, reward_digests=digests) for said in joins_of(*log)]
+
     monkeypatch.setattr(fork, "policy_after", with_another)
+    monkeypatch.setattr(fork, "joins_of", joined)
     monkeypatch.setattr(role, "TaskPool", noted)
-    forked(call, episodes, one.trajectory, tmp_path / "forks", "--samples", 1)
+    words = ("--out", tmp_path / "forks", "--samples", 1)
+    code, _, err = call("fork", episodes.directory, one.trajectory, *words)
+    assert code == 0, err
     assert names and set(names) == {""}
+    assert re.search(r"code is another one here \(\w+\) than workers .* had \(d{12}\)", err)
+    assert "eeee" not in err
+
+
+def test_nothing_is_said_of_a_workers_code_that_named_all_tasks_in_one() -> None:
+    both = worker_joined("w0")
+    assert codes_of([both], "train/a", several=True) == set()
+    assert codes_of([both], "train/a", several=False) == {both.reward_digest}
+    each = msgspec.structs.replace(both, reward_digests={"train/a": "a", "train/b": "b"})
+    assert codes_of([both, each], "train/a", several=True) == {"a"}

@@ -170,13 +170,7 @@ def test_prune_takes_copies_and_leaves_what_versions_are_made_of(
     shutil.copytree(over.store.root, tmp_path / "p")
     store, digests = PolicyStore(tmp_path / "p"), digests_of(over)
     plan = plan_prune(
-        over.bus,
-        over.topics,
-        store,
-        keep_every=1,
-        stopped=False,
-        clock=VirtualClock(),
-        keep=(2,),
+        over.bus, over.topics, store, keep_every=1, stopped=False, clock=VirtualClock(), keep=(2,)
     )
     assert {one.why for one in plan.candidates} == {"copy", "retention"}
     for one in plan.candidates:

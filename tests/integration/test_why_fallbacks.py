@@ -18,7 +18,7 @@ from dora_pipe.store.files import LocalFiles
 from dora_pipe.store.names import patch_name, weights_name
 from dora_pipe.store.store import PolicyStore
 from tests.integration.test_patch_runs import digests_of
-from tests.support.cluster import Cluster, make_config
+from tests.support.cluster import TRAINER, Cluster, make_config
 from tests.support.command_line import Call
 
 STEPS = 4
@@ -110,6 +110,33 @@ def test_json_sql_and_audit_have_it_too(call: Call, cluster: TwoMachines) -> Non
     code, out, err = call("sql", str(cluster.directory), asked, "--json")
     assert (code, json.loads(out)) == (0, first), err
     assert not audit(cluster.bus, cluster.topics, cluster.store).violations
+
+
+def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_next_commit(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(made: Cluster, worker: str) -> PolicyStore:  # It remembers what was wrong with files.
+        return PolicyStore(made.store.root, clock=made.clock)
+
+    monkeypatch.setattr(Cluster, "store_of", own)
+    config = make_config(
+        run__name="altered", run__steps=5, policies__whole_every=8, trainer__checkpoint_every=3
+    )
+    with Cluster(tmp_path / "altered", config) as cluster:
+        (cluster.directory / "config.toml").write_text(dump_toml(config))
+        cluster.until(lambda: cluster.version >= 3)
+        digest = digests_of(cluster)[3]
+        whole = cluster.store.root / weights_name(digest)
+        whole.write_bytes(whole.read_bytes()[:-1] + b"?")
+        cluster.restart(TRAINER)
+        cluster.run()
+        code, out, err = call("why", str(cluster.directory))
+        assert code == 0, err
+        (line,) = re.findall(r"^trainer took .*$", out, re.MULTILINE)
+        assert line.startswith(f"trainer took version 3 as patches ({patch_name(digest)}, ")
+        assert line.endswith(f"{whole} is not what its name says")
+        (now,) = why_now(cluster.bus, cluster.topics, now_ns=1).fallbacks
+        assert now.line == line
 
 
 def test_the_newest_are_lines_and_those_before_are_counted() -> None:

@@ -21,6 +21,7 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
         "dropped": [1],
         "ahead_s": [0.5],
         "beside_s": 0.5,
+        "fallbacks": [{"digest": "a" * 64, "why": "lost", "taken": "weights/a.safetensors"}],
     },
     "command": {"args": {"anything": 1}},
     "take-batch": {"pins": [0]},

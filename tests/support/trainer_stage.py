@@ -191,11 +191,7 @@ class TrainerStage:
         return self.append(self.topics.decisions, record)
 
     def take(
-        self,
-        step: int,
-        groups: Sequence[TakenGroup],
-        attempt: int = 1,
-        pins: tuple[int, ...] = (),
+        self, step: int, groups: Sequence[TakenGroup], attempt: int = 1, pins: tuple[int, ...] = ()
     ) -> TakeBatch:
         decision = TakeBatch(
             reason="test",
@@ -209,11 +205,7 @@ class TrainerStage:
         return decision
 
     def take_new(
-        self,
-        step: int,
-        version: int | None = None,
-        groups: int = 2,
-        pins: tuple[int, ...] = (),
+        self, step: int, version: int | None = None, groups: int = 2, pins: tuple[int, ...] = ()
     ) -> TakeBatch:
         """Log groups of a version (the step's own if none is given) and decide their batch."""
         at = step if version is None else version

@@ -18,16 +18,9 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import (
-    ahead_problem,
-    deletes,
-    keep_every,
-    keep_every_of,
-    whole_every,
-    with_keep_every,
-)
+from dora_pipe.config.storage import ahead_problem, keep_every, keep_every_of, whole_every
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.schemas.policy import Manifest, PolicyDtype, Tensor
+from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.topics import RULE
 from tests.support.trainer_driver import run_started
 
@@ -473,10 +466,6 @@ def test_versions_in_bfloat16_are_patches_where_nothing_is_said(
 FOUR_BILLION = 16 * 10**9  # bytes
 
 
-def tensor(dtype: PolicyDtype) -> Tensor:
-    return Tensor(name="w", dtype="BF16" if dtype == "bfloat16" else "F32", shape=(1,), sha256="")
-
-
 @pytest.mark.parametrize(
     ("keys", "dtype", "bytes_", "every"),
     [
@@ -496,8 +485,6 @@ def test_large_whole_versions_are_not_all_kept_where_nothing_is_said(
 ) -> None:
     config = from_plain({**LEAST, **keys})
     assert keep_every(config, dtype, bytes_) == every
-    policy = Manifest(digest="", bytes=bytes_, tensors=(tensor(dtype),))
-    assert with_keep_every(config, policy).store.keep_every == every
 
 
 @pytest.mark.parametrize(
@@ -516,16 +503,6 @@ def test_a_run_keeps_what_it_began_with_until_its_file_says_otherwise(
 ) -> None:
     started = msgspec.structs.replace(run_started(), config=began)
     assert keep_every_of(says, started) == every
-
-
-def test_a_new_run_says_that_it_deletes_what_nobody_asked_it_to() -> None:
-    policy = Manifest(digest="", bytes=FOUR_BILLION, tensors=())
-    started = msgspec.structs.replace(run_started(), policy=policy)
-    for says, expected in (("auto", "16.0 GB: every 10th checkpoint stays"), (3, ""), (0, "")):
-        config = from_plain({**LEAST, "store": {"keep_every": says}})
-        plain = msgspec.to_builtins(with_keep_every(config, policy))
-        said = deletes(config, msgspec.structs.replace(started, config=plain))
-        assert (expected in said) if expected else not said
 
 
 @pytest.mark.parametrize(

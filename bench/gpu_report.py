@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -295,16 +296,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _read_log(log: Path) -> tuple[list[dict[str, Any]], str, str]:
     """Its figures; how many tests passed where it has some; why a round was skipped."""
     figures: list[dict[str, Any]] = []
+    outcomes: Counter[str] = Counter()
     counts = skipped = ""
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("{"):
             with contextlib.suppress(msgspec.DecodeError):  # A line of somebody else's.
                 figures.append(msgspec.json.decode(line, type=dict[str, Any]))
+        elif line.startswith("tests/") and (told := re.search(_OUTCOME, line)):
+            outcomes[told[0].lower()] += 1
         elif found := re.findall(r"\b(\d+ (?:passed|failed|skipped|errors?))\b", line):
             counts = ", ".join(found)
         elif line.startswith("gpu round") and " skipped: " in line:
             skipped = line.partition(" skipped: ")[2]
-    return figures, counts, skipped
+    # What ended before its summary has said of each test how it went.
+    told_of = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    return figures, counts or told_of, skipped
+
+
+_OUTCOME: Final = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"
+"""Of a test, as pytest says it in its line."""
 
 
 def _line(one: Outcome) -> str:

@@ -52,6 +52,16 @@ def need_device() -> None:
         pytest.skip(NO_GPU)
 
 
+def need_gpus(ranks: int) -> None:
+    """Skip the running test of so many ranks where it is to run on fewer GPUs."""
+    if not ON_GPU:
+        return
+    import torch
+
+    if ranks > (there := torch.cuda.device_count()):
+        pytest.skip(f"{ranks} ranks need {ranks} GPUs, here is {there}")
+
+
 def need_fine() -> None:
     """Skip the running test where rounding would decide which tokens it sees."""
     if COARSE:

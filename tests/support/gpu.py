@@ -77,7 +77,7 @@ class Round:
             return [*words, "--runs", runs, *(word for key in keys for word in ("-o", key))]
         chosen = ["-k", self.only] if self.only else []
         # What drivers and libraries of a GPU warn of is shown, but fails nothing.
-        options = ["-q", "-rs", "-W", "default", *chosen]
+        options = ["-v", "-rs", "-W", "default", *chosen]
         return [sys.executable, "-m", "pytest", *options, *self.tests]
 
     def run(self) -> str:

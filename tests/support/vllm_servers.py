@@ -16,7 +16,7 @@ from typing import Any
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
-from tests.support.device import LORA_DTYPE
+from tests.support.device import LORA_DTYPE, need_gpus
 from tests.support.engine_contract import Decode, Subject
 from tests.support.vllm_engines import BUILDERS, CONTEXT_TOKENS, SETTINGS, stored_subject
 
@@ -162,6 +162,7 @@ def server_subject(
         "kind": kind,
         "pipeline_parallel": pipeline_parallel,
     }
+    need_gpus(tensor_parallel * pipeline_parallel)
     _, model = running_server(**which)
     directories = [model, BUILDERS[kind](folder / "seed1", 1)]
     shutil.copytree(model, folder / "seed0")

@@ -196,7 +196,10 @@ def arguments(
     need_kv_room(model_dir, settings, context_tokens, BLOCK_TOKENS[device])
     if settings.dtype == "bfloat16" and device == "cpu":
         wake_bfloat16()
-    free = {"gpu_memory_utilization": GPU_FREE_MIN} if device == "cuda" else {}
+    free = {}
+    if device == "cuda":
+        need_gpus(settings, gpus_seen())
+        free = {"gpu_memory_utilization": GPU_FREE_MIN}
     return free | {
         "tensor_parallel_size": settings.tensor_parallel,
         "pipeline_parallel_size": settings.pipeline_parallel,
@@ -241,22 +244,40 @@ def need_kv_room(
         )
 
 
+def gpus_seen() -> int:
+    """As many as CUDA_VISIBLE_DEVICES leaves to this process."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def device_name() -> str:
     """`cpu` or `cuda`: where this vLLM computes. Raises ConfigError where it found neither."""
-    import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return "cpu"
     if not current_platform.is_cuda_alike():
         raise ConfigError("this vLLM is built for a GPU, and there is none here", hint=HINT)
-    if not torch.cuda.device_count():  # the machine has some, but not what the variable names
+    if not gpus_seen():  # the machine has some, but not what the variable names
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         raise ConfigError(
             f"there is no GPU here under CUDA_VISIBLE_DEVICES={named}",
             hint="nvidia-smi -L lists them; workers.gpus chooses among them",
         )
     return "cuda"
+
+
+def need_gpus(settings: VllmSettings, seen: int) -> None:
+    """Raise ConfigError for a worker whose parts want more GPUs than it sees; vLLM would say so
+    from behind a server that has started."""
+    wanted = settings.tensor_parallel * settings.pipeline_parallel
+    if wanted > seen:
+        raise ConfigError(
+            f"workers.vllm.tensor_parallel {settings.tensor_parallel} and pipeline_parallel "
+            f"{settings.pipeline_parallel} want {wanted} GPUs, and a worker sees {seen} here",
+            hint="nvidia-smi -L lists them; workers.gpus chooses among them",
+        )
 
 
 def check_parts(model: Any, settings: VllmSettings) -> None:

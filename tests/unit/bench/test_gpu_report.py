@@ -55,6 +55,13 @@ def test_a_piece_in_small_has_the_cases_of_the_large_one_in_as_many_passes() -> 
         assert (small.by, small.compute, small.rows) == (case.by, case.compute, case.rows)
 
 
+def test_tests_that_were_ended_have_said_how_far_they_came(tmp_path: Path) -> None:
+    lines = ["tests/a.py::b PASSED [1%]", "tests/a.py::c PASSED [2%]", "tests/a.py::d ERROR [3%]"]
+    code = f"print({chr(10).join(lines)!r}, flush=True); import time; time.sleep(60)"
+    (found,) = _run(tmp_path, _piece("one", code), seconds=2)
+    assert (found.state, found.said) == ("ended", "ended after 2 s, 1 error, 2 passed")
+
+
 def test_a_piece_is_told_where_its_report_lies(tmp_path: Path) -> None:
     code = "import sys; print('{\"where\": \"' + sys.argv[1] + '\"}')"
     piece = Piece(name="one", what="one", command=("-c", code, "{out}/kept"))

@@ -163,7 +163,7 @@ def _measured(case: AdapterCase) -> AdapterMemoryFigure:
     import torch
     from transformers import LlamaForCausalLM
 
-    from dora_pipe.consumers.learners.torch.chunked_layers import give_back_freed
+    from dora_pipe.core.heap import give_back_freed
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert LlamaForCausalLM.config_class is not None, "libraries are there before anything is held"

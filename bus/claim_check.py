@@ -20,13 +20,13 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 from uuid import uuid4
 
 from msgspec import structs
@@ -37,6 +37,7 @@ from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Writ
 from dora_pipe.core.direct_io import read_direct, write_direct
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
+from dora_pipe.core.heap import keep_freed
 from dora_pipe.schemas.wire import DIGEST, digest_as, value_digest
 
 CLAIM: Final = "claim"
@@ -54,10 +55,11 @@ AT_ONCE: Final = 2
 """Values that one reader or writer reads or writes at the same time: a disk serves two in little
 more time than one, and one is digested while another is waited for."""
 
+AHEAD_BYTES: Final = 32 * 1024 * 1024
+"""Of values that a reader has before they are asked for: those of records that it already has."""
+
 _HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
 _NAME: Final = itemgetter(0)
-
-R = TypeVar("R", Append, Record)
 
 _log = logging.getLogger(__name__)
 
@@ -166,19 +168,26 @@ class ClaimWriter(Writer):
     def __init__(self, bus: ClaimBus, inner: Writer) -> None:
         self.inner = inner
         self._bus = bus
+        self._here = OpenedHere("this writer")
         self._limits: dict[str, int] = {}
-        self._several = Several()
+        self._pool = _threads()
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all; what is too large is stored first, durably."""
+        self._here.check()
         while True:
             try:
-                return self.inner.append(self._several.map(self._checked_in, records, self._large))
+                return self.inner.append(self._kept(records))
             except RecordTooLarge as error:
                 known = error.topic in self._limits
                 if error.limit_bytes is None or known or not self._bus.claimed(error.topic):
                     raise
                 self._limits[error.topic] = error.limit_bytes
+
+    def _kept(self, records: Sequence[Append]) -> list[Append]:
+        submit, work = self._pool.submit, self._checked_in
+        begun = [submit(work, one) if self._large(one) else one for one in records]
+        return [one if isinstance(one, Append) else one.result() for one in begun]
 
     def _large(self, record: Append) -> bool:
         """Whether its value lies beside the log."""
@@ -202,7 +211,8 @@ class ClaimWriter(Writer):
         return structs.replace(record, value=b"", headers=(*record.headers, *claim))
 
     def close(self) -> None:
-        self._several.close()
+        self._here.close()
+        self._pool.shutdown(cancel_futures=True)
         self.inner.close()
 
 
@@ -214,7 +224,8 @@ class ClaimReader(ReaderWrapper):
         self._bus = bus
         self._here = OpenedHere("this reader")
         self._waiting: deque[Record] = deque()  # read, and over the caller's last bound
-        self._several = Several()
+        self._begun: dict[tuple[TopicPartition, int], Future[Record]] = {}
+        self._pool = _threads()
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
@@ -225,16 +236,34 @@ class ClaimReader(ReaderWrapper):
             self._waiting.extend(
                 self.inner.poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
             )
+        found = [self._ended(record) for record in self._begin(records_max, bytes_max, least=1)]
+        for _ in found:
+            self._waiting.popleft()
+        self._begin(records_max, AHEAD_BYTES, least=0)
+        return found
+
+    def _begin(self, records_max: int, bytes_max: int, *, least: int) -> list[Record]:
+        """The first that wait, so many, `least` in any case: values beside the log are being
+        read."""
         within: list[Record] = []
         for record in islice(self._waiting, records_max):
             bytes_max -= record_bytes(record) + claimed_bytes(record)
-            if within and bytes_max < 0:
+            if len(within) >= least and bytes_max < 0:
                 break
             within.append(record)
-        found = self._several.map(self._whole, within, claim_of)
-        for _ in found:
-            self._waiting.popleft()
-        return found
+            place = (record.at, record.offset)
+            if claim_of(record) and place not in self._begun:
+                self._begun[place] = self._pool.submit(self._whole, record)
+        return within
+
+    def _ended(self, record: Record) -> Record:
+        """With its value. Raises BusError; all are begun again then."""
+        begun = self._begun.pop((record.at, record.offset), None)
+        try:
+            return record if begun is None else begun.result()
+        except BusError:
+            self._begun.clear()
+            raise
 
     def _whole(self, record: Record) -> Record:
         """The record as it was appended, or one that says why it cannot be."""
@@ -259,38 +288,17 @@ class ClaimReader(ReaderWrapper):
         check_position(tp, position)
         self.inner.seek(tp, position)
         self._waiting = deque(one for one in self._waiting if one.at != tp)
+        self._begun = {place: one for place, one in self._begun.items() if place[0] != tp}
 
     def close(self) -> None:
         self._here.close()
-        self._several.close()
+        self._pool.shutdown(cancel_futures=True)
         self.inner.close()
 
 
-class Several:
-    """Does what waits for a disk for `AT_ONCE` records at the same time, in threads that are made
-    when there is more than one. Decides nothing."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-
-    def map(
-        self, work: Callable[[R], R], records: Sequence[R], waits: Callable[[R], object]
-    ) -> list[R]:
-        """`work` of every record that `waits`, the others as they are, in order. Raises what it
-        raises."""
-        slow = [at for at, record in enumerate(records) if waits(record)]
-        found = list(records)
-        if len(slow) > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims")
-        each = map if self._pool is None or len(slow) < 2 else self._pool.map
-        for at, record in zip(slow, each(work, [records[at] for at in slow]), strict=True):
-            found[at] = record
-        return found
-
-    def close(self) -> None:
-        """Let the threads end; idempotent."""
-        if self._pool is not None:
-            self._pool.shutdown()
+def _threads() -> ThreadPoolExecutor:
+    """Those that wait for a disk; none is there before the first of its values."""
+    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims", initializer=keep_freed)
 
 
 def claimed_bytes(record: Record) -> int:

@@ -24,10 +24,7 @@ BYTE_EXPERTS_MAX: Final = 255
 """Experts whose numbers are bytes: the highest byte says that there is none."""
 
 BLOCK_NUMBERS: Final = 1 << 19
-"""Numbers that are looked at together, so that they stay near the processor ..."""
-
-ROW_NUMBERS: Final = 4096
-"""... in rows of so many, or somewhat fewer."""
+"""Numbers that are looked at together, so that they stay near the processor."""
 
 ROUTES_BYTES_MAX: Final = 128 * 1024 * 1024
 """Of one record: 61 layers of 8 among 256 experts are 976 bytes a token, so 137 000 tokens."""
@@ -111,7 +108,8 @@ def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -
     # Some tokens at a time, whatever they hold: nothing as large as the record is made of it.
     some = BLOCK_NUMBERS // (routes.layers * routes.per_token)
     choices = routes.choices
-    scratch = np.empty(min(some, tokens) * routes.layers * routes.per_token, choices.dtype)
+    numbers = min(some, tokens) * routes.layers * routes.per_token
+    scratch = np.empty((2, numbers), np.min_scalar_type(2 * routes.experts - 1))  # A bit to spare.
     for start in range(0, tokens, some):
         part = choices[start : start + some]
         if not _plainly_sound(part, routes, scratch if distinct else None):
@@ -134,7 +132,8 @@ def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) ->
     """Whether nothing is wrong, in passes over numbers as they lie: a tenth of the time of sorting
     them. What is wrong, and where, is for who looks closer.
 
-    `scratch` is for what is made of as many numbers; without it, none are looked for twice.
+    `scratch` is [2, numbers] of a type with a bit that they do not need; without it, none are
+    looked for twice.
     """
     rows = choices.reshape(len(choices), -1)
     none = none_of(routes.experts)
@@ -153,35 +152,28 @@ def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) ->
 
 
 def _each_once(numbers: Choices, routes: Routes, scratch: Choices) -> bool:
-    """Whether these, some choices of `per_token` after each other, name each expert once."""
-    width = max(1, ROW_NUMBERS // routes.per_token) * routes.per_token
-    whole = len(numbers) // width * width
-    rows, rest = numbers[:whole].reshape(-1, width), numbers[whole:].reshape(1, -1)
-    return all(_apart(some, routes.per_token, scratch) for some in (rows, rest) if some.size)
+    """Whether these, some choices of `per_token` after each other, name each expert once.
 
-
-def _apart(rows: Choices, per_token: int, scratch: Choices) -> bool:
-    """Whether no choice in rows of whole choices has a number twice.
-
-    Every number is held against those behind it in its choice, one distance after the other, and
-    what is least in a column of rows tells for all of them: two passes over bytes a distance.
+    Every number is held against those behind it in its choice, one distance after the other, in two
+    passes each. The highest bit of every other choice is set before: nothing is equal beyond one.
     """
-    numbers, flat = rows.reshape(-1), scratch[: rows.size]
-    differs = flat.reshape(rows.shape)
-    least = np.empty((per_token - 1, rows.shape[1]), rows.dtype)
-    for distance in range(1, per_token):
-        np.bitwise_xor(numbers[distance:], numbers[:-distance], out=flat[:-distance])
-        flat[-distance:] = 1
-        np.minimum.reduce(differs, axis=0, out=least[distance - 1])
-    return not least.size or int((least | _beyond(per_token, least.shape[1])).min()) > 0
+    count = len(numbers)
+    marked, differs = scratch[:, :count]
+    marks = _marks(scratch.shape[1], routes.per_token, scratch.dtype)
+    np.bitwise_or(numbers, marks[:count], out=marked)
+    for distance in range(1, routes.per_token):
+        apart = differs[: count - distance]
+        np.bitwise_xor(marked[distance:], marked[:-distance], out=apart)
+        if not apart.min():
+            return False
+    return True
 
 
 @lru_cache(maxsize=8)
-def _beyond(per_token: int, width: int) -> Choices:
-    """[distances, width]: 1 where a row of whole choices has no number of the same choice so far
-    behind, else 0."""
-    places, distances = np.arange(width) % per_token, np.arange(1, per_token)
-    return (places + distances[:, None] >= per_token).astype("u1")
+def _marks(count: int, per_token: int, kind: np.dtype[Any]) -> Choices:
+    """[count]: the highest bit in every other choice, else 0."""
+    odd = np.arange(count) // per_token % 2
+    return (odd << 8 * kind.itemsize - 1).astype(kind)
 
 
 def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, Any]) -> None:
@@ -230,7 +222,7 @@ class GrowingRoutes:
             return
         self._kind = self._kind or msgspec.structs.replace(routes, data=b"")
         assert self._kind.alike(routes)
-        self._pad(length - routes.tokens)
+        self._data += b"\xff" * ((length - routes.tokens - self.known) * routes.token_bytes)
         assert self.known + routes.tokens == length
         self._data += routes.data
 
@@ -255,7 +247,3 @@ class GrowingRoutes:
         data = bytes(memoryview(self._data)[start * size : end * size])
         data += b"\xff" * ((end - start) * size - len(data))
         return msgspec.structs.replace(self._kind, data=data)
-
-    def _pad(self, length: int) -> None:
-        assert self._kind is not None
-        self._data += b"\xff" * ((length - self.known) * self._kind.token_bytes)

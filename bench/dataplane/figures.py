@@ -17,6 +17,8 @@ from dora_pipe.bench.dataplane.process import Done, Side
 Phase = Literal["append", "read", "through"]
 SIDES: Final[tuple[Side, ...]] = ("raw", "bus")
 KEEPS: Final[Mapping[str, str]] = {
+    "copy": "nothing",
+    "disk": "bytes, no names",
     "kafka": "acks=all",
     "sqlite": "fsync",
     "raw": "acks=all",

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from dora_pipe.bench.dataplane.bounds import CopyInbox, CopyOutbox, DiskInbox, DiskOutbox
 from dora_pipe.bench.dataplane.carriers import Inbox, LogOutbox, Outbox
 from dora_pipe.bench.dataplane.pipe import open_plane
 from dora_pipe.bench.dataplane.process import PARTITIONS
@@ -28,8 +29,11 @@ RAW: Final = "raw"
 REDIS: Final = "redis"
 QUEUE: Final = "transferqueue"
 QUEUE_ONE: Final = "transferqueue-one"
-PEERS: Final = (RAW, REDIS, QUEUE, QUEUE_ONE)
-"""Kinds of their addresses; `transferqueue-one` puts each trajectory by itself."""
+DISK: Final = "disk"
+COPY: Final = "copy"
+PEERS: Final = (COPY, DISK, RAW, REDIS, QUEUE, QUEUE_ONE)
+"""Kinds of their addresses; `transferqueue-one` puts each trajectory by itself. The first two are
+no planes but what the machine can do (`bounds`)."""
 
 SAID_BYTES: Final = 2048
 """What is no array, as a tensor of one size, so that trajectories can stand in one batch."""
@@ -45,6 +49,10 @@ def open_outbox(address: str, run: str, *, paced: bool, claims: str = "") -> Out
     kind, _, rest = address.partition(":")
     topic = Topics(run).trajectories
     match kind:
+        case "copy":
+            return CopyOutbox(run)
+        case "disk":
+            return DiskOutbox(rest, run)
         case "raw":
             return RawOutbox(rest, topic, paced=paced)
         case "redis":
@@ -60,6 +68,10 @@ def open_inbox(address: str, run: str, *, routes: bool) -> Inbox:
     kind, _, rest = address.partition(":")
     topic = Topics(run).trajectories
     match kind:
+        case "copy":
+            return CopyInbox(run)
+        case "disk":
+            return DiskInbox(rest, run)
         case "raw":
             return RawInbox(rest, topic)
         case "redis":

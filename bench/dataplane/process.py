@@ -200,8 +200,7 @@ class Child:
 
     def _gone(self) -> ResourceError:
         return ResourceError(
-            f"a process of the bench ({self._what}) ended early",
-            hint="what it said stands above",
+            f"a process of the bench ({self._what}) ended early", hint="what it said stands above"
         )
 
 

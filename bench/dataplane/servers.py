@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Final
 
 import dora_pipe
-from dora_pipe.bench.dataplane.peers import NAMESPACE, PEERS, QUEUE, QUEUE_ONE, RAW, REDIS
+from dora_pipe.bench.dataplane.bounds import MEMORY
+from dora_pipe.bench.dataplane.peers import (
+    COPY,
+    DISK,
+    NAMESPACE,
+    PEERS,
+    QUEUE,
+    QUEUE_ONE,
+    RAW,
+    REDIS,
+)
 from dora_pipe.bench.processes import end
 from dora_pipe.core.errors import ResourceError
 
@@ -56,6 +66,9 @@ def missing(kind: str, kafka: str) -> str:
     """Why a peer cannot be measured here; empty where it can."""
     if kind == RAW:
         return "" if kafka else "no broker (--bus)"
+    if kind in (COPY, DISK):
+        there = kind == DISK or os.access(MEMORY, os.W_OK)
+        return "" if there else f"no file system in memory ({MEMORY})"
     if not python_of(kind):
         return "not installed (make peers)"
     if kind == REDIS and not shutil.which("redis-server"):
@@ -67,7 +80,7 @@ def missing(kind: str, kafka: str) -> str:
 def serving(kinds: Sequence[str], kafka: str, folder: Path) -> Iterator[dict[str, str]]:
     """The addresses of peers while their servers run. Raises ResourceError."""
     with ExitStack() as stack:
-        found: dict[str, str] = {}
+        found = {one: f"{one}:{folder}" for one in (COPY, DISK) if one in kinds}
         if RAW in kinds:
             found[RAW] = f"{RAW}:{kafka}"
         if REDIS in kinds:

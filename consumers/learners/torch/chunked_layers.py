@@ -8,10 +8,7 @@ some of them at a time, and once more when gradients go back (tiled MLP, arXiv 2
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,17 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slices, decoder_layers
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.heap import give_back_freed
 
 _PROBE_TOKENS: Final = 8
 
 NEAR: Final = 1e-4
 """Logits of a probe may differ by so much of their size where layers are cut: sums in another
 order, no more."""
-
-_MMAP_THRESHOLD: Final = -3
-"""M_MMAP_THRESHOLD of malloc.h."""
-
-_HEAP_BYTES_MAX: Final = 2**20
 
 
 def mlp_width(network: Any) -> int:
@@ -77,19 +70,6 @@ def _token_wise(network: Any) -> Iterator[Any]:
     for one in (child for holder in holders for child in holder.children()):
         if type(one).__name__.endswith("Norm"):
             yield one
-
-
-@cache
-def give_back_freed() -> None:
-    """Have what is freed leave the process, from a million bytes on, unless whoever started it has
-    said from where on.
-
-    glibc keeps tensors of less than 32 MiB in a heap once one of their size was freed
-    (mallopt(3)), and those of chunks leave gaps there that nothing else fits into.
-    """
-    set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # No other libc has it.
-    if set_option is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        set_option(_MMAP_THRESHOLD, _HEAP_BYTES_MAX)
 
 
 def _in_chunks(

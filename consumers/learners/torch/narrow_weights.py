@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dora_pipe.consumers.learners.torch.chunked_layers import give_back_freed
+from dora_pipe.core.heap import give_back_freed
 
 HELD = torch.bfloat16
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pytest
 
 from dora_pipe.bench.dataplane import servers
+from dora_pipe.bench.dataplane.bounds import MEMORY, SLOTS
 from dora_pipe.bench.dataplane.carriers import Inbox
 from dora_pipe.bench.dataplane.consume import Consumer
 from dora_pipe.bench.dataplane.figures import KEEPS
 from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane
-from dora_pipe.bench.dataplane.peers import PEERS, QUEUE, QUEUE_ONE, RAW, REDIS
+from dora_pipe.bench.dataplane.peers import (
+    COPY,
+    DISK,
+    PEERS,
+    QUEUE,
+    QUEUE_ONE,
+    RAW,
+    REDIS,
+    open_inbox,
+    open_outbox,
+)
 from dora_pipe.bench.dataplane.rows import SAID, SCHEMA, encode_row, open_row
-from dora_pipe.bench.dataplane.source import EXPERTS, PER_TOKEN, Source, sample_routes
+from dora_pipe.bench.dataplane.source import EXPERTS, PER_TOKEN, Source, encoded, sample_routes
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.routes import check_routes
 
@@ -97,7 +110,7 @@ def test_a_peer_that_cannot_be_here_is_named_with_what_is_missing(
     monkeypatch.setattr(servers, "python_of", lambda kind: "python" if kind == REDIS else "")
     monkeypatch.setattr("dora_pipe.bench.dataplane.servers.shutil.which", lambda name: None)
     here, absent = servers.wanted("kafka://localhost:9092")
-    assert here == [RAW]
+    assert here == [COPY, DISK, RAW]
     assert "redis-server" in absent[REDIS]
     assert "make peers" in absent[QUEUE]
     assert absent[QUEUE] == absent[QUEUE_ONE]
@@ -106,6 +119,32 @@ def test_a_peer_that_cannot_be_here_is_named_with_what_is_missing(
 
 def test_of_every_plane_it_is_said_what_it_keeps() -> None:
     assert {*PEERS, "kafka", "sqlite", "pipe"} == {*KEEPS}
+
+
+@pytest.mark.parametrize("kind", [COPY, DISK])
+def test_what_the_machine_can_do_is_measured_with_the_very_bytes_of_a_record(
+    kind: str, tmp_path: Path
+) -> None:
+    if why := servers.missing(kind, ""):
+        pytest.skip(why)
+    run, source = f"r-{uuid4().hex}", Source("r", 40)
+    outbox = open_outbox(f"{kind}:{tmp_path}", run, paced=False)
+    inbox = open_inbox(f"{kind}:{tmp_path}", run, routes=False)
+    assert inbox.take(timeout_s=0, at_most=5) == []
+    held = [outbox.encode(source(at))[0] for at in range(SLOTS + 1)]
+    writer = threading.Thread(target=outbox.put, args=[held])
+    writer.start()  # There is no room in memory for the last.
+    found: list[Any] = []
+    while len(found) < len(held):
+        found += inbox.take(timeout_s=10, at_most=3)
+    writer.join()
+    value = encoded(source(0), "t").value
+    ids = [source(at).trajectory for at in range(len(held))]
+    assert [inbox.open(one) for one in found] == [(who, len(value)) for who in ids]
+    assert {one[1] for one in found} == {value}
+    inbox.close()
+    outbox.close()
+    assert list(tmp_path.iterdir()) == [] and not (MEMORY / run).exists()
 
 
 @pytest.mark.slow

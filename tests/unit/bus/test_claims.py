@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import queue
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus import open_bus
+from dora_pipe.bus import claim_check, open_bus
 from dora_pipe.bus.claim_check import (
     CLAIM,
     CLAIM_BYTES,
@@ -23,7 +24,7 @@ from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.core.errors import BusFull, RecordTooLarge
+from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
 from dora_pipe.schemas.wire import digest_as
 from tests.support.bus_steps import catch_up, values
 
@@ -239,6 +240,63 @@ def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: ClaimBus) -> None
         assert reader.position(AT) > one.offset
     assert reader.poll(timeout_s=0) == []
     assert reader.position(AT) == bus.end(AT)
+
+
+class ToldFiles(ClaimFiles):
+    """Says which sizes are being read, and can be away."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun: queue.Queue[int] = queue.Queue()
+        self.away = 0
+
+    def read(self, digest: str, size_bytes: int) -> bytes | None:
+        self.begun.put(size_bytes)
+        if self.away:
+            self.away -= 1
+            raise BusError("away")
+        return super().read(digest, size_bytes)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> tuple[ToldFiles, ClaimBus]:
+    """A log of four claimed values, of 2 001 to 2 004 bytes."""
+    files = ToldFiles(tmp_path / "told")
+    bus = ClaimBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
+    bus.create([TopicSpec(name=TOPIC)])
+    bus.writer().append([large(bytes(2001 + at)) for at in range(4)])
+    return files, bus
+
+
+def test_the_next_values_are_read_while_the_first_is_looked_at(
+    told: tuple[ToldFiles, ClaimBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, bus = told
+    monkeypatch.setattr(claim_check, "AHEAD_BYTES", 4800)
+    reader = bus.reader({AT: 0})
+    assert [len(one.value) for one in reader.poll(timeout_s=0, bytes_max=2500)] == [2001]
+    assert {files.begun.get(timeout=10) for _ in range(3)} == {2001, 2002, 2003}, (
+        "two of them go into the bound"
+    )
+    assert [len(one.value) for one in reader.poll(timeout_s=0, bytes_max=2500)] == [2002]
+    assert files.begun.get(timeout=10) == 2004, "what was read ahead is not read again"
+    assert [len(one.value) for one in reader.poll(timeout_s=0)] == [2003, 2004]
+    reader.close()
+    assert files.begun.empty()
+
+
+def test_a_value_that_could_not_be_read_ahead_is_read_again(
+    told: tuple[ToldFiles, ClaimBus],
+) -> None:
+    files, bus = told
+    reader = bus.reader({AT: 0})
+    reader.poll(timeout_s=0, bytes_max=2500)
+    reader.seek(AT, 0)
+    files.away = 4
+    with pytest.raises(BusError, match="away"):
+        reader.poll(timeout_s=0)
+    files.away = 0
+    assert [len(one.value) for one in reader.poll(timeout_s=0)] == [2001, 2002, 2003, 2004]
 
 
 def test_seeking_forgets_what_waited_in_that_partition(bus: ClaimBus) -> None:

@@ -100,7 +100,7 @@ def test_an_expert_that_is_named_twice_is_for_the_reader_to_refuse() -> None:
 def test_what_is_refused_is_what_is_no_set_of_experts_wherever_it_stands(
     data: st.DataObject,
 ) -> None:
-    experts = data.draw(st.sampled_from([4, 255, 256, 60_000]))
+    experts = data.draw(st.sampled_from([4, 128, 129, 255, 256, 32_769, 60_000]))
     tokens, layers, per_token = (data.draw(st.integers(1, most)) for most in (6, 3, 4))
     chance = np.random.default_rng(data.draw(st.integers(0, 99)))
     choices = chance.random((tokens, layers, 4 if experts == 4 else 200)).argsort(-1)

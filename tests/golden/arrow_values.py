@@ -158,10 +158,7 @@ MIXED_TRAJECTORY = replace(
         TRAJECTORY.meta,
         finish="stop",
         prefills=(3, 4, 5),
-        weights=(
-            Sampler(version=5, digest=OTHER_DIGEST),
-            Sampler(version=6, digest=SHA256),
-        ),
+        weights=(Sampler(version=5, digest=OTHER_DIGEST), Sampler(version=6, digest=SHA256)),
     ),
 )
 """Of an interruptible run: three versions, the last on another worker."""

@@ -184,10 +184,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
         offenders=(control.Offender(group=GROUP, trajectory=f"{GROUP}-001", why="sha256 differs"),),
     ),
     control.Command(
-        at_ns=AT_NS,
-        user="ada",
-        verb="set",
-        args={"key": "trainer.learning_rate", "value": 1e-4},
+        at_ns=AT_NS, user="ada", verb="set", args={"key": "trainer.learning_rate", "value": 1e-4}
     ),
     control.WeightsAdopted(
         at_ns=AT_NS,
@@ -380,12 +377,7 @@ ROUND_DROPS = rounds.Round(
     control_next=2,
     decisions=(
         rounds.Assign(
-            reason="version 5 is there",
-            worker="w1",
-            epoch=9,
-            version=5,
-            digest=DIGEST,
-            drop=(2, 3),
+            reason="version 5 is there", worker="w1", epoch=9, version=5, digest=DIGEST, drop=(2, 3)
         ),
     ),
 )

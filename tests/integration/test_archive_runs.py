@@ -70,10 +70,7 @@ def forge(place: Path, change: Callable[[Record], Record], topic: str) -> None:
                 records = [change(one) for one in _records(segment)]
                 written = write_segment(place / SEGMENTS / entry.file, records)
                 entry = msgspec.structs.replace(
-                    entry,
-                    bytes=written.bytes,
-                    file_bytes=written.file_bytes,
-                    sha256=written.sha256,
+                    entry, bytes=written.bytes, file_bytes=written.file_bytes, sha256=written.sha256
                 )
             chain = chain_of(chain, entry)
             entries.append(msgspec.structs.replace(entry, chain=chain))
@@ -205,8 +202,7 @@ def _rename_the_run(place: Path) -> str:
 def _cut_beyond(place: Path) -> str:
     far = 1 << 30
     _edit(
-        place,
-        lambda one: msgspec.structs.replace(one, cut={**one.cut, "recorded.control": (far,)}),
+        place, lambda one: msgspec.structs.replace(one, cut={**one.cut, "recorded.control": (far,)})
     )
     end = [one.end for one in load_manifest(place).entries if one.topic == "recorded.control"][-1]
     return f"{MANIFEST}: recorded.control/0 is cut at {far}, its segments end at {end}"

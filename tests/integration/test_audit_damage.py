@@ -74,11 +74,7 @@ def _lines(report: AuditReport) -> str:
     ids=[f"{one.__name__}-{number}" for number, (one, _, _) in enumerate(DAMAGES)],
 )
 def test_damage_is_named_by_its_own_check_and_ends_in_exit_code_5(
-    copy: RecordedRun,
-    damaging: Callable[[Tamper], str],
-    check: str,
-    text: str,
-    mended: bool,
+    copy: RecordedRun, damaging: Callable[[Tamper], str], check: str, text: str, mended: bool
 ) -> None:
     with Tamper(copy) as log:
         subject = damaging(log)

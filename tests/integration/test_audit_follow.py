@@ -106,10 +106,7 @@ def _keep(connection: sqlite3.Connection, recorded: RecordedRun, share: float) -
 
 
 def test_following_audit_ends_with_the_run_and_says_what_it_finds_at_once(
-    call: Call,
-    recorded: RecordedRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: Call, recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "growing"
     log = _grown(recorded, directory, 0.3)

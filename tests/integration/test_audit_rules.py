@@ -207,7 +207,7 @@ def _ended(fate: str, which: str) -> Callable[[Tamper], str]:
                 for _, earlier in log.rounds()[:100]
                 for one in earlier.decisions
                 if isinstance(one, Dispatch) and _of_training(one)
-            ),
+            )
         )
         name = {"open": newest, "trained": before.groups[0].group, "strange": "g0000009999"}[which]
         end = msgspec.convert({"kind": "end", "reason": "", "group": name, "fate": fate}, End)

@@ -194,9 +194,7 @@ def test_an_agent_runs_without_its_sandbox_and_is_told_the_very_same(
 
 
 @pytest.mark.slow
-def test_what_a_sandbox_was_never_asked_is_a_miss_with_which_its_agent_ends(
-    folder: Path,
-) -> None:
+def test_what_a_sandbox_was_never_asked_is_a_miss_with_which_its_agent_ends(folder: Path) -> None:
     with pool_of(folder, "record", "one", "./agent.sh") as pool:
         played(pool)
     with pool_of(folder, "strict", "two", "./other.sh") as pool:

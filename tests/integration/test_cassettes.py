@@ -237,9 +237,7 @@ def test_a_second_run_makes_no_call_of_a_tool_and_is_told_the_very_same(folder: 
     assert (last.cassette.answers, last.cassette.asked, last.cassette.turns) == (4, 0, (0, 1))
 
 
-def test_an_environment_is_not_even_opened_where_the_cassette_has_its_episode(
-    folder: Path,
-) -> None:
+def test_an_environment_is_not_even_opened_where_the_cassette_has_its_episode(folder: Path) -> None:
     calls = [*walk(ONE, "left", "right"), PromptCall(request="a", split="train", index=0)]
     with pool_of(folder, "mine:Worlds", "record", "first") as pool:
         first = ask(pool, *calls)

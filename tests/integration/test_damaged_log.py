@@ -78,10 +78,7 @@ def limited() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_on_a_cut_file_ends_with_one_line(
-    name: str,
-    cut: RecordedRun,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    name: str, cut: RecordedRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(cut.directory)
     monkeypatch.setattr(sys, "argv", ["dora-pipe", *COMMANDS[name]])

@@ -79,12 +79,7 @@ def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
 def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
     url, key = one.open(f"g-2/{int(streamed)}")
     tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
-    given: dict[str, Any] = {
-        "model": "any",
-        "max_tokens": 50,
-        "system": "Add.",
-        "tools": [tool],
-    }
+    given: dict[str, Any] = {"model": "any", "max_tokens": 50, "system": "Add.", "tools": [tool]}
     base = url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
         said: Any

@@ -27,12 +27,7 @@ from dora_pipe.config.model import Task
 from dora_pipe.core.errors import TaskError, UsageError
 from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.tasks.calls import (
-    GroupCall,
-    GroupRewarded,
-    RewardCall,
-    TaskEvent,
-)
+from dora_pipe.producers.tasks.calls import GroupCall, GroupRewarded, RewardCall, TaskEvent
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.kept_parts import KeptParts
 from dora_pipe.schemas.control import GroupScored, RunStarted, TrajectoriesLogged, decode_control

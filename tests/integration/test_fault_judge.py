@@ -6,13 +6,7 @@ import msgspec
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.faults.inject import Ack
-from dora_pipe.bench.faults.judge import (
-    Verdict,
-    count_twice,
-    judge,
-    others_lost,
-    read_evidence,
-)
+from dora_pipe.bench.faults.judge import Verdict, count_twice, judge, others_lost, read_evidence
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch

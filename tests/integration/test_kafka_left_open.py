@@ -307,10 +307,7 @@ def test_a_trainer_finds_the_commit_that_a_dead_orchestrator_hides(
 
     with pytest.raises(PolicyError, match="no config and tokenizer files"):
         run_trainer(
-            lambda: KafkaBus(bus.servers),
-            topics,
-            store=PolicyStore(tmp_path),
-            stop=lambda: False,
+            lambda: KafkaBus(bus.servers), topics, store=PolicyStore(tmp_path), stop=lambda: False
         )
     # A commit is acknowledged before every partition has its marker.
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], SystemClock())

@@ -25,11 +25,7 @@ from dora_pipe.audit.auditor import audit
 from dora_pipe.schemas.control import WorkerReady
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.integration.test_audit_damage import BREAKS_THE_CHAIN, DAMAGES
-from tests.integration.test_audit_every_field import (
-    UNSEEN,
-    forge,
-    one_of_each,
-)
+from tests.integration.test_audit_every_field import UNSEEN, forge, one_of_each
 from tests.integration.test_audit_rules import RULES
 from tests.support import damage
 from tests.support.branched_run import branch, branched

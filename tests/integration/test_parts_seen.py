@@ -33,10 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = make_config(run__steps=4, trainer__parts=4)
     directory = tmp_path_factory.mktemp("parts")
     plain = SimulatedLearner.train_part
-    with (
-        Cluster(directory, config, on_disk=False) as made,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with Cluster(directory, config, on_disk=False) as made, pytest.MonkeyPatch.context() as patch:
 
         def lasting(learner: SimulatedLearner, batch: TrainBatch, settings: Settings) -> None:
             made.clock.ns += PART_NS

@@ -21,10 +21,7 @@ from dora_pipe.core.errors import BusError, OutcomeUnknown
 from tests.support.kafka_broker import KafkaBroker, Listener
 from tests.support.proxy import Proxy
 
-pytestmark = [
-    pytest.mark.kafka,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 AT = TopicPartition("t", 0)
 LIMIT_S = 3.0

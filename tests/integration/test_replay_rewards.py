@@ -224,9 +224,7 @@ def test_environment_that_answers_otherwise_is_named(turns: list[Trajectory]) ->
     assert {one.difference for one in found} == {"its environment answers otherwise"}
 
 
-def test_an_agents_trajectory_is_scored_by_what_it_was_answered_last(
-    recorded: RecordedRun,
-) -> None:
+def test_an_agents_trajectory_is_scored_by_what_it_was_answered_last(recorded: RecordedRun) -> None:
     with Tamper(recorded) as log:
         found = branched(next(one for one in _logged(log) if one.reward is not None))
     tasks = InlineTasks(reward=reward_by_text)

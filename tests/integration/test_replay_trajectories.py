@@ -45,10 +45,7 @@ MOVED = """
 
 
 def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: RecordedRun) -> None:
-    with (
-        closing(recorded.open()) as bus,
-        closing(read_catalogue(bus, recorded.topics)) as tables,
-    ):
+    with closing(recorded.open()) as bus, closing(read_catalogue(bus, recorded.topics)) as tables:
         names = pick(tables, 20, 5)
         assert engines_of(bus, recorded.topics, tables, names) == {"simulated": names}
         (name, incarnation), *_ = tables.query(MOVED)

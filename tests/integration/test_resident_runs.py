@@ -56,8 +56,7 @@ def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: 
             most = max(most, len(residence.held))
             here = state.workers[name].requests
             beside = max(
-                beside,
-                len({state.groups[state.requests[one].group].spec.version for one in here}),
+                beside, len({state.groups[state.requests[one].group].spec.version for one in here})
             )
     assert 2 <= most <= 3
     assert beside >= 2

@@ -209,10 +209,7 @@ def test_a_change_that_is_gone_is_one_clear_line(
 
 
 def test_records_that_its_log_shows_and_no_batch_has_are_said_to_be_the_sources(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with opened(AGAIN, root) as run, closing(run.tables()) as tables:
         own = len(logged_records(tables, "true"))

@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.schemas.control import Command, RunStarted, StepCommitted
-from tests.support.user_run import (
-    WAIT_S,
-    assert_clean,
-    call,
-    facts,
-    furnish,
-    start,
-    steps,
-    until,
-)
+from tests.support.user_run import WAIT_S, assert_clean, call, facts, furnish, start, steps, until
 
 pytest.importorskip("torch")
 

@@ -71,11 +71,7 @@ def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
 @pytest.mark.parametrize("wanted", ["3", "g0000000010", "g0000000010-001"])
 @pytest.mark.parametrize("columns", ["60", "80", "120"])
 def test_no_identifier_is_folded_or_cut(
-    wanted: str,
-    columns: str,
-    recorded: RecordedRun,
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
+    wanted: str, columns: str, recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     known = set(ID.findall(call("show", recorded.directory, wanted, "--json")[1]))

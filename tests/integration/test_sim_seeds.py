@@ -103,8 +103,7 @@ def test_episodes_are_kept_in_one_of_eight_seeds_and_their_workers_die() -> None
 # Each of these has found a mistake once, in a machine, the audit or a checker; so has 0, which is
 # above.
 @pytest.mark.parametrize(
-    "seed",
-    [94, 896, *more([20, 93, 118, 164, 183, 194, 207, 272, 337, 420, 5963, 7024, 8593])],
+    "seed", [94, 896, *more([20, 93, 118, 164, 183, 194, 207, 272, 337, 420, 5963, 7024, 8593])]
 )
 def test_seed_that_has_found_something_holds(seed: int) -> None:
     played = SeedRun(draw(seed, form="plain")).run()  # as it was then

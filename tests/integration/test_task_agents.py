@@ -95,10 +95,7 @@ def test_plain_functions_run_at_the_same_time(folder: Path) -> None:
     } == {0.5}
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [("fails", "KeyError"), ("odd", "NoAnswer")],
-)
+@pytest.mark.parametrize(("name", "error"), [("fails", "KeyError"), ("odd", "NoAnswer")])
 def test_what_an_agent_raises_is_its_failure(folder: Path, name: str, error: str) -> None:
     with pool_of(folder, agent=f"agent:{name}") as pool:
         pool.submit(call())

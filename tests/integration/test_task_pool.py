@@ -309,10 +309,7 @@ def test_environment_that_raises_or_talks_nonsense_fails_its_request_only(
         ask(episodes, prompt(name))
     event = ask(episodes, EnvStep(request="a", turn=Turn(text=text)))
     assert isinstance(event, TaskFailed)
-    assert event.message in (
-        "no such move",
-        "the environment gave str, not an Observation",
-    )
+    assert event.message in ("no such move", "the environment gave str, not an Observation")
     assert isinstance(ask(episodes, EnvStep(request="b", turn=Turn(text="go"))), EnvObserved)
 
 

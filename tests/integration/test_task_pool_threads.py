@@ -257,10 +257,7 @@ def test_episode_that_takes_too_long_ends_by_its_name(folder: Path, threads: int
         begin(pool, "slow", "idle")
         cut = ask(pool, step("slow", "sleep 1000"))
         assert isinstance(cut, TaskFailed)
-        assert (cut.error, cut.message) == (
-            "EpisodeTimeout",
-            "the episode took longer than 2 s",
-        )
+        assert (cut.error, cut.message) == ("EpisodeTimeout", "the episode took longer than 2 s")
         late = ask(pool, step("idle", ""))  # of the same age
         assert isinstance(late, TaskFailed)
         assert late.error == "EpisodeTimeout"

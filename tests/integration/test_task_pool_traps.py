@@ -13,11 +13,7 @@ import pytest
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks import pool as pool_module
-from dora_pipe.producers.tasks.calls import (
-    Rewarded,
-    TaskEvent,
-    TaskFailed,
-)
+from dora_pipe.producers.tasks.calls import Rewarded, TaskEvent, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.task_pool import (
     DEADLINE_S,

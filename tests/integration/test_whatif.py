@@ -185,10 +185,7 @@ def differing(section: Any, key: str) -> Any:
     ("changes", "message"),
     [
         ({"groups__size": 16}, "groups.size: the log has groups of 4"),
-        (
-            {"evaluation__prompts": 64},
-            "evaluation.prompts: the log has the lengths of 0",
-        ),
+        ({"evaluation__prompts": 64}, "evaluation.prompts: the log has the lengths of 0"),
     ],
 )
 def test_lengths_that_no_log_has_are_refused(

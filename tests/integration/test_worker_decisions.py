@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.tasks.calls import (
-    PromptCall,
-    RewardCall,
-)
+from dora_pipe.producers.tasks.calls import PromptCall, RewardCall
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import (
-    RequestFailed,
-    TrajectoryLogged,
-    WorkerReady,
-)
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
 from dora_pipe.schemas.rounds import Fence
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import TOPICS, World, digest_of

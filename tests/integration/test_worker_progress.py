@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.tasks.calls import (
-    PromptCall,
-    RewardCall,
-)
+from dora_pipe.producers.tasks.calls import PromptCall, RewardCall
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import (
-    Resume,
-    TrajectoryLogged,
-    WorkerLeft,
-    WorkerReady,
-)
+from dora_pipe.schemas.control import Resume, TrajectoryLogged, WorkerLeft, WorkerReady
 from dora_pipe.schemas.rounds import Drain, StopRun
 from dora_pipe.schemas.trajectory_codec import decode_progress
 from tests.support.inline_tasks import InlineTasks

@@ -116,10 +116,7 @@ def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_
 ) -> None:
     (tmp_path / "endless_task.py").write_text(ENDLESS)
     task = msgspec.structs.replace(
-        run.config.task,
-        kind="endless_task:Endless",
-        directory=str(tmp_path),
-        reward_timeout_s=0.3,
+        run.config.task, kind="endless_task:Endless", directory=str(tmp_path), reward_timeout_s=0.3
     )
     run.config = msgspec.structs.replace(run.config, task=task)
     run.begin()

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from dora_pipe.producers.tasks.calls import (
-    EnvObserved,
-    EnvStep,
-    RewardCall,
-)
+from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, RewardCall
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import (
-    RequestFailed,
-    TrajectoryLogged,
-)
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
 from tests.support.worker import World
 

@@ -127,11 +127,7 @@ def fetched(count: int, *, partition: int = 0, size: int = 10) -> list[Record]:
     ]
 
 
-@given(
-    count=st.integers(0, 30),
-    records_max=st.integers(1, 7),
-    bytes_max=st.integers(1, 60),
-)
+@given(count=st.integers(0, 30), records_max=st.integers(1, 7), bytes_max=st.integers(1, 60))
 def test_what_comes_over_the_bounds_comes_later_once_and_in_order(
     count: int, records_max: int, bytes_max: int
 ) -> None:

@@ -13,10 +13,7 @@ from dora_pipe.bus.kafka.access import our_errors
 from dora_pipe.bus.kafka.client import Admin, bounded, client_settings, topic_settings
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.core.errors import (
-    Fenced,
-    OutcomeUnknown,
-)
+from dora_pipe.core.errors import Fenced, OutcomeUnknown
 
 
 def test_an_admin_client_that_finds_no_cluster_leaves_no_thread_that_goes_on_looking() -> None:

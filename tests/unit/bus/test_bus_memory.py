@@ -6,13 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dora_pipe.bus.memory import (
-    AppendFault,
-    FaultPlan,
-    MemoryBus,
-    MemoryLog,
-    ScriptedFaults,
-)
+from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
 

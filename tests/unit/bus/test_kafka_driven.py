@@ -73,9 +73,7 @@ def test_it_starts_no_thread_and_its_caller_runs_it(loop: DrivenLoop) -> None:
 
 
 def test_a_socket_that_takes_bytes_is_not_waited_for(
-    loop: DrivenLoop,
-    ends: tuple[socket.socket, socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
+    loop: DrivenLoop, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = counted(monkeypatch, NetworkSelector, "wait_write")
 

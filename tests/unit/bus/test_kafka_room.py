@@ -96,9 +96,7 @@ def test_disk_that_will_soon_be_full_is_told_once_and_stops_nothing(tmp_path: Pa
     assert len(told) == 1 and told[0].endswith("make room, or the run will have to wait")
 
 
-def test_last_answer_of_a_cluster_explains_why_it_is_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_last_answer_of_a_cluster_explains_why_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Callable[[], Said]] = [lambda: ("", ""), lambda: ("", "5 B free"), _away]
     asked = threading.Event()
 

@@ -8,11 +8,7 @@ from random import Random
 import pytest
 
 from dora_pipe.consumers.learners.port import TrainBatch
-from dora_pipe.consumers.learners.simulated import (
-    WEIGHTS_BYTES,
-    SimulatedLearner,
-    initial_weights,
-)
+from dora_pipe.consumers.learners.simulated import WEIGHTS_BYTES, SimulatedLearner, initial_weights
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.sim.machines import HAD, Machines
 from dora_pipe.sim.role import WorldClock
@@ -83,9 +79,7 @@ def test_a_worker_that_cannot_have_what_the_store_has_is_a_finding(
         machines.of("w0").weights(digests[1])
 
 
-def test_a_step_of_the_simulated_learner_changes_one_of_the_sparse_elements(
-    tmp_path: Path,
-) -> None:
+def test_a_step_of_the_simulated_learner_changes_one_of_the_sparse_elements(tmp_path: Path) -> None:
     files = [tmp_path / f"{version}.safetensors" for version in range(3)]
     digests = [initial_weights(files[0], sparse=64).digest]
     learner = SimulatedLearner()

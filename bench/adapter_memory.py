@@ -96,7 +96,8 @@ def _published(folder: Path, width: int, tokens: int) -> dict[PolicyDtype, str]:
     import torch
     from transformers import LlamaConfig
 
-    from dora_pipe.consumers.learners.torch.model import DTYPES_OF, build, tensor_source
+    from dora_pipe.consumers.learners.torch.model import DTYPES_OF, tensor_source
+    from dora_pipe.consumers.learners.torch.network import build
     from dora_pipe.store.network_names import stored
     from dora_pipe.store.safetensors_file import write_tensors
 

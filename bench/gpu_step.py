@@ -247,7 +247,7 @@ def made_learner(case: StepCase, folder: Path) -> Any:
 
     from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
     from dora_pipe.consumers.learners.torch.memory import MemoryOptions
-    from dora_pipe.consumers.learners.torch.model import head_is_all
+    from dora_pipe.consumers.learners.torch.network import head_is_all
 
     options = TorchOptions(
         optimizer=case.optimizer,
@@ -280,7 +280,7 @@ def write_names(path: Path, folder: Path, dtype: PolicyDtype) -> None:
     in place of the numbers."""
     import torch
 
-    from dora_pipe.consumers.learners.torch.model import build
+    from dora_pipe.consumers.learners.torch.network import build
     from dora_pipe.store.network_names import stored
 
     declared, end = {}, 0

@@ -150,7 +150,8 @@ def _step(case: MemoryCase, device: str, folder: Path) -> Callable[[int], None]:
     import torch
 
     from dora_pipe.consumers.learners.torch.memory import MemoryOptions
-    from dora_pipe.consumers.learners.torch.model import TorchModel, head_is_all, passage_of
+    from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+    from dora_pipe.consumers.learners.torch.network import head_is_all
     from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 
     torch.manual_seed(SEED)

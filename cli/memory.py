@@ -32,7 +32,6 @@ from dora_pipe.launch.memory_estimate import (
 from dora_pipe.launch.memory_fit import (
     SLOTS_LEAST,
     Fits,
-    deepspeed_refuses,
     fits,
     parallel_keys,
     trainer_keys,
@@ -272,9 +271,6 @@ def _notes(
     if shape.mixture:
         engine = "too" if shape.family in FAMILIES else "does not"
         yield f"{MIXTURE}; both trainers and vLLM take it, the own engine {engine}"
-    refused = deepspeed_refuses(config)
-    if refused:
-        yield f"DeepSpeed is no way here: it does not take {refused}"
     if place.workers:
         token = kv_token_bytes(shape, config)
         yield f"a token in a KV cache of vLLM has {_size(token)}"
@@ -308,7 +304,7 @@ def _advise(
     left = max(0, usable - (there if place.shared else 0))
     trainer = trainer_keys(shape, config, left, place.trainer_gpus)
     if trainer is None:
-        misfits.append(_trainer_misfit(config))
+        misfits.append("no key makes the trainer fit: more GPUs, or adapters (lora.rank)")
     keys.update(trainer or {})
     kind, device = config.trainer.kind, config.trainer.device
     if device == "cpu" or (device == "auto" and keys.get("trainer.kind", kind) == "torch"):
@@ -328,14 +324,6 @@ def _worker_advice(
     if several is not None:
         return several, placement_of(with_keys(config, several), gpus.count)
     return worker_keys(shape, config, room), place
-
-
-def _trainer_misfit(config: Config) -> str:
-    refused = deepspeed_refuses(config)
-    if refused:
-        beside = f"beside {refused}, which DeepSpeed does not take"
-        return f"no key makes the trainer fit {beside}: larger GPUs, or adapters (lora.rank)"
-    return "no key makes the trainer fit: more GPUs, or adapters (lora.rank)"
 
 
 def _print(folder: Path, shape: ModelShape, gpus: Gpus | None, found: Estimate) -> None:

@@ -470,13 +470,9 @@ def _check_trainer(config: Config) -> Iterator[str]:
 
 def _check_dealt(config: Config) -> Iterator[Problem]:
     ranks, dealt = config.trainer.ranks, config.trainer.expert_parallel
-    key = "trainer.expert_parallel"
     if config.trainer.kind != "torch" and ranks % dealt:
-        text = f"{key}: {ranks} ranks are no groups of {dealt}, each with all experts"
-        yield Problem(text=text, hint="it divides trainer.ranks")
-    elif dealt > 1 and config.lora.rank:
-        text = f"{key}: beside an adapter (lora.rank) experts are frozen, and are not dealt"
-        yield Problem(text=text, hint="leave it out; trainer.zero_stage = 3 spreads them")
+        text = f"{ranks} ranks are no groups of {dealt}, each with all experts"
+        yield Problem(text=f"trainer.expert_parallel: {text}", hint="it divides trainer.ranks")
 
 
 def _check_parallel(config: Config) -> Iterator[Problem]:

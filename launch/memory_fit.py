@@ -15,7 +15,6 @@ import msgspec
 
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.learners.registry import learner_kind
 from dora_pipe.launch.memory_estimate import (
     Gpus,
     parts_bytes,
@@ -156,10 +155,7 @@ def _ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
 
 
 def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
-    """Keys of DeepSpeed's stages over so many GPUs, and of what lies elsewhere; none where the run
-    asks for what it refuses."""
-    if deepspeed_refuses(config):
-        return []
+    """Keys of DeepSpeed's stages over so many GPUs, and of what lies elsewhere."""
     dtype = config.trainer.dtype
     further: list[dict[str, Any]] = [
         {"zero_stage": 3, "dtype": "bfloat16"},
@@ -176,10 +172,3 @@ def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
         {f"trainer.{key}": value for key, value in {**plain, **one}.items()}
         for one in (*stages, *further)
     ]
-
-
-def deepspeed_refuses(config: Config) -> str:
-    """A key of the run that DeepSpeed does not take; empty: it takes all."""
-    kind = learner_kind("deepspeed")
-    refused = config.trainer.router_aux_loss and not kind.router_aux_loss
-    return "trainer.router_aux_loss" if refused else ""

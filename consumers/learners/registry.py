@@ -94,26 +94,7 @@ def need_learner(config: Config) -> None:
     """Raise ConfigError, before anything starts, for a trainer or objective that cannot be used."""
     name = config.trainer.kind
     kind = learner_kind(name, config.task.directory)
-    if config.sampling.routes and not kind.routes:
-        raise ConfigError(
-            f"sampling.routes: trainer `{name}` routes by its own logits",
-            hint="trainer.kind = 'torch', or leave the key out",
-        )
-    if config.trainer.router_aux_loss and not kind.router_aux_loss:
-        raise ConfigError(
-            f"trainer.router_aux_loss: trainer `{name}` has no loss of routers",
-            hint="trainer.kind = 'torch', or leave the key out",
-        )
-    if config.trainer.expert_parallel > 1 and not kind.expert_parallel:
-        raise ConfigError(
-            f"trainer.expert_parallel: trainer `{name}` deals no experts among ranks",
-            hint="trainer.kind = 'deepspeed', or leave the key out",
-        )
-    if config.trainer.offload_between_steps and not kind.leaves_device:
-        raise ConfigError(
-            f"trainer.offload_between_steps: trainer `{name}` does not leave its device",
-            hint="a LearnerKind with leaves_device = True has port.LeavesDevice's method",
-        )
+    _need_taken(name, kind, config)
     if config.trainer.offload_between_steps and config.trainer.parts > 1:
         raise ConfigError(
             f"trainer.offload_between_steps: the run has {config.trainer.parts} parts of a batch, "
@@ -121,21 +102,6 @@ def need_learner(config: Config) -> None:
             hint="leave the key out; trainer.parts = 1 in a new run",
         )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
-    if config.objective.reference_every is not None and not kind.moving_reference:
-        raise ConfigError(
-            f"objective.reference_every: trainer `{name}` knows version 0 as the reference alone",
-            hint="a LearnerKind with moving_reference = True takes TrainBatch.reference",
-        )
-    if config.teacher.given and not kind.teacher:
-        raise ConfigError(
-            f"teacher: trainer `{name}` does not learn from one",
-            hint="a LearnerKind with teacher = True takes TrainBatch.teacher",
-        )
-    if config.policies.dtype == "bfloat16" and not kind.bfloat16:
-        raise ConfigError(
-            f"policies.dtype: trainer `{name}` publishes float32",
-            hint="policies.dtype = 'auto', or trainer.kind = 'torch'",
-        )
     if config.trainer.optimizer not in kind.optimizers:
         raise ConfigError(
             f"trainer.optimizer: trainer `{name}` has no {config.trainer.optimizer}",
@@ -147,6 +113,26 @@ def need_learner(config: Config) -> None:
     if config.teacher.path:
         _need("teacher.path", TORCH_PACKAGES, TORCH_HINT)
     key_of(config)
+
+
+def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
+    """Raise ConfigError for a key that asks for what the trainer does not say that it takes."""
+    trainer = config.trainer
+    for key, asked, taken in (
+        ("sampling.routes", config.sampling.routes, "routes"),
+        ("trainer.router_aux_loss", trainer.router_aux_loss, "router_aux_loss"),
+        ("trainer.expert_parallel", trainer.expert_parallel > 1, "expert_parallel"),
+        ("trainer.offload_between_steps", trainer.offload_between_steps, "leaves_device"),
+        ("objective.reference_every", config.objective.reference_every, "moving_reference"),
+        ("teacher", config.teacher.given, "teacher"),
+        ("policies.dtype", config.policies.dtype == "bfloat16", "bfloat16"),
+    ):
+        if asked and not getattr(kind, taken):
+            other = " or ".join(repr(one) for one in BUILT_IN if getattr(BUILT_IN[one], taken))
+            raise ConfigError(
+                f"{key}: trainer `{name}` does not take it",
+                hint=f"trainer.kind = {other}, or a LearnerKind with {taken} = True",
+            )
 
 
 def need_optimizer(optimizer: OptimizerName) -> None:
@@ -317,6 +303,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),
         routes=config.sampling.routes,
+        router_aux_loss=section.router_aux_loss,
         expert_parallel=section.expert_parallel,
     )
     options = DeepspeedOptions(
@@ -353,6 +340,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         teacher=True,
         bfloat16=True,
         routes=True,
+        router_aux_loss=True,
         expert_parallel=True,
         weights=True,
         leaves_device=True,

@@ -83,7 +83,7 @@ def test_dense_model_and_odd_numbers_of_experts_are_refused_in_one_line(
     bench: Bench, mixture: Bench
 ) -> None:
     from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts
-    from dora_pipe.consumers.learners.torch.model import build
+    from dora_pipe.consumers.learners.torch.network import build
 
     with pytest.raises(PolicyError, match="0 experts of llama are not dealt among 2 ranks"):
         DealtExperts(build(bench.assets), 2)

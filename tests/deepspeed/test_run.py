@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
-from dora_pipe.consumers.learners.torch.model import build, load_weights
+from dora_pipe.consumers.learners.torch.model import load_weights
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted
 from dora_pipe.store.adapters import stands_on
 from dora_pipe.store.safetensors_file import read_manifest

@@ -24,7 +24,8 @@ from dora_pipe.bus.port import Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
-from dora_pipe.consumers.learners.torch.model import build, load_weights
+from dora_pipe.consumers.learners.torch.model import load_weights
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params

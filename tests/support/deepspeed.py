@@ -145,6 +145,7 @@ def make_learner(
     weight_decay_exclude: WeightDecayExclude = "none",
     memory: Mapping[str, Any] | None = None,
     routes: bool = False,
+    router_aux_loss: float = 0.0,
     expert_parallel: int = 1,
 ) -> LoggedTrainer:
     """A trainer of `RANKS` ranks."""
@@ -163,6 +164,7 @@ def make_learner(
             weight_decay_exclude=weight_decay_exclude,
             memory=MemoryOptions(**(memory or {})),
             routes=routes,
+            router_aux_loss=router_aux_loss,
             expert_parallel=expert_parallel,
         ),
         ranks=RANKS,

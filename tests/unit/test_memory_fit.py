@@ -133,19 +133,6 @@ def test_servers_that_run_already_are_left_as_they_are() -> None:
     assert parallel_keys(BILLIONS, served, Gpus(8, 6 * 10**9)) is None
 
 
-def test_what_another_key_refuses_is_not_proposed() -> None:
-    key = "trainer.router_aux_loss"
-    asked = run(trainer__router_aux_loss=1.0)
-    found = estimate(BILLIONS, asked, Gpus(8, 80 * 10**9))
-    assert "trainer.kind" not in found.keys
-    assert [one.keys for one in found.ways] == ["torch, float32", "torch, bfloat16"]
-    assert f"DeepSpeed is no way here: it does not take {key}" in found.notes
-    assert found.misfits == [
-        f"no key makes the trainer fit beside {key}, which DeepSpeed does not take: larger GPUs,"
-        " or adapters (lora.rank)"
-    ]
-
-
 @given(
     gigabytes=st.integers(8, 160),
     count=st.integers(1, 64),

@@ -145,15 +145,17 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Read from the log."""
 
 
-class UpdateReply(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateReply(msgspec.Struct, kw_only=True):
     """What one update came to on one rank."""
 
-    loss: float
+    loss: float = 0.0
     """The rank's part."""
-    norm: float
+    router_aux: float = 0.0
+    """Likewise, of the loss of routers, without its weight."""
+    norm: float = 0.0
     """Of the gradients of all ranks together; 0 where they are only gathered."""
-    padded_tokens: int
-    rows: list[list[RowFigures]]
+    padded_tokens: int = 0
+    rows: list[list[RowFigures]] = []
     """By pass."""
 
 

@@ -55,9 +55,11 @@ class DealtExperts:
                 f"{KEY}: experts of {network.config.model_type} compute something else apart",
                 hint=f"leave {KEY} out",
             )
-        self._dealt = {id(one) for module in self._modules for one in module.parameters()}
-        self.mark = _mark(self.experts)
-        """What has to stand in the module that ZeRO is given: by it DeepSpeed knows of experts."""
+        dealt = [one for module in self._modules for one in module.parameters()]
+        self._dealt = {id(one) for one in dealt}
+        self.mark = _mark(self.experts) if dealt[0].requires_grad else None
+        """What has to stand in the module that ZeRO is given: by it DeepSpeed knows of experts that
+        are trained. It finds none where an adapter alone is."""
 
     def _deal(self, module: Any, hidden: Tensor) -> bool:
         """Leave the module this rank's experts, which then sees rows of all ranks; whether they
@@ -70,9 +72,11 @@ class DealtExperts:
         module.num_experts = local
         for one in module.parameters():
             one.data = self.part_of(one.data).clone()
-            one.allreduce = False
-            one.group_name = one.ds_zero_partition_group_name = self._name
-            one.ds_zero_placement_family = "autoep_expert"
+            one.ds_zero_partition_process_group = self._replica
+            if one.requires_grad:
+                one.allreduce = False
+                one.group_name = one.ds_zero_partition_group_name = self._name
+                one.ds_zero_placement_family = "autoep_expert"
         with torch.no_grad():
             rows = hidden.repeat_interleave(2, 0)
             after = _weighted(_computed(module.forward, rows, chosen.reshape(-1, 1)), weights)
@@ -129,7 +133,7 @@ class DealtExperts:
             dist.all_to_all_single(arriving, counts, group=group)
             sent, received = counts.tolist(), arriving.tolist()
             rows = cross(hidden[order // per_token], sent, received, group)
-            whose = _crossed((wanted[order] % local).unsqueeze(1), sent, received, group)
+            whose = crossed((wanted[order] % local).unsqueeze(1), sent, received, group)
             done = cross(_computed(compute, rows, whose), received, sent, group)
             return _weighted(torch.zeros_like(done).index_copy(0, order, done), weights)
 
@@ -160,15 +164,16 @@ class _Crossed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.back = (received, sent, group)
-        return _crossed(rows, sent, received, group)
+        return crossed(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _crossed(gradients[0], *ctx.back), None, None, None
+        return crossed(gradients[0], *ctx.back), None, None, None
 
 
-def _crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """As bytes: gloo does not know all types."""
+def crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Rows [N, H] to the ranks of a group (None: of all), as many to each as `sent` says: those
+    that come, in the order of ranks. They cross as bytes: gloo does not know all types."""
     found = rows.new_empty((sum(received), rows.shape[1]))
     arrived, left = found.view(torch.uint8), rows.contiguous().view(torch.uint8)
     dist.all_to_all_single(arrived, left, received, sent, group=group)

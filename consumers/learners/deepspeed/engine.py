@@ -20,18 +20,19 @@ from torch import Tensor
 
 from dora_pipe.config.section import ComputeDtype, WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
-from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts
+from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts, crossed
 from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.device_states import tensors_in
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
-from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score
+from dora_pipe.consumers.learners.torch.model import Passage, score
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
+from dora_pipe.consumers.learners.torch.network import build, head_is_all
 from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
 from dora_pipe.consumers.learners.torch.packed_attention import Cuts, goes_by_sequences, need_apart
-from dora_pipe.consumers.learners.torch.routing import RoutedExperts
+from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import Piece, pieces, untied
@@ -66,6 +67,8 @@ class EngineOptions:
     memory: MemoryOptions = AT_ONCE
     routes: bool = False
     """Whether records name the experts that tokens go through (`sampling.routes`)."""
+    router_aux_loss: float = 0.0
+    """Weight of the load-balancing loss of routers; 0: none."""
     expert_parallel: int = 1
     """Ranks that share the experts of each layer; a divisor of the ranks and of the experts."""
 
@@ -160,6 +163,7 @@ class Engine:
         """Whether attention of packed passes goes by sequences."""
         # While its weights are whole: it computes, and ranks then need not do so together.
         self._routed = RoutedExperts(network) if options.routes else None
+        self._balance = BalanceLoss(network) if options.router_aux_loss else None
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
         self.mlp_width = mlp_width(network)
@@ -200,6 +204,7 @@ class Engine:
         """What the adapter stands on: it is loaded, and is neither trained nor read."""
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._shards = {name: self._shard(one) for name, one in self.parameters()}
+        self._extents = self._extents_by_rank()
         self._flats = {str(id(one.flat)): one.flat for one in self._shards.values()}
         self._narrow = options.published == "bfloat16"
         self._masters = Masters(self._flats if self._narrow else {})
@@ -227,6 +232,13 @@ class Engine:
         # By name: ZeRO 3 looks through what has none, and knows tensors alone.
         found: Tensor = self._engine(*given, cuts=passage.cuts if self.varlen else None)
         return found
+
+    def logprobs_and_balance(
+        self, passage: Passage, weights: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, and the load-balancing loss of its rows by these weights, added up."""
+        assert self._balance is not None, "the engine was made without a loss of routers"
+        return self._balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
 
     def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:
         """As `logprobs`, with another adapter, or without any: those of the base; likewise
@@ -273,9 +285,9 @@ class Engine:
 
     def _clip(self, own: Sequence[Tensor], norm_max: float) -> float:
         """Scale gradients down to this norm, where it is more; the norm of all ranks' experts."""
-        if self._dealt is None:
+        dealt = [one for one in own if self._dealt and self._dealt.is_dealt(one)]
+        if self._dealt is None or not dealt:
             return float(torch.nn.utils.clip_grad_norm_(own, norm_max))
-        dealt = [one for one in own if self._dealt.is_dealt(one)]
         shared = [one for one in own if not self._dealt.is_dealt(one)]
         squares = self._dealt.square_norm([one.grad for one in dealt if one.grad is not None])
         norms = [one.grad.norm() for one in shared if one.grad is not None]
@@ -293,54 +305,59 @@ class Engine:
         return 0
 
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
-        """A whole tensor as it is stored: weights, or what a checkpoint has beside them;
-        collective."""
-        kind = self.stored_dtype(name, moment)
-        whole = self._whole(name, moment)
-        return whole.view(torch.int32).to(kind) if moment == REMAINDER else whole.to(kind)
+        """A tensor as it is stored: weights, or what a checkpoint has beside them; collective. Rank
+        0 has the whole of it, the others no more than they had."""
+        tensor, shard = self._stored[name], self._shards.get(name)
+        found, options = tensor.detach(), self.options
+        beside = moment is None and options.zero_stage < 3 and options.dtype == "float32"
+        if shard is not None and (not beside or tuple(found.shape) != self.shape(name)):
+            found = self._gathered(name, shard.of(self._within(shard, moment)).detach())
+        return found.to(self.stored_dtype(name, moment))
 
-    def _whole(self, name: str, moment: Moment | None) -> Tensor:
-        """In float32; remainders as bits of such numbers, which cross between ranks like all."""
-        tensor = self._stored[name]
-        shard = self._shards.get(name)
-        if shard is None:  # a buffer
-            return tensor.detach()
-        part = shard.of(self._within(shard, moment)).detach()
-        if moment == REMAINDER:
-            part = part.to(torch.int32).view(torch.float32)
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        """On rank 0 all ranks' parts of a tensor, none of which crosses to any other."""
+        extents, shape, others = self._extents[name], self.shape(name), [0] * (self._ranks - 1)
+        sizes = [elements for _, elements in extents]
+        mine = part[: sizes[self._rank]].to(self.options.device)
+        if sizes[0] < math.prod(shape):
+            arriving = [0, *others] if self._rank else sizes
+            mine = crossed(mine.unsqueeze(1), [len(mine), *others], arriving, None).flatten()
+        if self._rank:
+            return mine
+        order = sorted(range(self._ranks), key=lambda rank: extents[rank][0])
+        if order != sorted(order):
+            parts = torch.split(mine, sizes)
+            mine = torch.cat([parts[rank] for rank in order])
+        return mine.reshape(shape)
+
+    def _extents_by_rank(self) -> dict[str, list[list[int]]]:
+        """Where in each tensor the part of each rank begins, and how many elements it has: of
+        several that have the same, the first one's. Collective."""
+        extents = [self._extent(*one) for one in self._shards.items()]
+        own = torch.tensor(extents, device=self.options.device).reshape(-1)
+        found = own.new_empty(self._ranks * len(own))
+        dist.all_gather_single(found, own)
+        by_rank = found.reshape(self._ranks, -1, 2)
+        return dict(zip(self._shards, by_rank.transpose(0, 1).tolist(), strict=True))
+
+    def _extent(self, name: str, shard: _Shard) -> tuple[int, int]:
+        tensor, first = self._stored[name], self._rank == 0
+        start, size = shard.start, _size(tensor)
         if self._dealt is not None and self._dealt.is_dealt(tensor):
-            return self._put_together(part, shard, tensor)
-        if self._ranks == 1 or self.options.zero_stage == 0:
-            return part[: _size(tensor)].reshape(_shape(tensor))
-        if self.options.zero_stage < 3:
-            if moment is None and self.options.dtype == "float32":
-                return tensor.detach()  # every rank has the whole of it beside its shard
-            part = part.to(tensor.device)
-            return _added(part, shard.start, tensor.numel()).reshape(_shape(tensor))
-        found = torch.empty(self._ranks * len(part), dtype=part.dtype, device=self.options.device)
-        dist.all_gather_single(found, part.to(self.options.device).contiguous())
-        return found[: _size(tensor)].reshape(_shape(tensor))
-
-    def _put_together(self, part: Tensor, shard: _Shard, tensor: Any) -> Tensor:
-        """The experts of all ranks. Those that have the same each have a part, but at stage 0."""
-        assert self._dealt is not None
-        size, shape = _size(tensor), self._dealt.whole_shape(_shape(tensor))
-        mine = part[: max(0, min(len(part), size - shard.start))]
-        if self.options.zero_stage == 0 and not self._dealt.is_first:
-            mine = mine[:0]
-        start = self._dealt.rank * size + shard.start
-        on_device = mine.to(self.options.device)
-        return _added(on_device, start, math.prod(shape)).reshape(shape)
+            start, first = self._dealt.rank * size + start, self._dealt.is_first
+        if self.options.zero_stage == 0 and not first:
+            return start, 0
+        return start, max(0, min(shard.elements, size - shard.start))
 
     def read_files(self) -> Iterator[Tensor]:
-        """Every tensor of `files`, in their order; collective. A tensor of the network is put
-        together once, and held until its last piece has left."""
+        """Every tensor of `files` as of `read`, in their order; collective. A tensor of the network
+        is put together once, and held until its last piece has left."""
         last = {piece.name: name for name, piece in self.files.items()}
         held: dict[str, Tensor] = {}
         for name, piece in self.files.items():
             if piece.name not in held:
                 held[piece.name] = self.read(piece.name)
-            found: Tensor = piece.of(held[piece.name])
+            found: Tensor = held[piece.name] if self._rank else piece.of(held[piece.name])
             if last[piece.name] == name:
                 del held[piece.name]
             yield found
@@ -369,7 +386,8 @@ class Engine:
         if held is None:
             tensor.copy_(value)
         else:
-            held.data.copy_(_part(value, self._rank * held.numel(), held.numel()))
+            count = held.numel()
+            held.data.copy_(_part(value, tensor.ds_zero_partition_rank * count, count))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
@@ -513,14 +531,6 @@ def _part(value: Tensor, start: int, elements: int) -> Tensor:
     if missing > 0:  # ZeRO 3 pads, so that every rank has as much
         flat = torch.nn.functional.pad(flat, (0, missing))
     return flat[start : start + elements]
-
-
-def _added(part: Tensor, start: int, elements: int) -> Tensor:
-    """A flat tensor from parts of all ranks, bit for bit: bits are added, not numbers."""
-    whole = torch.zeros(elements, dtype=torch.int32, device=part.device)
-    whole[start : start + len(part)] = part.contiguous().view(torch.int32)
-    dist.all_reduce(whole)
-    return whole.view(torch.float32)
 
 
 def _size(tensor: Any) -> int:

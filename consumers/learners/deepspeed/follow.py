@@ -21,7 +21,6 @@ import msgspec
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.deepspeed import prepare
 from dora_pipe.consumers.learners.deepspeed.commands import (
-    AnyCommand,
     EndRanks,
     Finish,
     Keep,
@@ -29,6 +28,7 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Load,
     LoadBase,
     Open,
+    RankCommand,
     Read,
     ShareCommand,
 )
@@ -104,7 +104,7 @@ class Follower:
                 return
             self._obey(command)
 
-    def _obey(self, command: AnyCommand) -> None:
+    def _obey(self, command: RankCommand) -> None:
         if isinstance(command, Open):
             from dora_pipe.consumers.learners.deepspeed.rank import Rank
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +32,7 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Load,
     LoadBase,
     Open,
+    RankCommand,
     Read,
     Ready,
     StepReply,
@@ -49,6 +50,7 @@ from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
     MICRO_BATCH_TOKENS,
     PACKING,
+    ROUTER_AUX_LOSS,
     StepSettings,
     step_settings,
 )
@@ -65,6 +67,7 @@ from dora_pipe.consumers.learners.torch.model import (
     tensor_source,
 )
 from dora_pipe.consumers.learners.torch.optimizer import STEPS
+from dora_pipe.consumers.learners.torch.routing import balance_numerics
 from dora_pipe.consumers.objectives.registry import needs_reference
 from dora_pipe.core.errors import InvariantBroken, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
@@ -89,6 +92,7 @@ _NUMBERS = itertools.count(1)
 _RETIRED: list[int] = []
 """Learners of this process that nobody holds any more; the next command says so."""
 
+_Command = TypeVar("_Command", bound=RankCommand)
 _REPLY = msgspec.msgpack.Decoder(StepReply)
 _READY = msgspec.msgpack.Decoder(Ready)
 
@@ -146,16 +150,14 @@ class DeepspeedLearner:
         lora = self._options.engine.lora
         self._adapter_base = AdapterBase(reference, lora) if lora else None
         self._carried = CarriedTensors()
-        command = Open(
-            learner=self._number,
-            retired=_retired(),
+        command = self._send(
+            Open,
             assets=str(assets),
             log=log,
             options=engine_options(self._options.engine),
             threads=self._options.threads,
             modules=self._options.modules,
         )
-        self._group.send(command)
         self._rank = Rank(self._group, command)
         weakref.finalize(self, _retire, self._number, self._rank).atexit = False
 
@@ -177,10 +179,7 @@ class DeepspeedLearner:
             with mapped(optimizer) as data:
                 updates = int(read_tensor(data, moments.pop(STEPS)))
         with self._trained(weights) as trained, mapped(optimizer or weights) as state:
-            command = Load(
-                learner=self._number, retired=_retired(), moments=bool(moments), updates=updates
-            )
-            self._group.send(command)
+            command = self._send(Load, moments=bool(moments), updates=updates)
 
             def given(name: str) -> Tensor:
                 return read_tensor(state, moments[name]) if name in moments else trained(name)
@@ -191,7 +190,7 @@ class DeepspeedLearner:
         """On every rank its shards, what is frozen and the reference go to the host's memory until
         the next command. Raises ResourceError."""
         with self._one_by_one:
-            self._group.send(LeaveDevice(learner=self._number, retired=_retired()))
+            self._send(LeaveDevice)
             self._rank.leave_device()
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
@@ -205,8 +204,7 @@ class DeepspeedLearner:
         step = self.settings_of(settings)
         items, updates = updates_of(batch, step)
         shared = [self._shares(passes) for passes in updates if passes]
-        command = Train(**self._share(batch, settings, shared))
-        sums = _sums(shared, self._run_step(command, shared))
+        sums = _sums(shared, self._run_step(Train, batch, settings, shared))
         self._note_updates(sums)
         return StepResult(
             figures=figures_of(items, sums, step),
@@ -226,38 +224,41 @@ class DeepspeedLearner:
 
     def settings_of(self, settings: Settings) -> StepSettings:
         """What is in force for a step."""
+        return step_settings(self._settings(settings))
+
+    def _settings(self, settings: Settings) -> dict[str, Any]:
         options = self._options
         own = {
             MICRO_BATCH_TOKENS: options.micro_batch_tokens,
             PACKING: options.engine.memory.packing,
+            ROUTER_AUX_LOSS: options.engine.router_aux_loss,
         }
-        return step_settings({**own, **settings})
+        return {**own, **settings}
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
         """Add the gradient of these passes, spread over the ranks, to that of so many before."""
         shared = self._shares(passes)
-        command = Gather(fresh=not before, **self._share(part, settings, [shared]))
-        replies = [reply.updates[0] for reply in self._run_step(command, [shared])]
+        found = self._run_step(Gather, part, settings, [shared], fresh=not before)
+        replies = [reply.updates[0] for reply in found]
         numbered = [[replace(one, number=before + one.number) for one in own] for own in shared]
         _note_rows(numbered, replies)
         return Sums(
             loss=_added([one.loss for one in replies]),
+            router_aux=_added([one.router_aux for one in replies]),
             padded_tokens=sum(one.padded_tokens for one in replies),
             passes=sum(map(len, shared)),
         )
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
         """Divide the gradient that is there and update with it. Raises NonFinite."""
-        command = Finish(
-            learner=self._number,
-            retired=_retired(),
+        command = self._send(
+            Finish,
             divisor=divisor,
             learning_rate=step.learning_rate,
             grad_norm_max=step.grad_norm_max,
         )
-        self._group.send(command)
         sums.note_update(self._rank.finish(command))
         self._note_updates(sums)
 
@@ -266,8 +267,7 @@ class DeepspeedLearner:
     ) -> Sums:
         """One update. Raises NonFinite."""
         shared = [self._shares(passes)]
-        command = Train(later=later, **self._share(part, settings, shared))
-        sums = _sums(shared, self._run_step(command, shared))
+        sums = _sums(shared, self._run_step(Train, part, settings, shared, later=later))
         self._note_updates(sums)
         return sums
 
@@ -287,26 +287,11 @@ class DeepspeedLearner:
         self._keep("let-go")
 
     def _keep(self, what: Literal["take", "go-back", "let-go"]) -> None:
-        command = Keep(learner=self._number, retired=_retired(), what=what)
-        self._group.send(command)
-        self._rank.keep(command)
+        self._rank.keep(self._send(Keep, what=what))
 
     def _shares(self, passes: Sequence[Pass]) -> list[list[Pass]]:
         options = self._options
         return shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
-
-    def _share(
-        self, batch: TrainBatch, settings: Settings, shared: Sequence[Sequence[Sequence[Pass]]]
-    ) -> dict[str, Any]:
-        """What a command says to the ranks of what they are to compute, by update and rank."""
-        places = places_of(batch) if self._options.ranks > 1 else {}
-        return {
-            "learner": self._number,
-            "retired": _retired(),
-            "settings": {MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings},
-            "reference": str(self._reference_of(batch, self.settings_of(settings))),
-            "updates": [share_commands(by_rank, places) for by_rank in shared],
-        }
 
     def _note_updates(self, sums: Sums) -> None:
         if self._adapter_base is not None and sums.updates:
@@ -369,6 +354,7 @@ class DeepspeedLearner:
             lora
             | narrow
             | ({} if dealt == 1 else {"expert_parallel": str(dealt)})
+            | balance_numerics(engine.router_aux_loss)
             | temperature_numerics(engine.temperature)
             | engine.memory.numerics(
                 self._engine.vocabulary,
@@ -412,7 +398,7 @@ class DeepspeedLearner:
     def _have_base(self, weights: Path) -> None:
         """Give every rank what the adapter stands on. Raises PolicyError."""
         with self._whole_tensors(weights, self._engine.base_files) as whole:
-            self._group.send(LoadBase(learner=self._number, retired=_retired()))
+            self._send(LoadBase)
             self._rank.load_base(whole)
 
     @contextmanager
@@ -482,7 +468,7 @@ class DeepspeedLearner:
 
         However it ends, all of them are read: the other ranks are in the middle of it.
         """
-        self._group.send(Read(learner=self._number, retired=_retired(), moments=moments))
+        self._send(Read, moments=moments)
         following = self._rank.read(moments=moments)
         sources = [
             TensorSource(name=name, dtype=NAMES[kind], shape=shape, data=_next(following))
@@ -496,12 +482,30 @@ class DeepspeedLearner:
 
     # The other ranks
 
+    def _send(self, kind: type[_Command], **fields: Any) -> _Command:
+        """A command with these fields, which all others have then. Raises ResourceError."""
+        command = kind(learner=self._number, retired=_retired(), **fields)
+        self._group.send(command)
+        return command
+
     def _run_step(
-        self, command: Train | Gather, shared: Sequence[Sequence[Sequence[Pass]]]
+        self,
+        kind: type[Train | Gather],
+        batch: TrainBatch,
+        settings: Settings,
+        shared: Sequence[Sequence[Sequence[Pass]]],
+        **fields: Any,
     ) -> list[StepReply]:
-        """What every rank made of its share. Raises InvariantBroken, ResourceError, NonFinite."""
-        group = self._group
-        group.send(command)
+        """What every rank made of its share, by update and rank. Raises InvariantBroken,
+        ResourceError, NonFinite."""
+        group, places = self._group, places_of(batch) if self._options.ranks > 1 else {}
+        command = self._send(
+            kind,
+            settings=self._settings(settings),
+            reference=str(self._reference_of(batch, self.settings_of(settings))),
+            updates=[share_commands(by_rank, places) for by_rank in shared],
+            **fields,
+        )
         problem = ""
         broken = False
         for rank, data in enumerate(group.replies(), start=1):
@@ -558,6 +562,7 @@ def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepRepl
     for number, by_rank in enumerate(shared):
         of_ranks = [reply.updates[number] for reply in replies]
         sums.loss += _added([one.loss for one in of_ranks])
+        sums.router_aux += _added([one.router_aux for one in of_ranks])
         sums.padded_tokens += sum(one.padded_tokens for one in of_ranks)
         sums.note_update(of_ranks[0].norm)
         _note_rows(by_rank, of_ranks)

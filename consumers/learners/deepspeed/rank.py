@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
@@ -52,7 +52,6 @@ from dora_pipe.consumers.learners.torch.model import (
     pulled,
 )
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, objective_kind
-from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
@@ -127,18 +126,10 @@ class _Round:
         own = [] if self.given is None else list(self.given.passages)
         return own + [idle] * (self.turns - len(own))
 
-
-@dataclass(slots=True, kw_only=True)
-class _Update:
-    loss: float = 0.0
-    padded_tokens: int = 0
-    rows: list[list[RowFigures]] = field(default_factory=list)
-
-    def reply(self, *, norm: float) -> UpdateReply:
-        """What it came to on this rank."""
-        return UpdateReply(
-            loss=self.loss, norm=norm, padded_tokens=self.padded_tokens, rows=self.rows
-        )
+    def row_weights(self) -> list[list[float]]:
+        """Likewise, of the rows of each."""
+        own = [] if self.given is None else self.given.row_weights()
+        return own + [[0.0]] * (self.turns - len(own))
 
 
 class Rank:
@@ -287,9 +278,9 @@ class Rank:
                 if not rounds:
                     continue
                 update = self._accumulate(rounds, step, ends=True)
-                norm = self.engine.update(step.learning_rate, step.grad_norm_max)
-                done.append(update.reply(norm=norm))
-                if not math.isfinite(done[-1].norm):
+                update.norm = self.engine.update(step.learning_rate, step.grad_norm_max)
+                done.append(update)
+                if not math.isfinite(update.norm):
                     break
         return StepReply(updates=done)
 
@@ -303,7 +294,7 @@ class Rank:
             self._prepare(command, step)
             self._gathered = True
             update = self._accumulate(self._rounds(by_rank, following), step, ends=False)
-        return StepReply(updates=[update.reply(norm=0.0)])
+        return StepReply(updates=[update])
 
     def finish(self, command: Finish) -> float:
         """Divide what was gathered and update with it; the norm, which may not be finite."""
@@ -374,6 +365,7 @@ class Rank:
             choices += [choices_of(trajectory, context) for context in unit.contexts]
         given = PassInputs(
             passages=cut_passages(rows, one.parts, self._device, choices),
+            rows=[len(unit.contexts) for unit in one.units],
             lengths=[unit.length for unit in one.units],
             advantages=[unit.advantages for unit in one.units],
             weights=[unit.weight for unit in one.units],
@@ -393,9 +385,11 @@ class Rank:
         with torch.no_grad():
             return [self.engine.logprobs(one) for one in passages]
 
-    def _accumulate(self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool) -> _Update:
+    def _accumulate(
+        self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool
+    ) -> UpdateReply:
         """Add up the gradient of these; `ends`: an update follows."""
-        update = _Update()
+        update = UpdateReply()
         for number, one in enumerate(rounds):
             losses = self._losses(one, step, update)
             for turn, loss in enumerate(losses, start=1):
@@ -403,14 +397,14 @@ class Rank:
                 self.engine.backward(loss, last=last and ends)
         return update
 
-    def _losses(self, one: _Round, step: StepSettings, update: _Update) -> Iterator[Tensor]:
+    def _losses(self, one: _Round, step: StepSettings, update: UpdateReply) -> Iterator[Tensor]:
         """What to go back from in each turn of a round; what the units did goes into `update`."""
-        passages = one.passages(self._idle)
+        passages, weights = one.passages(self._idle), one.row_weights()
         base = [self._base_logprobs(passage, step) for passage in passages]
         if one.turns == 1:
-            logprobs = self.engine.logprobs(passages[0])
+            logprobs, extra = self._with_balance(passages[0], weights[0], step, update)
             loss = self._loss(one, logprobs, base, step, update)
-            yield logprobs.sum() * 0.0 if loss is None else loss
+            yield (logprobs.sum() * 0.0 if loss is None else loss) + extra
             return
         scored = self._scored(passages)
         gradients: list[Tensor] = []
@@ -421,8 +415,19 @@ class Rank:
             assert loss is not None
             gradients = pulled(leaf, loss, own)
         for turn, passage in enumerate(passages):
-            logprobs = self.engine.logprobs(passage)
-            yield (logprobs * (gradients[turn] if turn < len(gradients) else 0.0)).sum()
+            logprobs, extra = self._with_balance(passage, weights[turn], step, update)
+            yield (logprobs * (gradients[turn] if turn < len(gradients) else 0.0)).sum() + extra
+
+    def _with_balance(
+        self, passage: Passage, weights: Sequence[float], step: StepSettings, update: UpdateReply
+    ) -> tuple[Tensor, Tensor | float]:
+        """As the torch learner's. Ranks that stand idle go the same way back, with no weight: so
+        gradients are ready in the same order on all."""
+        if not step.router_aux_loss:
+            return self.engine.logprobs(passage), 0.0
+        logprobs, balance = self.engine.logprobs_and_balance(passage, weights)
+        update.router_aux += float(balance.detach())
+        return logprobs, step.router_aux_loss * balance
 
     def _loss(
         self,
@@ -430,7 +435,7 @@ class Rank:
         logprobs: Tensor,
         base: Sequence[Tensor | None],
         step: StepSettings,
-        update: _Update,
+        update: UpdateReply,
     ) -> Tensor | None:
         """The loss of this rank's pass; None where it has none."""
         if one.given is None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.consumers.learners.deepspeed.commands import COMMANDS, AnyCommand, EndRanks
+from dora_pipe.consumers.learners.deepspeed.commands import COMMANDS, EndRanks, RankCommand
 from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
 from dora_pipe.core.errors import ConfigError, ResourceError
 
@@ -138,7 +138,7 @@ class RankGroup:
 
     # What crosses
 
-    def send(self, command: AnyCommand) -> None:
+    def send(self, command: RankCommand) -> None:
         """From rank 0 to all others. Raises ResourceError when one is lost."""
         if self.ranks == 1:
             return
@@ -147,7 +147,7 @@ class RankGroup:
             dist.broadcast(torch.tensor([len(data)]), 0, group=self._control)
             dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=self._control)
 
-    def receive(self) -> AnyCommand:
+    def receive(self) -> RankCommand:
         """The next command of rank 0. Raises ResourceError when it is lost."""
         size = torch.zeros(1, dtype=torch.int64)
         with self.together():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +52,7 @@ from dora_pipe.consumers.learners.torch.model import (
 )
 from dora_pipe.consumers.learners.torch.named_optimizers import optimizer_numerics, parameters_of
 from dora_pipe.consumers.learners.torch.optimizer import KeptState, Optimizer
+from dora_pipe.consumers.learners.torch.routing import balance_numerics
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
@@ -294,7 +294,7 @@ class TorchLearner:
             | ({"policies": "bfloat16"} if self._bfloat16 else {})
             | ({"dtype": options.dtype} if options.dtype != "float32" else {})
             | optimizer_numerics(options.optimizer)
-            | ({"router_aux_loss": repr(aux)} if (aux := options.router_aux_loss) else {})
+            | balance_numerics(options.router_aux_loss)
             | temperature_numerics(options.temperature)
             | options.memory.numerics(
                 self._model.vocabulary,
@@ -368,35 +368,31 @@ class TorchLearner:
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
         """Add the gradient of one pass, and note what each of its units did."""
         given = inputs_of(one, self._options.device)
-        parts = given.passages
-        rows = iter(unit.weight * row.counted for unit in one.units for row in unit.rows)
-        weights = [list(islice(rows, len(part.spans))) for part in parts]
+        parts, weights = given.passages, given.row_weights()
         if len(parts) == 1:
             logprobs, extra = self._with_balance(parts[0], weights[0], step, sums)
         else:
-            logprobs, extra = leaf_of(self._scored(parts)), None
+            logprobs, extra = leaf_of(self._scored(parts)), 0.0
         loss, figures = pass_loss(given, logprobs, reference=self._reference_logprobs, step=step)
         if len(parts) == 1:
-            torch.autograd.backward(loss if extra is None else loss + extra)
+            torch.autograd.backward(loss + extra)
         else:
             pulls = pulled(logprobs, loss, parts)
             for part, gradient, of_part in zip(parts, pulls, weights, strict=True):
                 again, extra = self._with_balance(part, of_part, step, sums)
-                pull = (again * gradient).sum()
-                torch.autograd.backward(pull if extra is None else pull + extra)
+                torch.autograd.backward((again * gradient).sum() + extra)
         sums.loss += float(loss.detach())
         sums.padded_tokens += one.padded_tokens
         one.note(figures)
 
     def _with_balance(
         self, part: Passage, weights: Sequence[float], step: StepSettings, sums: Sums
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | float]:
         """Log-probs of a part, and what the load-balancing loss of its rows, each of this weight,
-        adds to the loss; None where nothing does."""
+        adds to the loss."""
         if not step.router_aux_loss:
-            return self._model.logprobs(part), None
-        logprobs, losses = self._model.logprobs_and_balance(part)
-        balance = (losses * torch.tensor(weights, device=losses.device)).sum()
+            return self._model.logprobs(part), 0.0
+        logprobs, balance = self._model.logprobs_and_balance(part, weights)
         sums.router_aux += float(balance.detach())
         return logprobs, step.router_aux_loss * balance
 

@@ -21,15 +21,15 @@ from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Part, Pass
-from dora_pipe.consumers.learners.torch.chunked_layers import chunk_layers, mlp_width
+from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.memory import (
     AT_ONCE,
     MemoryOptions,
-    checkpoint_layers,
     head_logprobs,
     token_logprobs,
 )
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
+from dora_pipe.consumers.learners.torch.network import build, head_is_all
 from dora_pipe.consumers.learners.torch.packed_attention import (
     Cuts,
     by_sequences,
@@ -66,8 +66,6 @@ DTYPES_OF: Final[Mapping[PolicyDtype, torch.dtype]] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
 }
-
-_PROBE_TOKENS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +160,14 @@ class TorchModel:
                 cuts=passage.cuts if self.varlen else None,
             )
 
-    def logprobs_and_balance(self, passage: Passage) -> tuple[Tensor, Tensor]:
-        """As `logprobs`, and the load-balancing loss of each row, [rows]. Raises PolicyError."""
-        balance = self.balance
+    def logprobs_and_balance(
+        self, passage: Passage, weights: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, and the load-balancing loss of its rows by these weights, added up.
+        Raises PolicyError."""
         if passage.routes is not None:
             _ = self.routed  # It computes when it is made, which is not to be noted.
-        with balance.noting() as logits:
-            found = self.logprobs(passage)
-        return found, balance.of(logits, passage.spans)
+        return self.balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
 
     @property
     def balance(self) -> BalanceLoss:
@@ -219,28 +217,6 @@ def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
     if dtype == "float32":
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
-
-
-def build(
-    assets: Path, memory: MemoryOptions = AT_ONCE, narrow: NarrowWeights | None = None
-) -> Any:
-    """The network that a config.json describes, with arbitrary weights. Raises PolicyError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    make: Any = AutoModelForCausalLM.from_config
-    try:
-        config = AutoConfig.from_pretrained(assets, local_files_only=True)
-        with nullcontext() if narrow is None else narrow.registered():
-            network = make(config, dtype=torch.float32, attn_implementation="sdpa")
-    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
-    network.eval()
-    if narrow is not None:
-        narrow.widen(network)
-    chunk_layers(network, memory)
-    if memory.gradient_checkpointing:
-        checkpoint_layers(network, offload=memory.activation_offload)
-    return network
 
 
 def load_weights(network: Any, weights: Path) -> CarriedTensors:
@@ -412,22 +388,6 @@ def score(
     return token_logprobs(logits.flatten(0, 1).index_select(0, places), targets, temperature)
 
 
-def head_is_all(network: Any, device: str) -> bool:
-    """Whether logits are exactly the head on the last hidden states."""
-    head = network.get_output_embeddings()
-    if head is None or network.base_model is network:
-        return False
-    ids = torch.arange(_PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
-    with torch.no_grad():
-        whole = network(input_ids=ids, use_cache=False).logits
-        lean = head(network.base_model(input_ids=ids, use_cache=False)[0])
-    return torch.equal(whole, lean)
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def passages_of(one: Pass, device: str) -> list[Passage]:
     """The parts of a pass, ready to be computed."""
     rows = [row for unit in one.units for row in unit.sequences()]
@@ -472,6 +432,8 @@ class PassInputs:
 
     passages: Sequence[Passage]
     """The rows of the units in their order, in one or several parts."""
+    rows: Sequence[int]
+    """How many there are."""
     lengths: Sequence[int]
     """Counted tokens."""
     advantages: Sequence[Sequence[float]]
@@ -483,11 +445,18 @@ class PassInputs:
     proximal: Tensor | None = None
     """[N]; None in a step's first update, whose own weights are the step's first ones."""
 
+    def row_weights(self) -> list[list[float]]:
+        """Of the rows of each passage, what their counted tokens weigh together."""
+        units = zip(self.weights, self.rows, strict=True)
+        rows = iter([weight for weight, count in units for _ in range(count)])
+        return [[next(rows) * counted for counted in one.lengths] for one in self.passages]
+
 
 def inputs_of(one: Pass, device: str) -> PassInputs:
     """What a pass of this process is computed from."""
     return PassInputs(
         passages=passages_of(one, device),
+        rows=[len(unit.rows) for unit in one.units],
         lengths=[unit.counted for unit in one.units],
         advantages=[unit.advantages for unit in one.units],
         weights=[unit.weight for unit in one.units],

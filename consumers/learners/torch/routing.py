@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -152,6 +151,7 @@ class BalanceLoss:
         self._sizes = _experts(config), int(config.num_experts_per_tok)
         self._layers = len(routers)
         self._noted: list[Tensor] | None = None
+        """The logits of each layer's router, [tokens, experts], of the pass that is computed."""
         for one in routers:
             one.register_forward_hook(self._note)
 
@@ -159,26 +159,31 @@ class BalanceLoss:
         if self._noted is not None:
             self._noted.append(output[0])
 
-    @contextmanager
-    def noting(self) -> Iterator[list[Tensor]]:
-        """The logits of each layer's router, [tokens, experts], of the pass that is computed
-        meanwhile; not of what is computed again on the way back."""
-        found: list[Tensor] = []
-        self._noted = found
+    def beside(
+        self,
+        logprobs: Callable[[], Tensor],
+        spans: Sequence[tuple[int, int]],
+        weights: Sequence[float],
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probs of a pass, and the loss of its sequences, added up by these weights; each
+        lies at [start, end) of the pass's tokens."""
+        logits: list[Tensor] = []
+        self._noted = logits
         try:
-            yield found
-        finally:
+            found = logprobs()
+        finally:  # Not of what is computed again on the way back.
             self._noted = None
-
-    def of(self, logits: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> Tensor:
-        """The loss of each sequence, [sequences]; it lies at [start, end) of the tokens."""
-        experts, per_token = self._sizes
         assert len(logits) == self._layers, "something else was computed meanwhile"
-        found = [
-            self._function(tuple(one[start:end] for one in logits), experts, per_token)
+        losses = [
+            self._function(tuple(one[start:end] for one in logits), *self._sizes)
             for start, end in spans
         ]
-        return torch.stack(found)
+        return found, (torch.stack(losses) * torch.tensor(weights, device=found.device)).sum()
+
+
+def balance_numerics(weight: float) -> dict[str, str]:
+    """What a loss of this weight adds to a trainer's fingerprint."""
+    return {"router_aux_loss": repr(weight)} if weight else {}
 
 
 class _Choosing(TorchFunctionMode):

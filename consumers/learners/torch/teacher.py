@@ -17,7 +17,8 @@ from torch import Tensor
 from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
-from dora_pipe.consumers.learners.torch.model import Passage, head_is_all, score, score_rows
+from dora_pipe.consumers.learners.torch.model import Passage, score, score_rows
+from dora_pipe.consumers.learners.torch.network import head_is_all
 from dora_pipe.consumers.teachers.port import Row, Scores
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.model_dir import weights_digest

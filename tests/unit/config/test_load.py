@@ -312,7 +312,6 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
         (["trainer.ranks=2"], "2 needs trainer.kind = 'deepspeed'"),
         (["trainer.expert_parallel=2"], "2 needs trainer.kind = 'deepspeed'"),
         ([*DEEPSPEED, *DEALT, "trainer.ranks=3"], "3 ranks are no groups of 2"),
-        ([*DEEPSPEED, *DEALT, "trainer.ranks=2", "lora.rank=8"], "experts are frozen"),
         ([*DEEPSPEED, "trainer.offload=all"], "only with zero_stage = 3"),
         ([*DEEPSPEED, *STAGE_0, "trainer.offload=optimizer"], "nothing is offloaded"),
         ([*DEEPSPEED, *STAGE_0, "trainer.dtype=bfloat16"], "needs zero_stage 1, 2 or 3"),
@@ -331,7 +330,7 @@ def test_sections_that_do_not_fit_together_are_refused(
     [
         ["staleness.in_flight_batches=1"],
         [*DEEPSPEED, "trainer.ranks=8", "trainer.zero_stage=3", "trainer.offload=all"],
-        [*DEEPSPEED, *DEALT, "trainer.ranks=8"],
+        [*DEEPSPEED, *DEALT, "trainer.ranks=8", "lora.rank=8"],
         ["staleness.in_flight_batches=3"],
         ["staleness.in_flight_batches=auto"],
         ["staleness.in_flight_batches=auto", "staleness.max_staleness=0"],

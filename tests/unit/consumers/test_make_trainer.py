@@ -53,7 +53,7 @@ def test_bfloat16_is_published_where_the_trainer_can_and_refused_by_name_where_i
         assert make.published_dtype(adapted, "bfloat16") == "bfloat16"
     wide = msgspec.structs.replace(_config(), policies=Policies(dtype="float32"))
     assert make.published_dtype(wide, "bfloat16") == "float32"
-    with pytest.raises(ConfigError, match="`own:TRAINER` publishes float32"):
+    with pytest.raises(ConfigError, match=r"policies\.dtype: trainer `own:TRAINER`"):
         own = SimpleNamespace(TRAINER=make.LearnerKind(open=_nothing))
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "own", own)

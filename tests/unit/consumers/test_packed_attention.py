@@ -15,7 +15,8 @@ from dora_pipe.consumers.learners.torch import model, packed_attention
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions, checkpoint_layers
-from dora_pipe.consumers.learners.torch.model import Passage, build, passage_of, score
+from dora_pipe.consumers.learners.torch.model import Passage, passage_of, score
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.consumers.learners.torch.packed_attention import (
     cuts_of,
     goes_by_sequences,

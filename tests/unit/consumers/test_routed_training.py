@@ -228,8 +228,9 @@ def test_weights_are_loaded_again_behind_a_step_through_experts_of_the_log(qwen3
 def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy) -> None:
     model, ids = qwen3.model(), [list(range(4, 14)), list(range(20, 51))]
     rows = [(one, [0, *[1] * (len(one) - 1)], [0.0] * len(one)) for one in ids]
-    found = model.logprobs_and_balance(passage_of(rows, width=40, device="cpu"))[1]
-    for one, row in zip(found, ids, strict=True):
+    passage = passage_of(rows, width=40, device="cpu")
+    for weights, row in zip(([1.0, 0.0], [0.0, 1.0]), ids, strict=True):
+        one = model.logprobs_and_balance(passage, weights)[1]
         said = model.network(input_ids=torch.tensor([row]), output_router_logits=True)
         torch.testing.assert_close(one, said.aux_loss, rtol=1e-6, atol=1e-6)
 

@@ -23,7 +23,8 @@ from dora_pipe.consumers.learners.torch.memory import (
     head_logprobs,
     memory_options,
 )
-from dora_pipe.consumers.learners.torch.model import build, passage_of
+from dora_pipe.consumers.learners.torch.model import passage_of
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore

@@ -26,25 +26,10 @@ from dora_pipe.core.runtime import (
     Runtime,
     StopAsked,
 )
+from tests.support.worker import VirtualClock
 
 IN = TopicPartition("run.in", 0)
 OUT = TopicPartition("run.out", 0)
-
-
-@dataclass
-class VirtualClock:
-    """Time that only moves when somebody sleeps."""
-
-    ns: int = 0
-
-    def now_ns(self) -> int:
-        return self.ns
-
-    def wall_ns(self) -> int:
-        return 10**18 + self.ns
-
-    def sleep(self, seconds: float) -> None:
-        self.ns += int(seconds * 1e9)
 
 
 @dataclass(frozen=True)

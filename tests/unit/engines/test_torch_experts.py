@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dora_pipe.consumers.learners.torch.device import deterministic
-from dora_pipe.consumers.learners.torch.model import build
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.torch.experts import (
     ROWS_MIN,

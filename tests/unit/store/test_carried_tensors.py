@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_pipe.consumers.learners.torch.model import TorchModel, build, load_weights
+from dora_pipe.consumers.learners.torch.model import TorchModel, load_weights
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.engines.vllm.weights import expected_tensors

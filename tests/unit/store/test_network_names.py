@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, WeightConverter
 
-from dora_pipe.consumers.learners.torch.model import build, load_weights
+from dora_pipe.consumers.learners.torch.model import load_weights
+from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.weights import weight_files
 from dora_pipe.producers.engines.vllm.weights import expected_tensors

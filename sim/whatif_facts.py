@@ -29,6 +29,7 @@ from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError, UsageError
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
 SECOND_NS = 1_000_000_000
@@ -76,11 +77,13 @@ class SlotTime:
     trajectory: str
     worker: str
     placed_s: float
-    """When it was decided."""
+    """When it was decided; of a later turn, when its environment had answered."""
     start_s: float
     end_s: float
     tokens: int
-    reported_s: float
+    after_s: float | None
+    """From its end, or that of its last turn, until control has the whole of it, with all that its
+    environment took; None of a turn with others behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +199,7 @@ def measure(bus: Bus, topics: Topics, catalogue: Catalogue) -> Measured:
         rewards=_keyed(trained, 3),
         steps=steps,
         speed=speed_of(found, training),
-        reports_s=sorted(max(0.0, one.reported_s - one.end_s) for one in found),
+        reports_s=sorted(max(0.0, one.after_s) for one in found if one.after_s is not None),
         react_s=max(0.0, react_s or 0.0),
         place_s=_place_s(found),
         load_s=max(0.0, load_s or 0.0),
@@ -233,7 +236,8 @@ def _place_s(found: Sequence[SlotTime]) -> float:
 def _slot_times(
     bus: Bus, topics: Topics, catalogue: Catalogue, zero_ns: int, damage: Damage
 ) -> Iterator[SlotTime]:
-    """Every trajectory that counts, of one attempt and one turn, whose times are known."""
+    """Every trajectory that counts, of one attempt that stayed where it was, whose times are known;
+    of an episode every turn."""
     left = logged_records(catalogue, COUNTS)
     placed_ns = dict(catalogue.query("select trajectory_id, placed_ns from trajectories"))
     for record in records_of(bus, ends_of(bus, topics.trajectories)):
@@ -242,19 +246,37 @@ def _slot_times(
             continue
         with suppress(SchemaError):  # it is among the dead letters
             one = decode_trajectory(record.value)
-            times, turns = one.meta.times, sum(part.kind == "model" for part in one.segments)
-            if times.started is None or times.finished is None or named.attempt > 1 or turns != 1:
+            turns = [part for part in one.segments if part.kind == "model"]
+            if one.meta.times.finished is None or named.attempt > 1:
                 continue
-            yield SlotTime(
-                trajectory=named.trajectory,
-                worker=one.meta.worker,
-                placed_s=(placed_ns[named.trajectory] - zero_ns) / SECOND_NS,
-                start_s=(times.started - zero_ns) / SECOND_NS,
-                end_s=(times.finished - zero_ns) / SECOND_NS,
-                tokens=one.sampled,
-                reported_s=(named.logged_ns - zero_ns) / SECOND_NS,
-            )
+            if len({part.turn for part in turns}) == len(turns):
+                at_ns = placed_ns[named.trajectory], named.logged_ns
+                yield from _turns(one, turns, *at_ns, zero_ns)
     damage.look_for_the_rest(left)
+
+
+def _turns(
+    one: Trajectory, turns: Sequence[Segment], placed_ns: int, logged_ns: int, zero_ns: int
+) -> Iterator[SlotTime]:
+    """What a trajectory was in a slot: while its environment answers, others have that."""
+    waits_ns = 0
+    for part in one.segments:
+        if part.kind == "prompt":
+            continue
+        if part.kind != "model":
+            waits_ns += part.end_ns - part.start_ns
+            placed_ns = max(placed_ns, part.end_ns)
+            continue
+        after_ns = logged_ns - part.end_ns + waits_ns if part is turns[-1] else None
+        yield SlotTime(
+            trajectory=one.trajectory,
+            worker=part.worker,
+            placed_s=(placed_ns - zero_ns) / SECOND_NS,
+            start_s=(part.start_ns - zero_ns) / SECOND_NS,
+            end_s=(part.end_ns - zero_ns) / SECOND_NS,
+            tokens=part.end - part.start,
+            after_s=None if after_ns is None else after_ns / SECOND_NS,
+        )
 
 
 def _train_times(steps: Sequence[Trained]) -> tuple[float, float, float]:

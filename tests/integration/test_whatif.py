@@ -38,6 +38,7 @@ from dora_pipe.sim.whatif import (
 )
 from dora_pipe.sim.whatif_facts import Measured, SlotTime, Steps, TurnValues, measure, speed_of
 from dora_pipe.sim.world import SECOND_NS, World
+from tests.support import fork_stage
 from tests.support.tiers import more
 
 TOKEN_NS = 4_000_000
@@ -201,7 +202,7 @@ def test_a_run_that_is_too_short_says_so() -> None:
 
 
 def in_slot(name: str, start_s: float, end_s: float) -> SlotTime:
-    times = {"placed_s": start_s, "start_s": start_s, "end_s": end_s, "reported_s": end_s}
+    times = {"placed_s": start_s, "start_s": start_s, "end_s": end_s, "after_s": 0.0}
     return SlotTime(trajectory=name, worker="w", tokens=100, **times)
 
 
@@ -244,3 +245,16 @@ def test_an_unknown_paradigm_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["whatif", "none", "--paradigm", "magic"])
     assert isinstance(result.exception, UsageError)
     assert "magic" in result.exception.message
+
+
+def test_turns_of_episodes_are_times_in_slots_and_their_environment_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    run = fork_stage.record(tmp_path / "episodes", fork_stage.Puzzles, run__steps=5)
+    with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
+        measured = measure(bus, run.topics, tables)
+        many = len(measured.lengths)
+    assert measured.speed.t0_s > 0 and measured.speed.r2 > 0.9
+    assert len(measured.reports_s) >= 0.9 * many  # One of an episode, however many turns it has.
+    again = estimate(measured, measured.config, what="again", cores=8)
+    assert again.wall_s == pytest.approx(measured.wall_s, rel=0.3)

@@ -21,7 +21,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.launch.run_dir import opened
 from tests.support.agent_run import furnish_agent
-from tests.support.user_run import WAIT_S, WARM_S, call, furnish, start, until
+from tests.support.user_run import WAIT_S, WARM_S, call, furnish, start, until, warm_calculator
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +40,7 @@ def score(row, text):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a run of the calculator."""
     place = tmp_path_factory.mktemp("episodes")
-    assert call(place, "init", "mine", "--task", "calculator") == 0
-    warm = start(place, "sft", "mine/config.toml", "mine/warm", "--steps", "120")
-    assert warm.wait(WARM_S) == 0, (place / "said").read_text()
+    warm_calculator(tmp_path_factory.getbasetemp(), place)
     options = [word for one in SMALL for word in ("-o", one)]
     run = start(place, "run", "mine/config.toml", *options)
     assert run.wait(WARM_S) == 0, (place / "said").read_text()

@@ -18,7 +18,7 @@ from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.catalogue.database import COUNTS, logged_records
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.trajectory import Trajectory
-from tests.support.user_run import WARM_S, assert_clean, call, call_here, start
+from tests.support.user_run import assert_clean, call, call_here, warm_calculator
 
 pytestmark = pytest.mark.slow
 
@@ -55,10 +55,8 @@ def options(*more: str) -> list[str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a run, and one that the first one's log has answered."""
     place = tmp_path_factory.mktemp("taped")
-    assert call(place, "init", "mine", "--task", "calculator") == 0
+    warm_calculator(tmp_path_factory.getbasetemp(), place)
     (place / "mine" / "counted.py").write_text(KIND)
-    warm = start(place, "sft", "mine/config.toml", "mine/warm", "--steps", "100")
-    assert warm.wait(WARM_S) == 0, (place / "said").read_text()
     words = ["run", "mine/config.toml", *options("run.name=one")]
     assert call(place, *words) == 0, (place / "said").read_text()
     return place

@@ -318,7 +318,7 @@ def serve_task(
 ) -> None:
     """Serve the task of a configuration to the workers whose task.url names this address. Each of
     their connections gets a process. There is no TLS: see docs/tasks.md."""
-    from dora_pipe.launch.task_host import serve_task
+    from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes, keep_s=keep)
 

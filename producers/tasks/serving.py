@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,11 +22,15 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config import model
+from dora_pipe.config.load import load_config
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import ConfigError, ResourceError
 from dora_pipe.core.frames import framed
+from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.kept import SILENT_S
-from dora_pipe.producers.tasks.links import MODULE, watch
+from dora_pipe.producers.tasks.links import MODULE, host_and_port, token_of, watch
 from dora_pipe.producers.tasks.process import SERVED
 
 LOG = logging.getLogger(__name__)
@@ -199,3 +203,31 @@ class TaskHost:
             guest.process.wait()
             (self._kept / str(guest.process.pid)).unlink(missing_ok=True)
         guest.connection.close()
+
+
+def serve_task(
+    path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int, keep_s: float
+) -> None:
+    """Serve, and say where. Raises ConfigError for an unknown task or address, ResourceError where
+    nobody can listen there."""
+    tasks = {one.name: one for one in load_config(path, overrides).tasks}
+    if name not in tasks and (name or len(tasks) > 1):
+        raise ConfigError(f"there is no task `{name}`", hint=nearest(name, tasks))
+    task = tasks[name] if name in tasks else next(iter(tasks.values()))
+    if task.url:
+        raise ConfigError("task.url: a server of tasks runs them itself", hint="leave it out there")
+    try:
+        address = host_and_port(listen)
+    except ValueError:
+        raise ConfigError(f"--listen: `{listen}` is not HOST:PORT") from None
+    stopped: list[int] = []
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda number, _: stopped.append(number))
+    token = token_of(task.url_token_file)
+    try:
+        host = TaskHost(task, address, token=token, processes_max=processes, keep_s=keep_s)
+    except OSError as error:
+        raise ResourceError(f"nobody can listen at {listen}: {error}") from error
+    with host:
+        say(f"serving `{task.kind}` at tcp://{host.address[0]}:{host.address[1]}")
+        host.serve(stop=lambda: bool(stopped))

@@ -299,8 +299,21 @@ def _shards(config: Config, stage: int) -> int:
 
 def _on_a_rank(shape: ModelShape, config: Config) -> int:
     """Parameters that are trained on a rank and on those that have the same experts."""
-    count, dealt = trained(shape, config), config.trainer.expert_parallel
-    return count if dealt == 1 else count - shape.expert_matrices * (dealt - 1) // dealt
+    return trained(shape, config) - (0 if config.lora.rank else _dealt_away(shape, config))
+
+
+def _dealt_away(shape: ModelShape, config: Config) -> int:
+    """Parameters of the experts that other ranks have, and this one has not."""
+    dealt = config.trainer.expert_parallel
+    return shape.expert_matrices * (dealt - 1) // dealt
+
+
+def _weights(shape: ModelShape, config: Config) -> int:
+    """Bytes of weights on a rank; what is frozen beside an adapter is dealt as well."""
+    frozen, shards = _frozen(shape, config), _shards(config, 3)
+    here = frozen - _dealt_away(shape, config) if frozen and shards == 1 else frozen
+    held = _ceil(_frozen_width(shape, config) * here, shards)
+    return _spread(shape, config, WIDTHS[config.trainer.dtype], 3) + held
 
 
 def _spread(shape: ModelShape, config: Config, width: int, stage: int) -> int:
@@ -317,7 +330,7 @@ def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     width, stage = WIDTHS[trainer.dtype], trainer.zero_stage
     here = trainer.offload == "none"
     frozen, narrow = _frozen(shape, config), _frozen_width(shape, config)
-    weights = _spread(shape, config, width, 3) + _ceil(narrow * frozen, _shards(config, 3))
+    weights = _weights(shape, config)
     live = min(LIVE_ELEMENTS, count + frozen) * (narrow if frozen else width)
     whole = stage < 2 and here
     halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0  # bfloat16 beside float32
@@ -336,10 +349,14 @@ def _zero_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
 
 
 def host_trainer_bytes(shape: ModelShape, config: Config) -> int:
-    """What all ranks together hold in the host's memory; the network once each when they start."""
+    """What all ranks together hold in the host's memory. When they start that is one layer of each
+    kind, and below stage 3 what a rank keeps; of the torch trainer the network."""
     trainer, count = config.trainer, trained(shape, config)
     made = 2 if _widened(shape, config) else 4  # What a base is held in while it is made.
-    start = made * shape.parameters * _ranks(config)
+    start = made * shape.parameters
+    if trainer.kind == "deepspeed":
+        kept = _weights(shape, config) if trainer.zero_stage < 3 else 0
+        start = _ranks(config) * (made * shape.layer_kinds + kept)
     held = 18 if _remainders(shape, config) else 16
     offloaded = 0 if trainer.offload == "none" else held * count
     width = _frozen_width(shape, config) if config.lora.rank else WIDTHS[trainer.dtype]

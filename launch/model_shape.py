@@ -104,8 +104,17 @@ class ModelShape:
     @property
     def hidden_matrices(self) -> int:
         """Parameters of the layers' matrices, norms and biases with them; experts are stacked."""
-        ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.parameters - ends - self.expert_matrices
+        return self.parameters - self._ends - self.expert_matrices
+
+    @property
+    def _ends(self) -> int:
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def layer_kinds(self) -> int:
+        """Parameters of one layer of each kind, with embedding and head."""
+        layers = {one: one.parameters(self.hidden, bias=True) for one in self.blocks}
+        return self._ends + sum(layers.values()) + len(layers) * self.attention.parameters
 
     @property
     def mixture(self) -> Block | None:

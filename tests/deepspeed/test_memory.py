@@ -10,9 +10,12 @@ from dora_pipe.consumers.learners.deepspeed import engine
 from dora_pipe.consumers.learners.torch import packed_attention
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.packed_attention import set_attention
+from dora_pipe.core.heap import give_back_freed
 from tests.deepspeed.conftest import Bench
 from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_qwen3_moe
+from tests.support.own_memory import peak_of_own_memory
 
 STEP = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
 BATCH = make_batch(seed=3, groups=3, siblings=3)
@@ -93,3 +96,30 @@ def test_step_with_blocks_in_chunks_is_one_without(
         assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
         assert cut.numerics()["mlp_chunk_tokens"] == "7"
     assert len(digests) == 1
+
+
+LARGE: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 2, "expert_parallel": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_rank_holds_no_more_of_a_network_than_it_keeps_and_a_layer(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A base beside an adapter: nothing else is as large. Whole it is what a rank had at first."""
+    deepspeed.need_deepspeed(ranks=2)
+    give_back_freed()
+    Bench(tmp_path / "a", make_qwen3_moe(tmp_path / "small")).deepspeed(lora=LORA, **options)
+    large = Bench(tmp_path / "b", make_qwen3_moe(tmp_path / "model", **LARGE))
+    whole = large.weights.stat().st_size
+    with peak_of_own_memory() as taken:
+        held = large.deepspeed(lora=LORA, **options)
+    half = whole / 2 if held.trainer._options.engine.dtype == "float32" else whole / 4
+    assert half < taken[0] < half + whole / 4

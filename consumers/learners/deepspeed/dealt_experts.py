@@ -71,7 +71,7 @@ class DealtExperts:
             before = module.forward(hidden, chosen + self.rank * local, weights)
         module.num_experts = local
         for one in module.parameters():
-            one.data = self.part_of(one.data).clone()
+            one.data = self.part_of(one.data)
             one.ds_zero_partition_process_group = self._replica
             if one.requires_grad:
                 one.allreduce = False

@@ -29,7 +29,7 @@ from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
 from dora_pipe.consumers.learners.torch.model import Passage, score
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
-from dora_pipe.consumers.learners.torch.network import build, head_is_all
+from dora_pipe.consumers.learners.torch.network import SharedMemory, build, head_is_all
 from dora_pipe.consumers.learners.torch.optimizer import REMAINDER, decay_groups
 from dora_pipe.consumers.learners.torch.packed_attention import Cuts, goes_by_sequences, need_apart
 from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
@@ -152,7 +152,7 @@ class Engine:
     def __init__(self, assets: Path, options: EngineOptions) -> None:
         self.options = options
         narrow = NarrowWeights() if _holds_narrow(options) else None
-        network = build(assets, options.memory, narrow)
+        network = build(assets, options.memory, narrow, SharedMemory())
         buffers = {id(module): dict(module._buffers) for module in network.modules()}
         lean = head_is_all(network, "cpu")
         if options.memory.packing:
@@ -161,7 +161,7 @@ class Engine:
             network, options.dtype, options.device
         )
         """Whether attention of packed passes goes by sequences."""
-        # While its weights are whole: it computes, and ranks then need not do so together.
+        # While its weights are whole, if shared: it computes, and ranks need not do so together.
         self._routed = RoutedExperts(network) if options.routes else None
         self._balance = BalanceLoss(network) if options.router_aux_loss else None
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
@@ -190,9 +190,9 @@ class Engine:
         groups = decay_groups(parameters, options.weight_decay, options.weight_decay_exclude)
         groups = groups if self._dealt is None else self._dealt.groups(groups)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
-        self._engine: Any = deepspeed.initialize(
-            model=module, optimizer=self._adamw, config=_config(options), dist_init_required=False
-        )[0]
+        _apart(deepspeed, module, options)
+        told: dict[str, Any] = {"config": _config(options), "dist_init_required": False}
+        self._engine: Any = deepspeed.initialize(model=module, optimizer=self._adamw, **told)[0]
         self._zero: Any = self._engine.optimizer
         # A conversion to bfloat16 takes buffers along, and rotations must not be rounded.
         for one in network.modules():
@@ -503,6 +503,20 @@ class Engine:
             start=whole.start,
             elements=part.numel,
         )
+
+
+def _apart(deepspeed: Any, module: torch.nn.Module, options: EngineOptions) -> None:
+    """Give each parameter memory of its own, or at stage 3 what this rank has of it, one after the
+    other; what is in it is loaded. Collective."""
+    if options.zero_stage < 3:
+        for one in module.parameters():
+            one.data = torch.empty(one.shape, dtype=one.dtype)
+        return
+    zero = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=_config(options))
+    for one in module.parameters():
+        if options.dtype == "bfloat16":
+            one.data = one.data.to(torch.bfloat16)
+        zero._convert_to_zero_parameters([one])
 
 
 def _holds_narrow(options: EngineOptions) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dora_pipe.consumers.learners.torch.chunked_layers import chunk_layers
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions, checkpoint_layers
@@ -16,16 +19,58 @@ from dora_pipe.core.errors import PolicyError
 _PROBE_TOKENS: Final = 4
 
 
+class SharedMemory:
+    """What like parameters of all layers have in common, until each has its own.
+
+    Probes of a network are of what its family computes, whatever the weights; so a process that is
+    to keep a part of it never holds more than one layer beside that. Each has a storage of its own
+    over the same memory, as the names of files are found by storage.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], Tensor] = {}
+        self._made: set[int] = set()
+
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """Parameters of modules that are made meanwhile; one thread makes one network at a time."""
+        handle = register_module_parameter_registration_hook(self._share)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _share(self, module: Any, name: str, parameter: Any) -> Any:
+        if parameter is None or id(parameter) in self._made:
+            return None  # A tied one stays what it is.
+        key = type(module), name, parameter.shape, parameter.dtype
+        known = key in self._held
+        held = self._held.setdefault(key, parameter.detach())
+        memory = held.reshape(-1).view(torch.uint8).numpy()
+        shared = torch.from_numpy(memory).view(held.dtype).reshape(held.shape)
+        made = torch.nn.Parameter(shared, parameter.requires_grad)
+        made._is_hf_initialized = known  # type: ignore[attr-defined]  # transformers' own word
+        self._made.add(id(made))
+        return made
+
+
 def build(
-    assets: Path, memory: MemoryOptions = AT_ONCE, narrow: NarrowWeights | None = None
+    assets: Path,
+    memory: MemoryOptions = AT_ONCE,
+    narrow: NarrowWeights | None = None,
+    shared: SharedMemory | None = None,
 ) -> Any:
-    """The network that a config.json describes, with arbitrary weights. Raises PolicyError."""
+    """The network that a config.json describes, with arbitrary weights, of which those of all
+    layers may be `shared`. Raises PolicyError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM.from_config
     try:
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
-        with nullcontext() if narrow is None else narrow.registered():
+        with ExitStack() as making:
+            for one in (narrow, shared):
+                if one is not None:
+                    making.enter_context(one.registered())
             network = make(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error

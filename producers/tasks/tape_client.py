@@ -14,6 +14,7 @@ without saying what came of a call has recorded nothing. The other end is `tape_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -180,7 +181,8 @@ class _Connection:
                 hint=f"{LINE_BYTES_MAX} bytes are the most",
             )
         try:
-            self._socket.sendall(line)
+            with contextlib.suppress(BrokenPipeError):  # It has refused before it was asked.
+                self._socket.sendall(line)
             return _REPLIES.decode(self._lines.readline(LINE_BYTES_MAX))
         except (OSError, msgspec.DecodeError) as error:
             raise ResourceError(f"the cassette does not answer: {error}") from None

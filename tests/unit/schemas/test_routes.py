@@ -290,5 +290,5 @@ def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
     check_engines(graphs, ["torch"])
     check_engines(config(tmp_path), ["torch", "vllm", "vllm-server"])
     own = config(tmp_path, f"trainer.kind={__name__}:OWN_TRAINER")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `.*OWN_TRAINER` routes by"):
+    with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `.*OWN_TRAINER` does not"):
         need_learner(own)

@@ -191,6 +191,18 @@ def test_an_answer_that_is_too_long_is_said_to_be_and_not_recorded(
     assert path.read_bytes() == b""
 
 
+def test_who_is_refused_before_it_has_spoken_hears_why(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path.parent / "s"))
+        listening.listen()
+        connection = tape_client._Connection(str(path.parent / "s"))
+        accepted, _ = listening.accept()
+        accepted.sendall(b'{"refused": "more than 1 calls at once"}\n')
+        accepted.close()
+    assert connection.ask({"name": "ls"}).refused == "more than 1 calls at once"
+    connection.close()
+
+
 def test_calls_beyond_the_bound_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape_door, "CONNECTIONS_MAX", 1)
 

@@ -168,7 +168,9 @@ def zero_ways(config: Config, count: int) -> list[dict[str, Any]]:
     plain |= {"optimizer": "adamw"}  # It has no other.
     if count % config.trainer.expert_parallel:
         plain |= {"expert_parallel": 1}
-    return [
-        {f"trainer.{key}": value for key, value in {**plain, **one}.items()}
-        for one in (*stages, *further)
-    ]
+    ways: list[dict[str, Any]] = []
+    for one in (*stages, *further):
+        way = {f"trainer.{key}": value for key, value in {**plain, **one}.items()}
+        if way not in ways:  # Those of a run in bfloat16 are there already.
+            ways.append(way)
+    return ways

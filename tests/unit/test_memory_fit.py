@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from dora_pipe.cli.memory import estimate
 from dora_pipe.config.checks import problems_of
 from dora_pipe.launch.memory_estimate import Gpus, slots_that_fit, trainer_bytes, worker_parts
-from dora_pipe.launch.memory_fit import parallel_keys, trainer_keys, with_keys, worker_keys
+from dora_pipe.launch.memory_fit import (
+    parallel_keys,
+    trainer_keys,
+    with_keys,
+    worker_keys,
+    zero_ways,
+)
 from tests.support.model_shapes import BILLIONS, NETWORKS, run, shape_of
 
 COSTS_TIME = {
@@ -162,6 +168,12 @@ def test_files_that_are_quantized_are_refused_by_name() -> None:
     assert found.misfits == [
         "the files are quantized (quantization_config): a run begins with float32 or bfloat16 ones"
     ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_way_is_offered_twice(dtype: str) -> None:
+    ways = zero_ways(run(trainer__dtype=dtype), 14)
+    assert len(ways) == len({tuple(one.items()) for one in ways})
 
 
 def test_more_ranks_than_gpus_do_not_fit() -> None:

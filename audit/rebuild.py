@@ -130,8 +130,9 @@ class Rebuilder:
         told(Rebuilt(version=step, digest=digest, base=self._base, steps=steps))
         commits = read_commits(self._bus, self._topics, notes[self._at : step], self._clock)
         self._at = -1  # Somewhere in between, until it has come through.
-        log, run = (self._bus, self._topics), (self._store, history)
-        for again in replay_steps(*log, *run, learner, commits, clock=self._clock):
+        for again in replay_steps(
+            self._bus, self._topics, self._store, history, learner, commits, clock=self._clock
+        ):
             if not again.equal:
                 other = again.other_numerics
                 raise ReplayDiverged(

@@ -207,9 +207,16 @@ class StepRepeater:
             )
 
     def _again(self, first: int, end: int, change: BatchChange) -> list[ReplayedStep]:
-        log, run = (self._bus, self._topics), (self._store, self._history)
-        commits = self._commits(first, end)
-        again = replay_steps(*log, *run, self._learner, commits, clock=self._clock, change=change)
+        again = replay_steps(
+            self._bus,
+            self._topics,
+            self._store,
+            self._history,
+            self._learner,
+            self._commits(first, end),
+            clock=self._clock,
+            change=change,
+        )
         return list(again)
 
     def _commits(self, first: int, end: int) -> list[StepCommitted]:

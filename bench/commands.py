@@ -549,9 +549,9 @@ def _beside_generate(
 ) -> Iterable[Any]:
     """An engine beside `generate`."""
     if engine == "vllm":
-        from dora_pipe.bench.engine_vllm import Load, bench_vllm
+        from dora_pipe.bench.engine_vllm import bench_vllm, load_of
 
-        return bench_vllm(folder, rows or VLLM_ROWS, Load(model=model))
+        return bench_vllm(folder, rows or VLLM_ROWS, load_of(model))
     if engine == "vllm-server":
         from dora_pipe.bench.engine_vllm import bench_server
 

@@ -16,13 +16,14 @@ take turns too, and the better turn of each counts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from dora_pipe.bench import qwen3
 from dora_pipe.bench.dataplane.procfs import tree_cpu_s
@@ -46,82 +47,80 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.store.safetensors_file import read_manifest
 
-TURNS: Final = 7
-SHAPE_TURNS: Final = 3
 SERVER_TURNS: Final = 4
 _SEED: Final = 20
-
-
 DEMO: Final = "demo"
+
+
+def write_model(directory: Path, *, context_tokens: int = CONTEXT_TOKENS) -> Path:
+    """The demo's shapes with random weights, as a model directory."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(_SEED)
+    build: Any = Qwen2ForCausalLM
+    config = demo_config(context_tokens=context_tokens, tie_word_embeddings=False, bos_token_id=1)
+    build(config).float().save_pretrained(directory)
+    return directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A model, how vLLM is to run it, and requests to it: the demo's, or for one of `qwen3.SHAPES`
-    as a GPU is used, in bfloat16, with compiled graphs, and requests eight times as long."""
+    """A model, how vLLM is to run it, and requests to it; by themselves the demo's."""
 
-    model: str = DEMO
-
-    def __post_init__(self) -> None:
-        if self.model not in (DEMO, *SHAPES):
-            known = ", ".join((DEMO, *SHAPES))
-            raise UsageError(f"there is no model {self.model!r}", hint=f"there are: {known}")
-
-    @property
-    def scale(self) -> int:
-        """Of requests."""
-        return 1 if self.model == DEMO else 8
+    write: Callable[[Path], Path] = write_model
+    """Makes the model's directory."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of VllmSettings."""
+    vocabulary: int = MODEL.vocabulary
+    scale: int = 1
+    """Tokens of requests and of a context are so many times the demo's."""
+    requests_per_row: int = REQUESTS_PER_ROW
+    turns: int = 7
+    """Of each half."""
+    ratio_of: Literal["cpu_s", "wall_s"] = "cpu_s"
 
     @property
     def context_tokens(self) -> int:
         """Of a request, at most."""
         return self.scale * CONTEXT_TOKENS
 
-    @property
-    def requests_per_row(self) -> int:
-        """Of a turn."""
-        return REQUESTS_PER_ROW if self.model == DEMO else REQUESTS_PER_ROW // 2
-
-    @property
-    def turns(self) -> int:
-        """Of each half."""
-        return TURNS if self.model == DEMO else SHAPE_TURNS
-
     def requests(self, count: int, **seed: int) -> list[EngineRequest]:
-        """So many."""
-        vocabulary = MODEL.vocabulary if self.model == DEMO else vocabulary_of(self.model)
-        return demo_requests(count, vocabulary=vocabulary, scale=self.scale, **seed)
-
-    def write(self, directory: Path) -> Path:
-        """The model's directory."""
-        return (
-            write_model(directory)
-            if self.model == DEMO
-            else qwen3.write_model(directory, self.model)
-        )
-
-    def settings(self) -> Any:
-        """VllmSettings."""
-        from dora_pipe.producers.engines.vllm.core import VllmSettings
-
-        return VllmSettings() if self.model == DEMO else VllmSettings(dtype="bfloat16", eager=False)
+        return demo_requests(count, vocabulary=self.vocabulary, scale=self.scale, **seed)
 
 
-def bench_vllm(
-    folder: Path, rows: Sequence[int], load: Load, *, requests_per_row: int = 0
-) -> Iterator[EngineFigure]:
+def load_of(model: str) -> Load:
+    """The demo's, or one of `qwen3.SHAPES` as a GPU is used: in bfloat16, with compiled graphs, and
+    requests eight times as long. Raises UsageError for another."""
+    if model == DEMO:
+        return Load()
+    if model not in SHAPES:
+        known = ", ".join((DEMO, *SHAPES))
+        raise UsageError(f"there is no model {model!r}", hint=f"there are: {known}")
+    return Load(
+        write=partial(qwen3.write_model, model=model),
+        settings={"dtype": "bfloat16", "eager": False},
+        vocabulary=vocabulary_of(model),
+        scale=8,
+        requests_per_row=REQUESTS_PER_ROW // 2,
+        turns=3,
+        ratio_of="wall_s",
+    )
+
+
+def bench_vllm(folder: Path, rows: Sequence[int], load: Load) -> Iterator[EngineFigure]:
     """A figure for each number of rows. Needs vLLM. Raises ConfigError, UsageError."""
     check_rows(rows)
     from dora_pipe.producers.engines.vllm import core as vllm_core
 
     vllm_core.prepare(threads=1)
     model = load.write(folder / "model")
-    per_row = requests_per_row or load.requests_per_row
     for count in rows:
-        yield _figure(model, load, count, max(REQUESTS_MIN, count * per_row))
+        yield _figure(model, load, count, max(REQUESTS_MIN, count * load.requests_per_row))
 
 
 def _figure(model: Path, load: Load, rows: int, count: int) -> EngineFigure:
+    from dora_pipe.producers.engines.vllm.core import VllmSettings
     from dora_pipe.producers.engines.vllm.engine import VllmEngine
 
     requests, warm_up = load.requests(count), load.requests(WARM_UP_REQUESTS, seed=0)
@@ -130,18 +129,18 @@ def _figure(model: Path, load: Load, rows: int, count: int) -> EngineFigure:
         slots=rows,
         context_tokens=load.context_tokens,
         threads=1,
-        settings=load.settings(),
+        settings=VllmSettings(**load.settings),
     )
     generate, close = _generate(model, load, rows)
-    turns = load.turns
-    own, theirs, tokens = [Spent() for _ in range(turns)], [Spent() for _ in range(turns)], 0
+    own, theirs = ([Spent() for _ in range(load.turns)] for _ in range(2))
+    tokens = 0
     run_requests(engine, warm_up, rows)
     generate(warm_up)
     halves: list[tuple[list[Spent], Callable[[], int]]] = [
         (own, lambda: run_requests(engine, requests, rows)),
         (theirs, lambda: generate(requests)),
     ]
-    for turn in range(turns):
+    for turn in range(load.turns):
         for spent, half in halves:
             with measured(spent[turn]):
                 made = half()
@@ -150,7 +149,7 @@ def _figure(model: Path, load: Load, rows: int, count: int) -> EngineFigure:
         halves.reverse()
     engine.close()
     close()
-    spent_s = attrgetter("cpu_s" if load.model == DEMO else "wall_s")
+    spent_s = attrgetter(load.ratio_of)
     own_cpu_s, theirs_cpu_s = (min(one.cpu_s for one in spent) for spent in (own, theirs))
     own_wall_s, theirs_wall_s = (min(one.wall_s for one in spent) for spent in (own, theirs))
     return EngineFigure(
@@ -167,18 +166,6 @@ def _figure(model: Path, load: Load, rows: int, count: int) -> EngineFigure:
     )
 
 
-def write_model(directory: Path, *, context_tokens: int = CONTEXT_TOKENS) -> Path:
-    """The demo's shapes with random weights, as a model directory."""
-    import torch
-    from transformers import Qwen2ForCausalLM
-
-    torch.manual_seed(_SEED)
-    build: Any = Qwen2ForCausalLM
-    config = demo_config(context_tokens=context_tokens, tie_word_embeddings=False, bos_token_id=1)
-    build(config).float().save_pretrained(directory)
-    return directory
-
-
 def _generate(
     model: Path, load: Load, rows: int
 ) -> tuple[Callable[[Sequence[EngineRequest]], int], Callable[[], None]]:
@@ -188,7 +175,10 @@ def _generate(
     from dora_pipe.producers.engines.vllm import core as vllm_core
 
     arguments = vllm_core.arguments(
-        model, load.settings(), slots=rows, context_tokens=load.context_tokens
+        model,
+        vllm_core.VllmSettings(**load.settings),
+        slots=rows,
+        context_tokens=load.context_tokens,
     )
     llm = LLM(**{**arguments, "load_format": "auto"})
 

@@ -16,7 +16,7 @@ def fresh_peak(device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
-    return _own_bytes("VmRSS")
+    return own_bytes("VmRSS")
 
 
 def peak_bytes(device: str) -> int:
@@ -25,10 +25,10 @@ def peak_bytes(device: str) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated()
-    return _own_bytes("VmHWM")
+    return own_bytes("VmHWM")
 
 
-def _own_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
+def own_bytes(name: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
     """A figure of this process's memory, as Linux says it."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):

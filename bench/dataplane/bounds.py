@@ -86,9 +86,9 @@ class DiskOutbox(BoundOutbox):
         list(self._pool.map(self._write, held))
 
     def _write(self, one: tuple[int, bytes]) -> None:
-        partial = self._folder / f".{one[0]}"
-        write_direct(partial, one[1], synced=False)
-        partial.replace(self._folder / str(one[0]))
+        unnamed = self._folder / f".{one[0]}"
+        write_direct(unnamed, one[1], synced=False)
+        unnamed.replace(self._folder / str(one[0]))
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -261,7 +261,8 @@ def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]
         at = version
         while at not in found:
             found.add(at)
-            at -= not whole(at)
+            if not whole(at):
+                at -= 1
     return found
 
 

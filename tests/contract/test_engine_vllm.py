@@ -357,16 +357,14 @@ def test_model_that_vllm_does_not_take_is_refused_in_one_line(
     assert INTERRUPTIBLE in vllm.open(slots=1).declares
 
 
-def test_bench_runs_the_same_tokens_through_the_port_and_generate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_runs_the_same_tokens_through_the_port_and_generate(tmp_path: Path) -> None:
     from dora_pipe.bench import engine, engine_vllm
 
     need_vllm()
-    monkeypatch.setattr(engine_vllm, "TURNS", 1)
+    load = engine_vllm.Load(turns=1, requests_per_row=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (figure,) = engine_vllm.bench_vllm(tmp_path, [8], engine_vllm.Load(), requests_per_row=1)
+        (figure,) = engine_vllm.bench_vllm(tmp_path, [8], load)
     assert (figure.rows, figure.requests) == (8, engine.REQUESTS_MIN)
     assert figure.tokens == sum(
         one.params.max_tokens for one in engine.demo_requests(figure.requests)

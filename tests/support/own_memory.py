@@ -5,17 +5,10 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from dora_pipe.bench.peak import own_bytes
 
 EVERY_S = 0.002
-
-
-def own_bytes() -> int:
-    """Of this process, now (`RssAnon` of proc(5))."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    raise AssertionError("this kernel says nothing of anonymous memory")
 
 
 @contextmanager
@@ -24,11 +17,11 @@ def peak_of_own_memory() -> Iterator[list[int]]:
     over, found = threading.Event(), [0]
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # What was freed and is still held would be taken again.
-    before = own_bytes()
+    before = own_bytes("RssAnon")
 
     def watch() -> None:
         while not over.wait(EVERY_S):
-            found[0] = max(found[0], own_bytes() - before)
+            found[0] = max(found[0], own_bytes("RssAnon") - before)
 
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()

@@ -190,9 +190,7 @@ class Engine:
         groups = decay_groups(parameters, options.weight_decay, options.weight_decay_exclude)
         groups = groups if self._dealt is None else self._dealt.groups(groups)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
-        _apart(deepspeed, module, options)
-        told: dict[str, Any] = {"config": _config(options), "dist_init_required": False}
-        self._engine: Any = deepspeed.initialize(model=module, optimizer=self._adamw, **told)[0]
+        self._engine = _initialized(deepspeed, module, self._adamw, options)
         self._zero: Any = self._engine.optimizer
         # A conversion to bfloat16 takes buffers along, and rotations must not be rounded.
         for one in network.modules():
@@ -505,18 +503,23 @@ class Engine:
         )
 
 
-def _apart(deepspeed: Any, module: torch.nn.Module, options: EngineOptions) -> None:
-    """Give each parameter memory of its own, or at stage 3 what this rank has of it, one after the
-    other; what is in it is loaded. Collective."""
+def _initialized(
+    deepspeed: Any, module: torch.nn.Module, adamw: torch.optim.AdamW, options: EngineOptions
+) -> Any:
+    """DeepSpeed's engine. Each parameter of the module has memory of its own then, or at stage 3
+    what this rank has of it, one after the other; what is in it is loaded. Collective."""
     if options.zero_stage < 3:
         for one in module.parameters():
             one.data = torch.empty(one.shape, dtype=one.dtype)
-        return
-    zero = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=_config(options))
-    for one in module.parameters():
-        if options.dtype == "bfloat16":
-            one.data = one.data.to(torch.bfloat16)
-        zero._convert_to_zero_parameters([one])
+    else:
+        zero = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=_config(options))
+        for one in module.parameters():
+            if options.dtype == "bfloat16":
+                one.data = one.data.to(torch.bfloat16)
+            zero._convert_to_zero_parameters([one])
+    return deepspeed.initialize(
+        model=module, optimizer=adamw, config=_config(options), dist_init_required=False
+    )[0]
 
 
 def _holds_narrow(options: EngineOptions) -> bool:

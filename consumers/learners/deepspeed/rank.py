@@ -472,9 +472,11 @@ class Rank:
             )
             self._adapter = {name: one.to(self._device) for name, one in found.items()}
         else:
-            how: dict[str, Any] = {"temperature": options.temperature, "memory": options.memory}
             self._reference = self._reference or TorchModel(
-                self._assets, device=self._device, **how
+                self._assets,
+                device=self._device,
+                temperature=options.temperature,
+                memory=options.memory,
             )
             self._reference.load(weights)
         self._reference_path = path

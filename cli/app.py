@@ -57,7 +57,6 @@ COMMANDS: Final[Panels] = {
         ),
     },
     "Simulate and measure": {
-        "whatif": ("cli.commands.sim:whatif", "How long other settings would have taken."),
         "mismatch": ("cli.commands.sim:mismatch", "Where a batch's ratios come from."),
         "sim": ("cli.commands.sim:sim_app", "Play runs under faults; published tables."),
         "bench": ("cli.app:bench", "Measure this machine."),

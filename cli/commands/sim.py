@@ -1,82 +1,18 @@
-"""Commands that compute what a run would have been, and the simulator."""
+"""Commands of the simulator, and `mismatch`."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
-from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from dora_pipe.cli.lazy import lazy_app
-from dora_pipe.cli.options import PARADIGM_NAMES, ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, raise_if_damaged
+from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.output import emit_json
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS
-from dora_pipe.core.errors import UsageError
-
-
-def whatif(
-    run: RunArgument,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Another setting."),
-    ] = None,
-    paradigm: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(PARADIGM_NAMES)}; in the simulator also one-batch, proportional, "
-            "legacy-fill, drop, roll-flash."
-        ),
-    ] = "",
-    cores: Annotated[
-        int, typer.Option(min=0, help="Cores the run had; 0: those of this machine.")
-    ] = 0,
-    archive: ArchiveOption = None,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Say how long a finished run would have taken with other settings, and how far to trust it.
-
-    The run is simulated as it was first: the error of that is printed.
-    """
-    from dora_pipe.sim.whatif import SCHEDULERS, as_measured, check_question, estimate
-    from dora_pipe.sim.whatif_facts import measure
-
-    known = [*PARADIGM_NAMES, *SCHEDULERS]
-    if paradigm and paradigm not in known:
-        raise UsageError(f"no paradigm {paradigm!r}", hint=f"there are {', '.join(known)}")
-    cores = cores or os.cpu_count() or 1
-    from dora_pipe.cli.whatif import emit_answers, plain_answers
-    from dora_pipe.config.load import load_config
-    from dora_pipe.launch.run_dir import opened
-
-    with opened(run, root, archive) as found, watched(found) as (looked, report):
-        with closing(looked.tables()) as tables:
-            measured = measure(looked.bus, looked.topics, tables)
-        laid = paradigm if paradigm in PARADIGM_NAMES else ""
-        before = load_config(found.directory.config_file, (), stored=True)
-        changed = load_config(
-            found.directory.config_file, override or (), paradigm=laid, stored=True
-        )
-        scheduler = next((one for one in SCHEDULERS if one == paradigm), SCHEDULERS[0])
-        check_question(measured, before, changed, scheduler=scheduler)
-        report("simulating the run as it was")
-        was = as_measured(measured)
-        again = estimate(measured, measured.config, what="simulated", cores=cores)
-        answers = [was, again]
-        if override or paradigm:
-            what = " ".join([paradigm, *(override or ())]).strip()
-            report(f"simulating {what}")
-            answers.append(estimate(measured, changed, what=what, cores=cores, scheduler=scheduler))
-    error = again.wall_s / was.wall_s - 1
-    if as_json:
-        emit_json(plain_answers(measured, answers, error, cores))
-    else:
-        emit_answers(measured, answers, error, cores)
-    raise_if_damaged(measured.damage, ", and left out of these times")
 
 
 def mismatch(
@@ -131,7 +67,6 @@ sim_app = lazy_app(
         "Commands": {
             "bugs": ("bench.mutants.command:bugs", "Planted bugs, and the seeds that find them."),
             "paper": ("bench.study_commands:paper", "Published tables, simulated."),
-            "scale": ("bench.scale.command:scale", "What 4 096 accelerators would cost."),
         }
     },
     name="sim",

@@ -69,7 +69,6 @@ def test_every_reading_command_reads_an_archive_whose_run_is_gone(
         ("cat", "RUN", "control", "--json"),
         ("show", "RUN", "1", "--json"),
         ("why", "RUN", "--summary", "--json"),
-        ("whatif", "RUN", "--json", "--cores", "2"),
     ]
 
     def answers(name: Path) -> list[tuple[int, str]]:

@@ -96,7 +96,6 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
         ["config", "show", str(example_file("arithmetic")), "-o", f"{HOSTILE}=1"],
         ["config", "show", str(example_file("arithmetic")), "-o", f"run.name={HOSTILE}"],
         ["tell", "a", HOSTILE],
-        ["whatif", "a", "--paradigm", HOSTILE],
     ],
 )
 def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str], call: Call) -> None:

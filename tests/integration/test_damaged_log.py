@@ -42,7 +42,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "archive": ("archive", ".", "--to", "kept"),
     "prune": ("prune", "."),
     "mismatch": ("mismatch", "."),
-    "whatif": ("whatif", "."),
     "tell": ("tell", ".", "pause"),
     "run --resume": ("run", ".", "--resume", "--runs", ".."),
     "trainer": ("trainer", ".", "--runs", ".."),

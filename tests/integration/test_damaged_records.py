@@ -113,16 +113,6 @@ def test_traces_tell_of_it_by_facts_alone_and_end_with_exit_code_5(
     assert len(whole) > 200, "the sound ones were sent"
 
 
-def test_whatif_leaves_its_times_out_by_name_and_ends_with_exit_code_5(
-    call: Call, damaged: tuple[RecordedRun, str, str]
-) -> None:
-    run, name, text = damaged
-    code, out, err = call("whatif", str(run.directory), "--json")
-    assert code == 5
-    assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
-    assert json.loads(out)["answers"], "what is sound is answered from"
-
-
 def test_cat_prints_the_topic_names_it_and_ends_with_exit_code_5(
     call: Call, damaged: tuple[RecordedRun, str, str]
 ) -> None:

@@ -36,7 +36,6 @@ from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 PROOFS: list[tuple[object, ...]] = [
     ("cat", "RUN", "control", "--json"),
     ("show", "RUN", "3", "--json"),
-    ("whatif", "RUN", "--json", "--cores", "2"),
     ("audit", "RUN", "--json", "--fresh"),
 ]
 """What says the same without any status; audit last, as it looks at tables that others keep."""

@@ -40,7 +40,6 @@ from dora_pipe.schemas.rounds import Drain
 from dora_pipe.schemas.trajectory import Trajectory, check_fields
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 from dora_pipe.schemas.turn_values import turn_places
-from dora_pipe.sim.whatif_facts import turn_values_of
 from tests.support import fork_stage
 from tests.support.cluster import make_config
 from tests.support.command_line import Call
@@ -100,11 +99,9 @@ def test_a_run_with_values_keeps_every_promise(run: RecordedRun) -> None:
     assert found.holds, found.violations
 
 
-def test_what_values_cost_is_a_counter_and_a_figure_of_whatif(
-    run: RecordedRun, recorded: RecordedRun
-) -> None:
+def test_what_values_cost_is_a_counter(run: RecordedRun, recorded: RecordedRun) -> None:
     with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
-        stats, found = stats_of(bus, run.topics), turn_values_of(tables, make_config(**VALUED))
+        stats = stats_of(bus, run.topics)
         steps = tables.query("select group_id from groups where fate = 'trained'")
     in_steps = {group for (group,) in steps}
     told = [one for one in trajectories(run) if one.trajectory.rpartition("-")[0] in in_steps]
@@ -113,8 +110,6 @@ def test_what_values_cost_is_a_counter_and_a_figure_of_whatif(
     assert stats.turn_value_tokens == cost > 0
     line = f'dora_pipe_turn_value_tokens_total{{run="{run.topics.run}"}} {cost}'
     assert line in exposition(METRICS, stats).splitlines()
-    assert found is not None
-    assert (found.tokens, found.share, found.samples) == (cost, 0.5, 3)
     with closing(recorded.open()) as bus:
         assert stats_of(bus, recorded.topics).turn_value_tokens is None
 

@@ -29,7 +29,6 @@ SERVES = "dora-pipe ui demo"
 LIMIT_S = 60
 
 STEPS = 5
-"""`whatif` asks for four at least."""
 
 
 @pytest.fixture(scope="module")

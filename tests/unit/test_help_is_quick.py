@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 
 from typer.main import get_command
 
 from dora_pipe.audit.prune import AGE_MIN_S
 from dora_pipe.bench.offpolicy import OBJECTIVES
-from dora_pipe.bench.scale.command import OPTIONS
-from dora_pipe.bench.scale.size import Size
 from dora_pipe.cli.app import app
 from dora_pipe.cli.options import CLAIM_HOURS, OBJECTIVE_NAMES, PARADIGM_NAMES
 from dora_pipe.config.paradigms import PARADIGMS
@@ -25,8 +22,6 @@ OWN = frozenset(
         ".bench.commands",
         ".bench.mutants",
         ".bench.mutants.command",
-        ".bench.scale",
-        ".bench.scale.command",
         ".bench.study_commands",
         ".cli",
         ".cli.app",
@@ -135,5 +130,4 @@ def test_errors_of_usage_import_nothing_heavy() -> None:
 def test_what_help_says_of_parts_that_it_does_not_import_is_what_they_are() -> None:
     assert tuple(PARADIGMS) == PARADIGM_NAMES
     assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
-    assert {one.name: one.default for one in fields(Size)} == OPTIONS
     assert AGE_MIN_S / 3600 == CLAIM_HOURS

@@ -1,1 +1,0 @@
-"""What a run of thousands of accelerators would cost this pipeline: `dora-pipe sim scale`."""

@@ -9,10 +9,11 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.catalogue.database import LoggedRecord
-from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
@@ -106,10 +107,8 @@ def _polls(reader: Reader, ends: Mapping[TopicPartition, int]) -> Iterator[list[
         wait_s = wait_after(empty)
         records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
         yield records
-        moved = records or before != [reader.position(tp) for tp in ends]
-        empty = 0 if moved else empty + 1
-        if empty > EMPTY_POLLS_MAX:
-            raise BusError(f"{behind[0].topic} gives no more records before its end")
+        moved = bool(records) or before != [reader.position(tp) for tp in ends]
+        empty = count_empty_polls(reader, behind[0], empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
 
 
 def wait_after(empty: int) -> float:
@@ -149,10 +148,11 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
                 return
             reader.seek(tp, offset)
             found: list[Record] = []
-            polls = 0
-            while not found and reader.position(tp) < end and polls <= EMPTY_POLLS_MAX:
+            empty = 0
+            while not found and (before := reader.position(tp)) < end:
                 found = reader.poll(timeout_s=POLL_S, records_max=1)
-                polls += 1
+                moved = reader.position(tp) > before
+                empty = count_empty_polls(reader, tp, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
             if found and found[0].offset == offset:
                 yield found[0]
 

@@ -20,6 +20,24 @@ Told = Callable[[str, float, float], None]
 """Hears what is read, how many records so far, and of how many."""
 
 
+def count_empty_polls(
+    reader: Reader, at: TopicPartition, before: int, *, moved: bool, polls_max: int
+) -> int:
+    """Return the polls in a row without progress, after `before` of them and one more.
+
+    A reader that is held back is slow, and counts none. Raises BusError above `polls_max`.
+    """
+    if moved or reader.held_back():
+        return 0 if moved else max(1, before)
+    if before >= polls_max:
+        raise BusError(
+            f"timed out reading {at.topic}/{at.partition}: no record came at offset "
+            f"{reader.position(at)}, which is before its end",
+            hint="is its broker there, and the network fast enough? `dora-pipe why` asks it",
+        )
+    return before + 1
+
+
 class ReaderWrapper(Reader):
     """Everything as the inner reader does it, for those that change one thing of it."""
 

@@ -132,6 +132,16 @@ def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
         )
 
 
+def check_reaches(tp: TopicPartition, offset: int, end: int) -> None:
+    """Raises LogTruncated if an acknowledged record is not before the log's end."""
+    if offset >= end:
+        raise LogTruncated(
+            f"{tp.topic}/{tp.partition} ends at {end} and does not reach offset {offset}, where a "
+            "record was acknowledged",
+            hint="restore the log from a copy",
+        )
+
+
 def is_trimmed(topic: str) -> bool:
     """Whether the old records of a topic may be deleted. Example: ``is_trimmed("demo.metrics")``"""
     return topic.rpartition(".")[2] in TRIMMED_TOPICS

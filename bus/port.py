@@ -123,6 +123,7 @@ class Reader(Protocol):
     def held_back(self) -> list[TopicPartition]:
         """The partitions in which acknowledged records lie behind what may be read, sorted.
 
+        Also those whose records the log delays (a quota): slow, not lost.
         As the last polls have learnt it beside the records; it asks nobody.
         """
         ...

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.database import (
@@ -120,10 +121,10 @@ def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Ite
 def _records(bus: Bus, at: TopicPartition, wanted: Mapping[int, Any]) -> Iterator[Record]:
     """Those that are there, in one pass."""
     first, end = min(wanted), max(wanted) + 1
-    empty_polls = 0
+    empty = 0
     with closing(bus.reader({at: first})) as reader:
-        while reader.position(at) < end and empty_polls < EMPTY_POLLS_MAX:
-            before = reader.position(at)
+        while (before := reader.position(at)) < end:
             records = reader.poll(timeout_s=WAIT_S, records_max=RECORDS_MAX, bytes_max=PIECE_BYTES)
-            empty_polls = 0 if reader.position(at) > before else empty_polls + 1
+            moved = reader.position(at) > before
+            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
             yield from (one for one in records if one.offset in wanted)

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.lent_topic import lent_topic
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.catalogue.account import GroupHistory
 from dora_pipe.catalogue.lent_groups import UNCHANGED, LentGroups, decode_changed_rows
-from dora_pipe.core.errors import BusError, LogTruncated, SchemaError
+from dora_pipe.core.errors import LogTruncated, SchemaError
 from dora_pipe.schemas.control import AnyControl, Retrained, RunStarted, decode_control
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, StopRun, TakeBatch, decode_round
@@ -180,13 +181,11 @@ class LogFollower:
             return []
         reader = self._readers[at]
         records = reader.poll(timeout_s=WAIT_S, records_max=RECORDS_MAX, bytes_max=PIECE_BYTES)
-        if records or reader.position(at) > before:
-            self._empty_polls[at] = 0
-            return records
-        self._empty_polls[at] += 1
-        if self._empty_polls[at] > EMPTY_POLLS_MAX:
-            raise BusError(f"{at.topic} has records that do not come")
-        return []
+        moved = bool(records) or reader.position(at) > before
+        self._empty_polls[at] = count_empty_polls(
+            reader, at, self._empty_polls[at], moved=moved, polls_max=EMPTY_POLLS_MAX
+        )
+        return records
 
     def _decoded(self, at: Record, decode: Callable[[bytes], Read]) -> Read | None:
         """What a record says, counted; None for one that cannot be read."""

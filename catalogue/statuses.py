@@ -12,8 +12,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
     Cost,
@@ -189,9 +190,8 @@ def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMet
                     status = decode_metrics(record.value)
                     if record.offset < end and not isinstance(status, Unknown):
                         yield status
-            empty = 0 if reader.position(at) > before else empty + 1
-            if empty > EMPTY_POLLS_MAX:
-                raise BusError(f"{at.topic} has records that do not come")
+            moved = reader.position(at) > before
+            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
 
 
 def _whole(before: AnyMetrics | None, status: AnyMetrics) -> AnyMetrics:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import BusError
 from dora_pipe.core.retry import retry_bus
 
 POLL_S: Final = 1.0
@@ -78,9 +78,7 @@ def read_until(
             clock,
         )
         yield from polled
-        empty = 0 if polled else empty + 1
-        if empty > EMPTY_POLLS_MAX:
-            raise BusError(f"{at.topic}/{at.partition} has records that do not come")
+        empty = count_empty_polls(reader, at, empty, moved=bool(polled), polls_max=EMPTY_POLLS_MAX)
 
 
 def stretches(places: Iterable[RecordPlace], gap: int) -> list[list[RecordPlace]]:

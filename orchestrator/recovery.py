@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.core.errors import BusError, LogTruncated, SchemaError
+from dora_pipe.core.errors import LogTruncated, SchemaError
 from dora_pipe.orchestrator.apply_control import read_control
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.snapshots import Snapshot, candidates, fits_log
@@ -172,8 +173,9 @@ class _Tail:
                 return found
             polled = self._reader.poll(timeout_s=POLL_S if empty else 0.0)
             self._ahead.extend(polled)
-            empty = 0 if polled else empty + 1
-            _check_moving(self._at, empty)
+            empty = count_empty_polls(
+                self._reader, self._at, empty, moved=bool(polled), polls_max=EMPTY_POLLS_MAX
+            )
 
     def close(self) -> None:
         self._reader.close()
@@ -187,12 +189,8 @@ def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[Record]
         while reader.position(at) < end:
             polled = reader.poll(timeout_s=POLL_S if empty else 0.0)
             yield from (record for record in polled if record.offset < end)
-            empty = 0 if polled else empty + 1
-            _check_moving(at, empty)
+            empty = count_empty_polls(
+                reader, at, empty, moved=bool(polled), polls_max=EMPTY_POLLS_MAX
+            )
     finally:
         reader.close()
-
-
-def _check_moving(at: TopicPartition, empty: int) -> None:
-    if empty > EMPTY_POLLS_MAX:
-        raise BusError(f"{at.topic} has records that do not come")

@@ -49,10 +49,11 @@ def waits(
 
 
 def held_back_by(topics: Sequence[str]) -> PendingWait:
-    """The wait for a broker to end what somebody left open in these topics."""
+    """The wait for a log that holds records of these topics back."""
     return PendingWait(
         name="held-back",
-        words=f"the log to end an append that a dead role left open in {', '.join(topics)}",
+        words=f"records of {', '.join(topics)}, which the log holds back: a dead role left an "
+        "append open, or a quota delays reading",
         key=",".join(topics),
         blockers=[Blocker("topic", topic) for topic in topics],
     )

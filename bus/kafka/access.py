@@ -35,6 +35,10 @@ from dora_pipe.core.errors import (
 )
 
 ROOM_HINT = "is a broker down, or its disk full? `dora-pipe why` asks those that answer"
+QUOTA_HINT = (
+    "kafka-configs.sh --describe --entity-type clients (and --entity-type users) lists quotas; "
+    "raise or delete the one of this user or client"
+)
 ROLES_HINT = "what each role needs stands in docs/kafka.md"
 
 FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)

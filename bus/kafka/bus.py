@@ -14,6 +14,7 @@ and a reader keeps what was fetched over its caller's bounds (`Fetched`).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -38,7 +39,14 @@ from dora_pipe.bus.checks import (
     first_kept,
     record_bytes,
 )
-from dora_pipe.bus.kafka.access import check_advertised, our_errors, probe, unreachable, was_fenced
+from dora_pipe.bus.kafka.access import (
+    QUOTA_HINT,
+    check_advertised,
+    our_errors,
+    probe,
+    unreachable,
+    was_fenced,
+)
 from dora_pipe.bus.kafka.client import (
     COMMIT_LIMIT_S_MIN,
     CONNECT_LIMIT_S,
@@ -56,6 +64,7 @@ from dora_pipe.bus.kafka.client import (
     ms,
     producer_settings,
     send,
+    throttle_s,
     topic_settings,
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
@@ -63,6 +72,8 @@ from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
+
+_log = logging.getLogger(__name__)
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 LEADER_LIMIT_S: Final = 10.0
@@ -274,6 +285,7 @@ class KafkaReader(Reader):
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._fetched = Fetched()
         self._heard_s = time.monotonic()
+        self._throttle_told = False
         with self._errors():
             self._consumer = DrivenConsumer(
                 **bus.client_settings(), **consumer_settings(len(positions))
@@ -319,6 +331,16 @@ class KafkaReader(Reader):
     def _listen(self, *, heard: bool) -> None:
         """After a long silence, find out whether it is the log that is quiet or the broker."""
         now_s = time.monotonic()
+        if throttle := throttle_s(self._consumer._manager):
+            heard = True  # the broker answers, and says when it will answer again
+            if not self._throttle_told:
+                _log.warning(
+                    "a quota of the Kafka cluster (consumer_byte_rate or request_percentage) "
+                    "delays reading by %.1f s: slow, and nothing is lost; %s",
+                    throttle,
+                    QUOTA_HINT,
+                )
+            self._throttle_told = True
         if not heard and now_s - self._heard_s > QUIET_LIMIT_S:
             with self._errors():
                 self._consumer.end_offsets(
@@ -337,9 +359,14 @@ class KafkaReader(Reader):
             return int(self._consumer.position(at, timeout_ms=0))
 
     def held_back(self) -> list[TopicPartition]:
-        """Where the last stable offset stays behind the high watermark, by the last answers."""
+        """Where the last stable offset stays behind the high watermark, by the last answers.
+
+        Every partition while a quota delays this reader: what lies behind it cannot say.
+        """
         self.here.check()
-        return sorted(TopicPartition(*at) for at in self._consumer.held)
+        throttled = throttle_s(self._consumer._manager) > 0
+        held = self._consumer.assignment() if throttled else self._consumer.held
+        return sorted(TopicPartition(*at) for at in held)
 
     def seek(self, tp: TopicPartition, position: int) -> None:
         check_position(tp, position)

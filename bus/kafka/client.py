@@ -215,6 +215,12 @@ def bounded(call: Callable[[], None], limit_s: float) -> None:
     done.result(limit_s)
 
 
+def throttle_s(manager: Any) -> float:
+    """Return the seconds for which a broker's quota still delays these connections."""
+    until_s = max((each._throttle_time for each in list(manager._conns.values())), default=0.0)
+    return max(0.0, float(until_s) - time.monotonic())
+
+
 def ms(seconds: float) -> int:
     """Milliseconds, as the client counts."""
     return round(seconds * 1000)

@@ -16,14 +16,14 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.checks import check_reaches, record_bytes
 from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch, TrainGroup
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import InvariantBroken, LogTruncated, SchemaError
+from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, retry_bus
 from dora_pipe.core.runtime import Meter
 from dora_pipe.schemas.batch import parts_of
@@ -110,7 +110,9 @@ class BatchReader:
         self._latest: list[tuple[int, int, int]] = []  # heap of (-deadline, -offset, partition)
         self._deadline_min = 0
         self._dead_letters: list[DeadLetter] = []
-        self._waiting_since_ns: int | None = None
+        self._stuck: tuple[TopicPartition, int] | None = None
+        """The partition that `find` waits for, and its position."""
+        self._stuck_since_ns = 0
         self.bytes = 0
         """Of the cached records."""
         self.waits_for = ""
@@ -144,13 +146,14 @@ class BatchReader:
     ) -> dict[RecordPlace, FetchedRecord] | None:
         """What lies at these places; None while some have not been reached (call it again).
 
-        Raises LogTruncated when the log has ended before a place for `DELIVERY_TIMEOUT_S`.
+        Raises LogTruncated for a place after the log's end, when nothing of its partition came for
+        `DELIVERY_TIMEOUT_S`.
         """
         behind = self._behind(places)
         if behind is not None:
-            moved = self.read_ahead(timeout_s=timeout_s)
+            self.read_ahead(timeout_s=timeout_s)
             behind = self._behind(places)
-            self._wait_on(behind, bool(moved))
+            self._wait_on(behind)
         self.waits_for = self._words(behind)
         if behind is not None:
             return None
@@ -212,18 +215,26 @@ class BatchReader:
         position = self._reader.position(TopicPartition(self._topic, behind.partition))
         return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
-    def _wait_on(self, behind: RecordPlace | None, moved: bool) -> None:
-        """A place that the log does not reach for a long time was lost."""
-        now_ns = self._clock.now_ns()
-        if behind is None or moved:
-            self._waiting_since_ns = None
-        elif self._waiting_since_ns is None:
-            self._waiting_since_ns = now_ns
-        elif now_ns - self._waiting_since_ns > DELIVERY_TIMEOUT_S * 1e9:
-            raise LogTruncated(
-                f"{self._topic}/{behind.partition} does not reach {behind.offset}, "
-                "where a trajectory was logged",
-                hint="records that were acknowledged are gone; restore the log from a copy",
+    def _wait_on(self, behind: RecordPlace | None) -> None:
+        """Ask for the log's end when a partition gives nothing for long: lost, or only slow?"""
+        if behind is None:
+            self._stuck = None
+            return
+        at = TopicPartition(self._topic, behind.partition)
+        now_ns, stuck = self._clock.now_ns(), (at, self._reader.position(at))
+        if stuck != self._stuck:
+            self._stuck, self._stuck_since_ns = stuck, now_ns
+        elif now_ns - self._stuck_since_ns > DELIVERY_TIMEOUT_S * 1e9:
+            end = retry_bus("reading the log's end", lambda: self._bus.written_end(at), self._clock)
+            check_reaches(at, behind.offset, end)
+            self._stuck_since_ns = now_ns
+            LOG.warning(
+                "%s/%d gave no record for %.0f s after offset %d; its end is %d, so nothing is "
+                "lost: a quota, a slow link, or an open transaction delays it",
+                *at,
+                DELIVERY_TIMEOUT_S,
+                stuck[1],
+                end,
             )
 
     def _pass(self, record: Record) -> None:

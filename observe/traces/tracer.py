@@ -13,11 +13,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.logged import Damage, RecordFingerprint, fingerprint_of
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.catalogue.account import Event, GroupEnded, RunAccount, StepEnded
 from dora_pipe.catalogue.follower import LogFollower
-from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import Content, content_of, group_spans, step_spans
@@ -200,7 +201,7 @@ class _Contents:
         if self._reader is None:
             self._reader = self._open()
         empty = 0
-        while self._reader.position(at) <= offset and empty <= EMPTY_POLLS_MAX:
+        while self._reader.position(at) <= offset:
             records = self._reader.poll(
                 timeout_s=POLL_S if empty else 0.0, records_max=RECORDS_MAX, bytes_max=BYTES_MAX
             )
@@ -208,7 +209,9 @@ class _Contents:
                 self._hold(record)
             if not records and offset >= self._bus.end(at):
                 break  # it was cut
-            empty = 0 if records else empty + 1
+            empty = count_empty_polls(
+                self._reader, at, empty, moved=bool(records), polls_max=EMPTY_POLLS_MAX
+            )
         found = self._held.pop((partition, offset), None)
         return found if found is not None else self._again(at, offset)
 
@@ -231,12 +234,13 @@ class _Contents:
         if not self._bus.begin(at) <= offset < self._bus.end(at):
             return None
         with closing(self._bus.reader({at: offset})) as reader:
-            for _ in range(EMPTY_POLLS_MAX):
+            records: list[Record] = []
+            empty = 0
+            while not records and reader.position(at) <= offset:
                 records = reader.poll(timeout_s=POLL_S, records_max=1)
-                if records or reader.position(at) > offset:
-                    break
-            else:
-                raise BusError(f"{at.topic} has records that do not come")
+                empty = count_empty_polls(
+                    reader, at, empty, moved=bool(records), polls_max=EMPTY_POLLS_MAX
+                )
         return self._read(records[0]) if records and records[0].offset == offset else None
 
     def _read(self, record: Record) -> _Seen:

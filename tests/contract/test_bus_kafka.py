@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from kafka import KafkaAdminClient
+from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
+from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
 
 from dora_pipe.bus.kafka import bus as kafka
 from dora_pipe.bus.kafka import bus as kafka_bus
@@ -21,7 +23,7 @@ from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, Fenced
 from tests.support.bus_harness import KafkaHarness
-from tests.support.bus_steps import appends, catch_up, topic_on
+from tests.support.bus_steps import PATIENCE_S, appends, catch_up, topic_on
 from tests.support.kafka_broker import KafkaBroker, Listener
 
 pytestmark = pytest.mark.kafka
@@ -76,6 +78,47 @@ def test_what_a_dead_writer_left_open_hides_nothing_once_its_successor_is_there(
     bus.writer(exclusive=name)
     reader = bus.reader({at: 0})
     assert [record.value for record in catch_up(bus, reader, at)] == [b"behind"]
+
+
+def set_quota(bootstrap: str, bytes_per_s: float | None) -> None:
+    """Bound what each client reads from this broker; None ends it."""
+    request = AlterClientQuotasRequest
+    op = request.EntryData.OpData(
+        key="consumer_byte_rate", value=bytes_per_s or 0.0, remove=bytes_per_s is None
+    )
+    entity = request.EntryData.EntityData(entity_type="client-id", entity_name=None)
+    with closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
+        admin._manager.run(
+            admin._send_request_to_controller,
+            request(entries=[request.EntryData(entity=[entity], ops=[op])], validate_only=False),
+            lambda answer: [kafka_errors.for_code(one.error_code) for one in answer.entries],
+            True,
+        )
+
+
+def test_a_quota_holds_readers_back_is_named_and_is_no_outage(
+    harness: KafkaHarness, kafka_broker: KafkaBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = harness.open()
+    topic = topic_on(harness, bus)
+    at = TopicPartition(topic, 0)
+    for _ in range(6):
+        bus.writer().append([Append(topic=topic, value=b"x" * 60_000)])
+    set_quota(kafka_broker.bootstrap, 20_000.0)
+    try:
+        reader, came, held = bus.reader({at: 0}), 0, False
+        until_s = time.monotonic() + PATIENCE_S
+        while not held and time.monotonic() < until_s:
+            came += len(reader.poll(timeout_s=0.2))
+            held = reader.held_back() == [at]
+        for _ in range(3):
+            came += len(reader.poll(timeout_s=1.0))  # an outage would be a BusError
+    finally:
+        set_quota(kafka_broker.bootstrap, None)
+    assert held
+    assert "consumer_byte_rate" in caplog.text
+    while came < 6:
+        came += len(reader.poll(timeout_s=1.0))
 
 
 def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:

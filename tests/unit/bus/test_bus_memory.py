@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
@@ -117,6 +118,21 @@ def test_a_delayed_append_is_seen_when_its_time_has_come_and_hides_what_follows(
     assert reader.position(AT) == bus.end(AT)
     assert bus.end(AT) == bus.written_end(AT)
     assert reader.held_back() == []
+
+
+def test_polls_without_progress_are_counted_unless_the_log_holds_them_back() -> None:
+    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=5)}))
+    reader = bus.reader({AT: 0})
+
+    def count(before: int, *, moved: bool = False) -> int:
+        return count_empty_polls(reader, AT, before, moved=moved, polls_max=3)
+
+    assert [count(0), count(2), count(3, moved=True)] == [1, 3, 0]
+    with pytest.raises(BusError, match="no record came at offset 0, which is before its end"):
+        count(3)
+    bus.writer().append(texts("late"))
+    assert reader.poll(timeout_s=0) == []
+    assert [count(0), count(3)] == [1, 3], "held back: slow, not lost"
 
 
 def test_a_reader_may_stand_behind_a_record_that_is_still_hidden() -> None:

@@ -1,12 +1,14 @@
 """Trajectories are read once into a bounded cache; what is not there is read from its place."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
-from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.bus.port import Append, Reader, Record, TopicPartition
 from dora_pipe.consumers.place_reader import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, FetchedRecord
 from dora_pipe.core.errors import BusError, LogTruncated
@@ -97,8 +99,46 @@ def test_place_that_the_log_never_reaches_stops_the_run(stage: TrainerStage) -> 
     stage.clock.sleep(119)
     assert reader.find(beyond, timeout_s=0.0) is None
     stage.clock.sleep(2)
-    with pytest.raises(LogTruncated, match="does not reach 10000"):
+    with pytest.raises(LogTruncated, match="does not reach offset 10000"):
         reader.find(beyond, timeout_s=0.0)
+
+
+def test_a_busy_partition_does_not_hide_a_lost_one(stage: TrainerStage) -> None:
+    reader = reader_of(stage)
+    with pytest.raises(LogTruncated, match=r"/0 ends at .* and does not reach offset 10000"):
+        for second in range(130):
+            stage.log_group(1 + PARTITIONS * second)
+            assert reader.find([RecordPlace(0, 10_000)], timeout_s=0.0) is None
+            stage.clock.sleep(1)
+
+
+class _SlowReader(ReaderWrapper):
+    """Gives nothing for now, as through a quota."""
+
+    slow = True
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        return [] if self.slow else super().poll(timeout_s=timeout_s, records_max=records_max)
+
+
+class _SlowBus(BusWrapper):
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        return _SlowReader(self.inner.reader(positions))
+
+
+def test_a_slow_log_is_waited_for_and_named(
+    stage: TrainerStage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = stage.log_group(0)
+    reader = reader_of(stage, bus=_SlowBus(stage.open_bus()))
+    for _ in range(130):
+        assert reader.find(places(group), timeout_s=0.0) is None
+        stage.clock.sleep(1)
+    assert "nothing is lost: a quota, a slow link" in caplog.text
+    monkeypatch.setattr(_SlowReader, "slow", False)
+    assert readable(find(reader, group))
 
 
 def test_evicted_records_are_read_again_from_their_place(stage: TrainerStage) -> None:

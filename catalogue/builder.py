@@ -481,6 +481,7 @@ def _trajectory_row(
         group_parts=parts_of(group, name),
         finish=None if logged is None else logged.finish,
         error_class=None if logged is None else error_class(logged.error) or None,
+        error=None if logged is None else logged.error or None,
         reward_answer=None if logged is None else logged.answer or None,
         reward_parts=None if logged is None else _json(logged.parts),
         contexts=None if logged is None else logged.contexts,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 9
+FORM: Final = 10
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -277,6 +277,7 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
     ]
     finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`"]
     error_class: Annotated[str | None, "of why its reward is not valid: `TimedOut`, `ValueError`"]
+    error: Annotated[str | None, "why its reward is not valid: class, place and message"]
     reward_answer: Annotated[str | None, "what its reward read as its answer"]
     reward_parts: Annotated[str | None, Sql("JSON"), "what its reward is made of, by name"]
     contexts: Annotated[

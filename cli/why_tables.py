@@ -119,8 +119,8 @@ def _print_answer(found: WhyAnswer, asked: Asked) -> None:
         emit_json(asdict(found))
         return
     emit_line(found.head)
-    if found.stopped:
-        emit_line(found.stopped)
+    for line in filter(None, (found.stopped, found.failed)):
+        emit_line(line)
     if found.no_step:
         emit_line(found.no_step)
     for alarm in found.alarms:
@@ -149,6 +149,8 @@ def _print_summary(run: OpenRun, asked: Asked) -> None:
         emit_json(asdict(found))
         return
     emit_line(found.head)
+    if found.failed.words:
+        emit_line(found.failed.words)
     if found.ahead:
         emit_line(found.ahead)
     for alarm in found.alarms:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, DoraError
@@ -23,6 +26,27 @@ _BROKEN: Final = (
     OSError,
 )
 """How a module says that it cannot be imported; what it does then is anybody's code."""
+
+_LIBRARY: Final = str(Path(os.__file__).parent)
+_INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of a user's code that an error passed; empty if it passed none.
+
+    A line of an installed package counts only if there is no other; lines of this package and of
+    Python's library never do. Example: ``raised_at(error) == "rewards.py:12"``
+    """
+    installed, own = "", ""
+    for frame, line in walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "dora_pipe":
+            continue
+        if _INSTALLED.search(file):
+            installed = f"{Path(file).name}:{line}"
+        elif not file.startswith((_LIBRARY, "<")):
+            own = f"{Path(file).name}:{line}"
+    return own or installed
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -99,7 +99,7 @@ def _supervise(
             closing(directory.open_bus(config)) as bus,
             BrokerWatch(config, directory.open_bus) as brokers,
         ):
-            progress = progress_of(bus, config)
+            progress = progress_of(bus, config, directory.logs)
             console = RunConsole(progress, report)
             disk = disk_watch(directory, config, brokers, report)
 
@@ -129,11 +129,11 @@ def _supervise(
             fork_server.close()
 
 
-def progress_of(bus: Bus, config: Config) -> RunProgress:
+def progress_of(bus: Bus, config: Config, logs: Path) -> RunProgress:
     """What the log says of a run from its beginning, with alarms from now on."""
     topics = Topics(config.run.name)
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
-    return RunProgress(bus, topics, alarms=alarms)
+    return RunProgress(bus, topics, alarms=alarms, logs=logs)
 
 
 def disk_watch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.port import Bus
@@ -16,10 +17,15 @@ from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
+    GroupScored,
+    RequestFailed,
+    TrajectoryLogged,
     WeightsAdopted,
     WorkerJoined,
     WorkerLeft,
     WorkerReady,
+    error_class,
+    fault_of,
 )
 from dora_pipe.schemas.rounds import NO_VERSION, EarlyStop, Round, StopRun
 from dora_pipe.schemas.topics import Topics
@@ -27,12 +33,20 @@ from dora_pipe.schemas.topics import Topics
 PIECES_MAX: Final = 8
 """Of the log in one look: whoever looks has other things to do."""
 
+ERRORS_SHOWN_MAX: Final = 8
+"""Classes of errors of which the first is a line."""
+
 
 class RunProgress(RunStats):
     """Follows a run; `lines` are what happened since the last call, with alarms where there are."""
 
-    def __init__(self, bus: Bus, topics: Topics, *, alarms: Alarms | None = None) -> None:
+    def __init__(
+        self, bus: Bus, topics: Topics, *, alarms: Alarms | None = None, logs: Path | None = None
+    ) -> None:
+        """`logs`: folder of the logs of the roles of this machine."""
         super().__init__(topics.run)
+        self._logs = logs
+        self._errors_shown: set[str] = set()
         self.evaluations: dict[int, float] = {}
         """Version to mean reward of the evaluation without a name."""
         self.hosted: Counter[str] = Counter()
@@ -87,6 +101,10 @@ class RunProgress(RunStats):
             case BatchRefused():
                 why = "; ".join(f"{one.trajectory}: {one.why}" for one in fact.offenders)
                 self._say(f"step {fact.step}: batch refused: {why}")
+            case RequestFailed(retryable=False):
+                self._failure(fact.trajectory, f"{fact.error}: {fact.message}", fact.worker)
+            case GroupScored() if fact.error and not fact.retryable:
+                self._failure(fact.group, fact.error, fact.worker)
             case WeightsAdopted():
                 self._say(f"step {fact.step}: weights adopted: {fact.why}")
             case _:
@@ -103,6 +121,21 @@ class RunProgress(RunStats):
 
     def _say(self, line: str) -> None:
         self._lines.append(line)
+
+    def _record(self, fact: TrajectoryLogged) -> None:
+        super()._record(fact)
+        if fact.reward is None:
+            self._failure(fact.trajectory, fact.error, fact.worker)
+
+    def _failure(self, subject: str, error: str, worker: str) -> None:
+        """Show the first error of each class; the shares behind the steps count the others."""
+        name = error_class(error)
+        if name in self._errors_shown or len(self._errors_shown) == ERRORS_SHOWN_MAX:
+            return
+        self._errors_shown.add(name)
+        log = f"{self._logs}/{worker}.log" if self._logs else f"the log of {worker}"
+        more = "traceback" if fault_of(name) == "code" else "more"
+        self._say(f"{subject} failed: {error}; {more} in {log}")
 
     def _group(self, ended: GroupEnded) -> None:
         super()._group(ended)
@@ -147,4 +180,4 @@ def _line(step: StepStats) -> str:
     return (
         f"step {step.step:>4}  reward {reward}  staleness {staleness:<16}"
         f"  {tokens_per_s:>7,.0f} tok/s  {seconds:5.2f} s"
-    )
+    ) + (f"  {step.failed.brief}" if step.failed.failed else "")

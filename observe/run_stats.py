@@ -38,6 +38,7 @@ from dora_pipe.catalogue.statuses import (
     role_of,
 )
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
+from dora_pipe.observe.failed import FailedShare, FailedTrajectories
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -222,6 +223,8 @@ class StepStats:
     """The mean of every part of these rewards, by the task's name."""
     errors: Mapping[str, int]
     """Classes of the errors of the batch's trajectories without a valid reward."""
+    failed: FailedShare
+    """Of the trajectories of groups that ended since the commit before, those of no batch too."""
     tokens: int
     """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
@@ -317,6 +320,8 @@ class RunStats:
         """(finish, valid) of every trajectory that was logged, counting or not."""
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
+        self.failed, self._failed_now = FailedTrajectories(), FailedTrajectories(groups=None)
+        """Of the groups that ended last; and since the last step."""
         self.cassette = CassetteCounts()
         self.turn_value_tokens: int | None = None
         """What values of turns cost, of the steps that count; None: no turn is valued."""
@@ -492,6 +497,8 @@ class RunStats:
 
     def _group(self, ended: GroupEnded) -> None:
         self.fates[ended.fate] += 1
+        self.failed.happened(ended)
+        self._failed_now.happened(ended)
         for request in ended.group.requests.values():
             self.outcomes.update(attempt.outcome for attempt in request.attempts if attempt.outcome)
 
@@ -514,9 +521,11 @@ class RunStats:
             task_rewards=_by_task(ended.groups),
             parts=parts_by_task(ended.groups),
             errors=Counter(error_class(one.error) for one in results if one.reward is None),
+            failed=self._failed_now.share(),
             tokens=sum(one.tokens for one in results),
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
+        self._failed_now.clear()
         self.steps.append(step)
         self.commit = fact
         if (cost := fact.figures.get("turn_value_tokens")) is not None:

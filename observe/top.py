@@ -124,7 +124,8 @@ def step_line(step: StepStats) -> str:
         waited += f" for {step.worker}, version {step.version}"
     waited += f", {duration(step.ahead_s)} ahead" if step.ahead_s else ""
     seconds = "-" if step.seconds is None else duration(step.seconds)
-    return f"step {step.step}  reward {reward}  staleness {staleness}  {seconds}  {waited}"
+    line = f"step {step.step}  reward {reward}  staleness {staleness}  {seconds}  {waited}"
+    return f"{line}  {step.failed.brief}".rstrip()
 
 
 def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
@@ -226,6 +227,8 @@ def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
     shares = {value: count / found.total() for value, count in sorted(found.items())}
     bound = stats.bound
     yield Line(_step_now(stats, at_ns))
+    if failed := stats.failed.share().words:
+        yield Line(failed, "alarm")
     said = " ".join(f"{value}:{share:.0%}" for value, share in shares.items())
     late = bound is not None and any(value > bound for value in shares)
     yield Line(f"staleness (bound {_or(bound)}) {said or '-'}", "alarm" if late else "")

@@ -188,7 +188,7 @@ GROUPS: Final = Listing(
 
 ELSEWHERE: Final = frozenset(
     {"trajectory_id", "group_id", "sibling", "placed_ns", "incarnation", "attempt"}
-    | {"partition", "record_offset", "reward_answer", "reward_parts", "group_parts"}
+    | {"partition", "record_offset", "error", "reward_answer", "reward_parts", "group_parts"}
 )
 """Columns of a trajectory that its own page has."""
 

@@ -45,6 +45,8 @@ class WhyAnswer:
     """Why the run was stopped; empty while it goes on."""
     failing: str
     """How many of the last groups failed and with what; empty when none did."""
+    failed: str
+    """What share of the newest trajectories failed and with what; empty while few did."""
     no_step: str
     """How many groups have ended since the last step; empty while they are few, or a step goes on.
     """
@@ -130,6 +132,7 @@ def _answer(picture: Picture, topics: Topics) -> WhyAnswer:
         heard_s=(picture.at_ns - max(heard)) / 1e9 if heard else None,
         halted=state.failures.halted,
         failing=_failing(state),
+        failed=picture.failed.share().words,
         no_step=_no_step(picture),
         # The roles of a run that was stopped have ended in order.
         alarms=()

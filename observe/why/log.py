@@ -19,6 +19,7 @@ from dora_pipe.catalogue.account import Event, RunAccount
 from dora_pipe.catalogue.fallbacks import FallbackAccount
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.observe.failed import FailedTrajectories
 from dora_pipe.observe.run_stats import GroupsSinceStep
 from dora_pipe.observe.why.fallbacks import KEPT_MAX, FallbackTaken, fallback_taken
 from dora_pipe.orchestrator.fold import fold_round
@@ -47,6 +48,7 @@ class Picture:
     account: RunAccount = field(default_factory=RunAccount)
     """When things happened, and who has come and gone."""
     since_step: GroupsSinceStep = field(default_factory=GroupsSinceStep)
+    failed: FailedTrajectories = field(default_factory=FailedTrajectories)
     heard: dict[str, LastStatus] = field(default_factory=dict)
     """By role: `orchestrator`, `trainer`, a worker's name."""
     fallbacks: deque[FallbackTaken] = field(default_factory=partial(deque, maxlen=KEPT_MAX))
@@ -138,6 +140,7 @@ def _note(picture: Picture, at: ReadRound) -> None:
     events += picture.account.round(at.round, at.offset)
     for event in events:
         picture.since_step.happened(event)
+        picture.failed.happened(event)
 
 
 def _answered(bus: Bus, topics: Topics, resume: Resume) -> TurnProgress | None:

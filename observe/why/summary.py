@@ -25,6 +25,7 @@ from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.statuses import TRAINER, epoch_of, read_statuses, role_of
 from dora_pipe.core.wait_tracker import alarm_line
 from dora_pipe.observe.alarms import HEARTBEAT_S
+from dora_pipe.observe.failed import FailedShare
 from dora_pipe.observe.text import ahead_share, counted, duration
 from dora_pipe.observe.why.advice import ADVICE, SILENT, WORDS
 from dora_pipe.observe.why.fallbacks import FallbackTaken, fallbacks_of
@@ -49,6 +50,21 @@ TRAINED: Final = """
            coalesce(sum(greatest(0, taken_ns - free_ns) / 1e9 - waited_s), 0) as saved_s,
            coalesce(sum(seconds - waited_s - ahead_s), 0) as training_s
     from steps where seconds is not null"""
+
+FAILED: Final = """
+    with ended as (
+        select trajectory_id, coalesce(error, a.why) as error,
+               coalesce(error_class, split_part(a.why, ':', 1)) as class
+        from trajectories t join groups g using (group_id)
+        left join (select trajectory_id, arg_max(why, attempt) as why from attempts
+                   where outcome = 'failed' group by all) a using (trajectory_id)
+        where g.purpose = 'train' and g.fate in ('trained', 'filtered', 'failed')
+              and (logged_ns is not null or a.why is not null)
+    )
+    select sum(count(*)) over () as trajectories, sum(count(class)) over () as failed,
+           coalesce(max_by(error, trajectory_id), '') as error,
+           coalesce(max(trajectory_id), '') as example
+    from ended group by class order by count(class) desc, class limit 1"""
 
 SILENT_INTERVALS: Final = 6.0
 """Statuses that are so many times further apart than usual have a silence between them."""
@@ -191,6 +207,7 @@ class Summary:
     longest: tuple[StepWait, ...]
     """The steps with the longest waits for their batch."""
     alarms: tuple[str, ...]
+    failed: FailedShare
     fallbacks: tuple[FallbackTaken, ...] = ()
     """Files of versions that were lost or damaged on their way to a worker."""
     ahead_s: float = 0.0
@@ -248,9 +265,15 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         roles=(trainer, *(_role(name, roles[name], heartbeat_ns) for name in sorted(roles))),
         longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
         alarms=tuple(_alarms(found)),
+        failed=_failed(catalogue),
         fallbacks=fallbacks_of(catalogue),
         **catalogue.records(TRAINED)[0],
     )
+
+
+def _failed(catalogue: Catalogue) -> FailedShare:
+    rows = catalogue.records(FAILED)
+    return FailedShare(**rows[0]) if rows else FailedShare()
 
 
 def _kept_ns(bus: Bus, topics: Topics, found: Sequence[AnyMetrics], ended_ns: int) -> int:

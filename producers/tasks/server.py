@@ -27,6 +27,7 @@ import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
+from dora_pipe.core.own_code import raised_at
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent, run_agent
 from dora_pipe.producers.tasks.answers import (
     agent_ended,
@@ -110,7 +111,7 @@ from dora_pipe.producers.tasks.taped_environment import (
 )
 from dora_pipe.producers.tasks.told import EpisodeTaken
 from dora_pipe.producers.tasks.tools import ToolEnvironment
-from dora_pipe.schemas.control import sum_of_uses
+from dora_pipe.schemas.control import fault_of, sum_of_uses
 from dora_pipe.schemas.identity import derive_seed
 
 ERRORS_MAX: Final = 20
@@ -277,7 +278,8 @@ class TaskServer:
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
             name = error.error if isinstance(error, RaisedThere) else name
-            message = one_line(str(error))
+            place = raised_at(error) if fault_of(name) == "code" else ""
+            message = one_line(f"{place}: {error}" if place else str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))
         running = self._running.pop(call.number, None)
         if running is not None:

@@ -32,8 +32,8 @@ def stats_of(bus: Bus, topics: Topics) -> RunStats:
 class Stage(ToldRun):
     """A run that is told by hand. Example: ``Stage().worker("w0")``."""
 
-    def __init__(self, **config: Any) -> None:
-        self.stats = RunStats(records.RUN)
+    def __init__(self, *, stats: RunStats | None = None, **config: Any) -> None:
+        self.stats = RunStats(records.RUN) if stats is None else stats
         super().__init__(**config)
 
     def take_fact(self, offset: int, fact: AnyControl) -> None:

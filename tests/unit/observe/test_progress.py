@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.observe.progress import RunProgress
-from dora_pipe.schemas.control import WorkerLeft
-from dora_pipe.schemas.rounds import EarlyStop, Round
+from dora_pipe.observe.top import frame, step_line
+from dora_pipe.schemas.control import RequestFailed, WorkerLeft
+from dora_pipe.schemas.rounds import EarlyStop, End, Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
+from tests.support.stats_stage import Stage
 
 TOPICS = Topics("r")
 
@@ -51,4 +54,48 @@ def test_console_says_why_a_run_ends_early() -> None:
     bus.writer().append([Append(topic=TOPICS.decisions, value=encode(round_))])
     progress = RunProgress(bus, TOPICS)
     assert progress.lines() == ["the run ends early: nothing was better than version 3"]
+    progress.close()
+
+
+INDEX = {"error": "IndexError: mine.py:7: list index out of range"}
+LATE = {"error": "TimedOut: timed out after 10 s"}
+
+
+def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None:
+    bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
+    bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
+    progress = RunProgress(bus, TOPICS, logs=Path("runs/r/logs"))
+    stage = Stage(stats=progress)
+    epoch = stage.worker()
+    for ordinal, said in enumerate(({0: INDEX}, {1: INDEX}, {0: LATE}, {})):
+        spec = stage.group(ordinal, epoch)
+        stage.logged(spec, epoch, tuple(None if one in said else 1.0 for one in (0, 1)), said=said)
+        stage.decide(End(group=spec.group, fate="filtered", reason="all are equal"))
+    unfit = "row 4 of train.jsonl: a prompt of 90 tokens does not fit a context of 64"
+    spec = stage.group(4, epoch)
+    stage.fact(
+        RequestFailed(
+            at_ns=0,
+            worker="w0",
+            epoch=epoch,
+            trajectory=f"{spec.group}-000",
+            attempt=1,
+            error="PromptUnfit",
+            message=unfit,
+            retryable=False,
+        )
+    )
+    stage.decide(End(group=spec.group, fate="failed", reason="1 of 2 siblings are not valid"))
+    stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=(), settings={}))
+    stage.fact(records.committed(0, ()))
+    lines = [line for line in progress.lines() if "joined" not in line]
+    assert lines[:3] == [
+        f"g0000000000-000 failed: {INDEX['error']}; traceback in runs/r/logs/w0.log",
+        f"g0000000002-000 failed: {LATE['error']}; more in runs/r/logs/w0.log",
+        f"g0000000004-000 failed: PromptUnfit: {unfit}; traceback in runs/r/logs/w0.log",
+    ]
+    assert lines[3].endswith("failed 44.4% (IndexError)")
+    assert step_line(progress.steps[-1]).endswith("failed 44.4% (IndexError)")
+    named = f"44.4% of 9 trajectories failed, most often {INDEX['error']} (g0000000001-001)"
+    assert named in [line.text for line in frame(progress, 0).numbers.lines]
     progress.close()

@@ -1,0 +1,100 @@
+"""Share of trajectories that failed, with an example of the commonest error."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.catalogue.account import Event, GroupEnded, GroupHistory
+from dora_pipe.schemas.control import error_class
+
+WINDOW_GROUPS: Final = 64
+"""Groups that ended last, of which a share is shown."""
+
+SHARE_MIN: Final = 0.03
+"""Share of failed trajectories from which `top` and `why` name them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedShare:
+    """How many of some trajectories failed, and with what."""
+
+    trajectories: int = 0
+    failed: int = 0
+    error: str = ""
+    """The newest of the commonest class."""
+    example: str = ""
+    """A trajectory that had it."""
+
+    @property
+    def share(self) -> float:
+        """0 to 1."""
+        return self.failed / self.trajectories if self.trajectories else 0.0
+
+    @property
+    def brief(self) -> str:
+        """``failed 53.1% (IndexError)``; empty if none failed."""
+        return f"failed {self.share:.1%} ({error_class(self.error)})" if self.failed else ""
+
+    @property
+    def words(self) -> str:
+        """One sentence with the example; empty below `SHARE_MIN`."""
+        if self.share < SHARE_MIN:
+            return ""
+        return (
+            f"{self.share:.1%} of {self.trajectories:,} trajectories failed, most often "
+            f"{self.error} ({self.example})"
+        )
+
+
+class FailedTrajectories:
+    """Counts trajectories of training groups that ended, of the newest `groups` of them.
+
+    Example: ``for event in account.round(round_, offset): failed.happened(event)``
+    """
+
+    def __init__(self, groups: int | None = WINDOW_GROUPS) -> None:
+        self._groups: deque[tuple[int, list[tuple[str, str]]]] = deque(maxlen=groups)
+
+    def happened(self, event: Event) -> None:
+        """Count a group that has ended."""
+        match event:
+            case GroupEnded(fate="trained" | "filtered" | "failed") if (
+                event.group.spec.purpose == "train"
+            ):
+                failed = list(_errors(event.group))
+                sound = sum(one.reward is not None for one in event.group.results)
+                self._groups.append((sound + len(failed), failed))
+            case _:
+                pass
+
+    def share(self) -> FailedShare:
+        """What became of the trajectories that were counted."""
+        errors = [one for _, failed in self._groups for one in failed]
+        if not errors:
+            return FailedShare(trajectories=sum(count for count, _ in self._groups))
+        ((most, _),) = Counter(error_class(error) for _, error in errors).most_common(1)
+        example, error = next(one for one in reversed(errors) if error_class(one[1]) == most)
+        return FailedShare(
+            trajectories=sum(count for count, _ in self._groups),
+            failed=len(errors),
+            error=error,
+            example=example,
+        )
+
+    def clear(self) -> None:
+        """Begin again."""
+        self._groups.clear()
+
+
+def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
+    """(trajectory, error) of those without a valid reward, and of those that were never sampled."""
+    for name, request in group.requests.items():
+        last = request.attempts[-1]
+        if request.logged is not None:
+            if request.logged.reward is None:
+                yield name, request.logged.error
+        elif last.outcome == "failed":
+            yield name, last.why

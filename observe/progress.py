@@ -12,7 +12,8 @@ from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.run_stats import GroupsSinceStep, RunStats, StepStats, evaluation_words
+from dora_pipe.observe.failed import GroupsSinceStep
+from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import (
     AnyControl,

@@ -84,9 +84,6 @@ STEPS_KEPT: Final = 400
 DECISIONS_KEPT: Final = 64
 """Decisions that are remembered one by one."""
 
-BATCHES: Final = 4
-"""So many batches' worth of groups that end without a step say that something may be wrong."""
-
 WorkerState = Literal[
     "joined", "loading", "idle", "generating", "asleep", "draining", "left", "fenced"
 ]
@@ -321,7 +318,6 @@ class RunStats:
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
         self.failed, self._failed_now = FailedTrajectories(), FailedTrajectories(groups=None)
-        """Of the groups that ended last; and since the last step."""
         self.cassette = CassetteCounts()
         self.turn_value_tokens: int | None = None
         """What values of turns cost, of the steps that count; None: no turn is valued."""
@@ -564,38 +560,3 @@ def _by_task(groups: Iterable[GroupHistory]) -> tuple[tuple[str, float], ...]:
         if group.spec.task:
             found.setdefault(group.spec.task, []).extend(group.rewards)
     return tuple((name, sum(own) / len(own)) for name, own in sorted(found.items()) if own)
-
-
-class GroupsSinceStep:
-    """Counts groups that made no step: filtered or failed; those that a stop cancels say nothing.
-
-    Example: ``for event in account.round(round_, offset): since.happened(event)``
-    """
-
-    def __init__(self) -> None:
-        self._fates: Counter[str] = Counter()
-        self._why: dict[str, str] = {}
-        """Of every fate, the newest."""
-
-    @property
-    def count(self) -> int:
-        """Since the last step, or since the start."""
-        return self._fates.total()
-
-    def happened(self, event: Event) -> None:
-        """What the account says."""
-        match event:
-            case StepEnded():
-                self._fates.clear()
-            case GroupEnded(fate="filtered" | "failed") if event.group.spec.purpose == "train":
-                self._fates[event.fate] += 1
-                self._why[event.fate] = event.why
-            case _:
-                pass
-
-    def words(self, per_step: int | None) -> str:
-        """Most of them, and why; empty while there are few."""
-        if per_step is None or self.count < BATCHES * per_step:
-            return ""
-        ((fate, times),) = self._fates.most_common(1)
-        return f"no step after {self.count} groups: {times} {fate} ({self._why[fate]})"

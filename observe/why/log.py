@@ -19,8 +19,7 @@ from dora_pipe.catalogue.account import Event, RunAccount
 from dora_pipe.catalogue.fallbacks import FallbackAccount
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.observe.failed import FailedTrajectories
-from dora_pipe.observe.run_stats import GroupsSinceStep
+from dora_pipe.observe.failed import FailedTrajectories, GroupsSinceStep
 from dora_pipe.observe.why.fallbacks import KEPT_MAX, FallbackTaken, fallback_taken
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import ReadRound, read_rounds

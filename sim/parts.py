@@ -116,6 +116,9 @@ class Numbers:
     def text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
+    def check_unrendered(self, text: str) -> None:
+        """Accept every text."""
+
 
 class SimTasks:
     """A task pool without processes: every call is answered by `answer`, after `delay_ns` of it.

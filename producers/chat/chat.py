@@ -20,7 +20,7 @@ import msgspec
 
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
 from dora_pipe.core.own_code import source_sha256
-from dora_pipe.producers.chat.parsers import MARKERS, PARSERS, Parser, none, open_parser
+from dora_pipe.producers.chat.parsers import PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template import (
@@ -70,6 +70,7 @@ class Chat:
         *,
         digest: str,
         flaw: str,
+        hidden: frozenset[int],
     ) -> None:
         self.template_renderer = template_renderer
         """The model's own template."""
@@ -86,8 +87,7 @@ class Chat:
         )
         self.stop_ids = tuple(sorted(stops))
         """Token ids that end a turn."""
-        kept = set(MARKERS)
-        self._hidden = {at for at, text in template_renderer.safe.added.items() if text not in kept}
+        self._hidden = hidden
 
     @classmethod
     def open(cls, assets: Path, tokenizer: Tokenizer, options: ChatOptions) -> Chat:
@@ -117,7 +117,8 @@ class Chat:
             "now_s": options.now_ns // 1_000_000_000,
         }
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
-        return cls(template_renderer, typed, parser, digest=digest, flaw=flaw)
+        hidden = tokenizer.hidden
+        return cls(template_renderer, typed, parser, digest=digest, flaw=flaw, hidden=hidden)
 
     @property
     def renderer(self) -> str:
@@ -272,7 +273,7 @@ def _template_renderer(
         for tools in (False, True)
     )
     features = learn(plain, tooled)
-    safe = SafeText(tokenizer.backend, parse=options.parse)
+    safe = SafeText(tokenizer.backend, tokenizer.control, parse=options.parse)
     written = closers(tooled, features, safe)
     template_renderer = TemplateRenderer(
         plain=plain,

@@ -16,16 +16,10 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import importable, load_attribute, nearest
 from dora_pipe.producers.chat.template_features import PROBE_TOOL, call
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
+from dora_pipe.producers.chat.tokenizer import THINK
 from dora_pipe.producers.tasks.port import ToolCall, Turn
 
 Parser = Callable[[str, Tools], Turn]
-
-THINK: Final = ("<think>", "</think>")
-
-MARKERS: Final = (*THINK, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-    "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>",
-)  # fmt: skip
-"""Added tokens that formats are written with; all others are no part of a text."""
 
 
 def split_thoughts(text: str) -> tuple[str, str]:

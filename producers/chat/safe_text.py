@@ -2,22 +2,22 @@
 token: decides what in a rendered text the template has written, and what the data.
 
 A chat template puts its control tokens (`<|im_start|>`, `</tool_call>`) and the contents of the
-messages into one text, where they look alike. So, before it is rendered, every added token of the
-tokenizer that stands in a string of the data is broken by a character that no text is written with;
+messages into one text, where they look alike. So, before it is rendered, every control token that
+stands in a string of the data is broken by a character that no text is written with;
 what the tokenizer still finds in the rendered text is the template's own. The stretches between
-are encoded by an encoder that knows no added tokens, without the breaks. Where nothing had to be
+are encoded by an encoder that knows no control tokens, without the breaks. Where nothing had to be
 broken (nearly always) the tokenizer encodes the whole text at once: the ids are transformers'.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.template import NONCHARACTERS
-from dora_pipe.producers.chat.tokenizer import is_space, plain_encoder
+from dora_pipe.producers.chat.tokenizer import plain_encoder
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,25 +32,25 @@ _WHOLE: Final = frozenset({"role", "type", "name", "id", "tool_call_id"})
 
 
 class SafeText:
-    """Marks added tokens in data, and encodes what was rendered of it.
+    """Marks control tokens in data, and encodes what was rendered of it.
 
     Example: ``safe.ids(template.render(safe.marked(messages, mark), ...), mark)``. With `parse`
     control tokens in the data are control tokens.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, parse: bool) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, control: Collection[str], *, parse: bool
+    ) -> None:
         from tokenizers import AddedToken
 
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self.added = {
-            at: one.content for at, one in added.items() if not is_space(one.special, one.content)
-        }
-        """Text of every added token that is no run of white space, by its id."""
-        self._parse = parse or not self.added
-        self._found = _pattern(self.added.values())
-        self._ends = _Ends(list(self.added.values()))
-        self._plain = plain_encoder(backend)
+        self.control = {at: one.content for at, one in added.items() if one.content in control}
+        """Text of every control token, by its id."""
+        self._parse = parse or not control
+        self._found = _pattern(control)
+        self._ends = _Ends(sorted(control))
+        self._plain = plain_encoder(backend, control)
         bare: list[int] = self._plain.encode("a", add_special_tokens=False).ids
         self._plain.add_special_tokens([AddedToken(_ANCHOR, normalized=False, special=True)])
         self._anchored = self._plain.encode(_ANCHOR + "a", add_special_tokens=False).ids[1:] != bare
@@ -66,7 +66,7 @@ class SafeText:
         return mark
 
     def marked(self, value: Any, mark: str, *, whole: bool = False) -> Any:
-        """A copy of messages or a part of them, added tokens broken by `mark`; of tools with
+        """A copy of messages or a part of them, control tokens broken by `mark`; of tools with
         `whole`, as templates compare names in them."""
         if self._parse:
             return value
@@ -84,7 +84,7 @@ class SafeText:
         return value
 
     def broken(self, text: str, mark: str, *, whole: bool) -> str:
-        """`text` with `mark` in every added token; unless `whole`, also in what may become one
+        """`text` with `mark` in every control token; unless `whole`, also in what may become one
         with what the template writes around it."""
         places = {found.start() for found in self._found.finditer(text)}
         if not whole and text:
@@ -120,19 +120,19 @@ class SafeText:
         return found + self._stretch(text[done:], mark, first=not found)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What these ids say, added tokens written out."""
+        """What these ids say, control tokens written out."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
     def tokens(self, text: str) -> list[int]:
-        """The added tokens in a text that nothing is marked in, in order."""
+        """The control tokens in a text that nothing is marked in, in order."""
         return [token_id for token_id, _, _ in self._tokens(text, MARKS[0])]
 
     def _tokens(self, text: str, mark: str) -> Iterator[tuple[int, int, int]]:
-        """(id, start, end) of the added tokens that the tokenizer finds, in order."""
+        """(id, start, end) of the control tokens that the tokenizer finds, in order."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            token = self.added.get(token_id)
+            token = self.control.get(token_id)
             if token is None or (len(token) == 1 and text[end : end + 1] == mark):
                 continue
             # A tokenizer may say "unknown" by an added token: then its text is another one.

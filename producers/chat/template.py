@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.core.errors import PolicyError, TaskError
-from dora_pipe.producers.chat.tokenizer import read_object
 
 if TYPE_CHECKING:
     import jinja2
@@ -94,6 +93,19 @@ def special_tokens(assets: Path) -> dict[str, str]:
             if key.removesuffix("_token") in _SPECIAL and isinstance(token, str):
                 found[key] = token
     return {key: token for key, token in found.items() if key.endswith("_token")}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises PolicyError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise PolicyError(f"{path} is not a JSON object")
+    return value
 
 
 class Template:

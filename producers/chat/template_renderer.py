@@ -122,7 +122,7 @@ class TemplateRenderer:
 
     @property
     def _stops(self) -> re.Pattern[str]:
-        texts = (self.safe.added[one] for one in self.stop_ids if one in self.safe.added)
+        texts = (self.safe.control[one] for one in self.stop_ids if one in self.safe.control)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 

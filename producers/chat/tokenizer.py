@@ -9,12 +9,15 @@ Rules:
    begins with it already. What the post-processor puts behind is left out.
 3. Any other text (what an environment says) is encoded alone, without special tokens, and
    appended. Tokens as sampled are never made again from text.
-   In texts of both kinds the tokenizer's added tokens (`</s>`, `<|im_end|>`, `<tool_call>`, but
-   not runs of white space) are text like any other: no text becomes a token that the tokenizer
-   matches before its model, so nobody who writes into the data or answers as a tool can end a
-   turn. Only with `special_tokens = "parse"` are they found in it.
-4. Text for rewards and environments has no special tokens in it; text for stop strings has.
-5. A turn ends at the tokenizer's `eos_token`, and at those ids of `eos_token_id` (in
+   In texts of both kinds control tokens (`</s>`, `<|im_end|>`, `<tool_call>`) are text like any
+   other, so nobody who writes into the data or answers as a tool can end a turn. Only with
+   `special_tokens = "parse"` are they found in it. A prompt that begins as a rendered conversation
+   does is refused.
+4. Control tokens are the added tokens that are special, that the chat template writes, or that
+   formats of calls and thoughts are written with. Other added tokens are words.
+5. Text for rewards and environments has no special tokens in it but those of `MARKERS`; text for
+   stop strings has all.
+6. A turn ends at the tokenizer's `eos_token`, and at those ids of `eos_token_id` (in
    generation_config.json, else config.json) that the tokenizer knows as special tokens. Where
    neither is left, `eos_token_id` is taken as it is: libraries write one of their own into
    config.json, which may be any letter of another tokenizer.
@@ -26,17 +29,29 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.errors import PolicyError, TaskError
+from dora_pipe.producers.chat.template import find_templates, read_object, special_tokens
 
 if TYPE_CHECKING:
     import tokenizers
 
 SpecialTokens = Literal["text", "parse"]
 """How control tokens that are written in a text are encoded; see `task.special_tokens`."""
+
+THINK: Final = ("<think>", "</think>")
+
+MARKERS: Final = (*THINK, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>",
+)  # fmt: skip
+"""Added tokens that formats of calls and thoughts are written with; rewards see them."""
+
+_MARKUP: Final = re.compile(r"[^\w\s].*[^\w\s]", re.DOTALL)
+"""The form of a control token that has no flag: an added word (`kilogram`) has another."""
 
 _NOWHERE: Final = "\0{}\0" + "\0" * 62
 """A name for a piece that is no longer wanted: nobody writes 64 zero characters."""
@@ -57,10 +72,23 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._parses = special_tokens == "parse"
-        self._added = frozenset(self.backend.get_added_tokens_decoder())
+        added = self.backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._prefix = _prefix_of(self.backend)
         self.stop_ids = _stop_ids(assets, self.backend)
         """Token ids that end a turn, sorted."""
+        templates = find_templates(assets)
+        texts = () if templates is None else templates.texts.values()
+        self.control = control_tokens(self.backend, texts, self.stop_ids)
+        """Texts of the tokens that no text of the data becomes."""
+        self.hidden = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if (token.special and token.content not in MARKERS) or token_id in self.stop_ids
+        )
+        """Ids that rewards, environments and agents do not see."""
+        self._found = _any_of(self.control)
+        self._openers = self._opening(assets)
 
     def reading(self, special_tokens: SpecialTokens) -> Tokenizer:
         """The same one under another rule for control tokens in texts."""
@@ -69,8 +97,35 @@ class Tokenizer:
         other.__dict__.pop("_encoder", None)
         return other
 
+    def _opening(self, assets: Path) -> tuple[str, ...]:
+        """The control tokens that a rendered conversation may begin with."""
+        named = {text for key, text in special_tokens(assets).items() if key != "bos_token"}
+        ends = {self.backend.id_to_token(one) for one in self.stop_ids}
+        return tuple(self.control - named - ends - set(MARKERS))
+
+    def check_unrendered(self, text: str) -> None:
+        """Raise TaskError where a text of the data begins as a rendered conversation does, and its
+        control tokens would become letters."""
+        start = text.lstrip()
+        if self._parses or not start.startswith(self._openers):
+            return
+        opener = max(filter(start.startswith, self._openers), key=len)
+        raise TaskError(
+            f"the text is rendered already: it begins with the control token {opener}",
+            hint='task.special_tokens = "parse" makes control tokens of it; or store the messages',
+        )
+
+    def spelled(self, text: str) -> str:
+        """The first control token whose name is in a text and becomes letters; empty: none."""
+        found = None if self._parses else self._found.search(text)
+        return found[0] if found else ""
+
     def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of a prompt, a begin-of-sequence token included where the model has one."""
+        """Token ids of a prompt, a begin-of-sequence token included where the model has one.
+
+        Raises TaskError as `check_unrendered`.
+        """
+        self.check_unrendered(text)
         ids = self.ids(text)
         if ids[: len(self._prefix)] == self._prefix:
             return ids
@@ -78,7 +133,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _encoder(self) -> tokenizers.Tokenizer:  # who only decodes need not wait for it
-        return self.backend if self._parses else plain_encoder(self.backend)
+        return self.backend if self._parses else plain_encoder(self.backend, self.control)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that is appended to others."""
@@ -99,35 +154,52 @@ class Tokenizer:
         return found
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the model said, without special tokens."""
-        return self._decode(token_ids, skip=True)
+        """What the model said, without the tokens of `hidden`."""
+        return self.full_text([one for one in token_ids if one not in self.hidden])
 
     def full_text(self, token_ids: Sequence[int]) -> str:
         """What the model said, special tokens written out."""
-        return self._decode(token_ids, skip=False)
-
-    def _decode(self, token_ids: Sequence[int], *, skip: bool) -> str:
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip)
+        text: str = self.backend.decode(token_ids, skip_special_tokens=False)
         return text
 
 
-def plain_encoder(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer that makes the ids of `backend`, but knows none of its added tokens.
+def control_tokens(
+    backend: tokenizers.Tokenizer, templates: Iterable[str], stop_ids: Collection[int] = ()
+) -> frozenset[str]:
+    """The control tokens of a model with these chat templates; its other added tokens are words."""
+    written = "\0".join(templates)
+    return frozenset(
+        token.content
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token.special
+        or token_id in stop_ids
+        or token.content in MARKERS
+        or (_MARKUP.fullmatch(token.content) and token.content in written)
+    )
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of these texts, the longest first."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> tokenizers.Tokenizer:
+    """A tokenizer that makes the ids of `backend`, but knows none of these added tokens.
 
     They are taken out of what is matched before the model, and out of the model's own vocabulary,
     where a WordLevel or a Unigram model would find them again. What stays: the token that the model
-    needs for unknown words, and added runs of white space, which are text.
+    needs for unknown words, and added words, runs of white space among them.
     """
     from tokenizers import Tokenizer as Backend
 
     spec: dict[str, Any] = json.loads(backend.to_str())
     model = spec["model"]
-    spaces = [one for one in spec["added_tokens"] if is_space(one["special"], one["content"])]
-    kept = {_unknown(model), *(one["content"] for one in spaces)}
-    added = {one["content"] for one in spec["added_tokens"]} - kept
-    spec["added_tokens"], spec["post_processor"] = spaces, None
-    # White space has its id in the vocabulary: else it would get the first one that is free now.
-    ids = {one["content"]: one["id"] for one in spaces}
+    words = [one for one in spec["added_tokens"] if one["content"] not in control]
+    added = set(control) - {_unknown(model)}
+    spec["added_tokens"], spec["post_processor"] = words, None
+    # Words have their ids in the vocabulary: else they would get the first ones that are free now.
+    ids = {one["content"]: one["id"] for one in words}
     if isinstance(model["vocab"], dict):
         left = {piece: at for piece, at in model["vocab"].items() if piece not in added}
         model["vocab"] = left | ids
@@ -152,11 +224,6 @@ def _without(
     for piece, at in ids.items():
         found[at] = (piece, found[at][1])
     return found
-
-
-def is_space(special: bool, content: str) -> bool:
-    """Whether an added token is a run of white space, which is text."""
-    return not special and not content.strip(" \t\r\n▁")
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:
@@ -241,16 +308,3 @@ def _eos_ids(assets: Path) -> set[int]:
         if ids is not None:
             return set(ids) if isinstance(ids, list) else {ids}
     return set()
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises PolicyError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise PolicyError(f"{path} is not a JSON object")
-    return value

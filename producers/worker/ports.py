@@ -88,6 +88,9 @@ class TextCodec(Protocol):
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens."""
 
+    def check_unrendered(self, text: str) -> None:
+        """Raise TaskError for a text that is a rendered conversation."""
+
 
 TaskEffect = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall | Forget
 
@@ -261,15 +264,11 @@ class TaskPort:
 
     def _prompt_ids(self, event: calls.PromptReady) -> Sequence[int]:
         self._conversations.pop(event.request, None)
-        if not event.messages:
-            return self._texts.prompt_ids(event.text)
-        if self._chat is None:
-            raise PolicyError("the prompt is messages, but the model has no chat template")
-        self._chat.check(several_turns=event.episode)
-        conversation = self._conversations[event.request] = self._chat.start(
-            event.messages, event.tools
-        )
-        return conversation.prompt_ids
+        prompt = prompt_of(event, self._texts, self._chat)
+        if not isinstance(prompt, Conversation):
+            return prompt
+        self._conversations[event.request] = prompt
+        return prompt.prompt_ids
 
     def _observed_ids(self, event: calls.EnvObserved) -> list[int]:
         conversation = self._conversations.get(event.request)
@@ -277,6 +276,21 @@ class TaskPort:
             return self._texts.ids(event.text)
         said = [{"role": "user", "content": event.text}] if event.text else []
         return conversation.answered(event.messages or said, go_on=not event.done)
+
+
+def prompt_of(
+    event: calls.PromptReady, texts: TextCodec, chat: Chat | None
+) -> Conversation | Sequence[int]:
+    """A prompt as a conversation, or as token ids where it is text. Raises TaskError, PolicyError
+    and ConfigError where the model's tokenizer or chat template does not take it."""
+    if not event.messages:
+        return texts.prompt_ids(event.text)
+    if chat is None:
+        raise PolicyError("the prompt is messages, but the model has no chat template")
+    chat.check(several_turns=event.episode, tools=bool(event.tools))
+    for message in event.messages:
+        texts.check_unrendered(message["content"])
+    return chat.start(event.messages, event.tools)
 
 
 class TaskPorts:

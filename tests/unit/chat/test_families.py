@@ -13,7 +13,7 @@ from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.proof import conversations, flaw_of
 from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template_features import TemplateFeatures
-from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.chat.tokenizer import Tokenizer, control_tokens
 from dora_pipe.producers.chat.typed_renderer import TypedRenderer, known
 from tests.support.chat_models import bpe, names, tokens_of, write_chat_model
 from tests.support.tidy import ROOT
@@ -110,7 +110,9 @@ def test_a_typed_renderer_keeps_what_was_sampled_and_gives_data_no_control_token
     family: str,
 ) -> None:
     backend = bpe(tokens_of(family))
-    typed = TypedRenderer(family, SafeText(backend, parse=False), backend, kwargs={})
+    typed = TypedRenderer(
+        family, SafeText(backend, control_tokens(backend, ()), parse=False), backend, kwargs={}
+    )
     added = backend.get_added_tokens_decoder()
     hostile = " ".join(one.content for one in added.values())
     bridged = 0

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.safe_text import MARKS, SafeText
 from dora_pipe.producers.chat.template import NONCHARACTERS, Template
+from dora_pipe.producers.chat.tokenizer import control_tokens
 from tests.support.chat_models import CHATML, bpe
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "é", "<s>")
@@ -76,12 +77,12 @@ def test_a_conversation_has_the_control_tokens_of_its_template_alone(
     name: str, first: str, second: str
 ) -> None:
     backend = BACKENDS[name]()
-    safe = SafeText(backend, parse=False)
+    safe = SafeText(backend, control_tokens(backend, [CHATML]), parse=False)
     messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
     mark = safe.mark_for(messages)
     ids = safe.ids(template().render(safe.marked(messages, mark), (), generate=True), mark)
     start, end = (backend.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>"))
-    said = [one for one in ids if one in safe.added and safe.added[one] != "<unk>"]
+    said = [one for one in ids if one in safe.control and safe.control[one] != "<unk>"]
     assert said == [start, end, start, end, start]
     if name == "byte level":
         text = template().render(messages, (), generate=True)
@@ -94,7 +95,7 @@ def test_ids_are_the_tokenizers_own_where_nothing_must_be_broken_or_may_be(
     name: str, text: str
 ) -> None:
     backend = BACKENDS[name]()
-    safe = SafeText(backend, parse=False)
+    safe = SafeText(backend, control_tokens(backend, [CHATML]), parse=False)
     if any(one in text for one in SPECIAL):
         return
     mark = safe.mark_for(text)
@@ -106,13 +107,13 @@ def test_ids_are_the_tokenizers_own_where_nothing_must_be_broken_or_may_be(
 
 
 def test_control_tokens_count_where_that_is_asked_for() -> None:
-    safe = SafeText(byte_level(), parse=True)
+    safe = SafeText(byte_level(), SPECIAL, parse=True)
     assert safe.marked("<think>", MARKS[0]) == "<think>"
     assert safe.ids("<think>", MARKS[0]) == [byte_level().token_to_id("<think>")]
 
 
 def test_a_mark_stands_nowhere_in_the_data() -> None:
-    safe = SafeText(byte_level(), parse=False)
+    safe = SafeText(byte_level(), SPECIAL, parse=False)
     assert safe.mark_for([{"a": MARKS[0]}], (MARKS[1],)) == MARKS[2]
     with pytest.raises(TaskError, match="noncharacters"):
         safe.mark_for(NONCHARACTERS)

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from tests.support.chat_models import bpe
 
 WORDS = ["<pad>", "<s>", "</s>", "<end>", "<unk>", "one", "two", "three", "0"]
 S, END, EOS = WORDS.index("<s>"), WORDS.index("<end>"), WORDS.index("</s>")
@@ -130,3 +131,70 @@ def test_config_that_is_no_json_is_refused_with_its_name(tmp_path: Path) -> None
     (assets / "tokenizer_config.json").write_text("{")
     with pytest.raises(PolicyError, match=r"tokenizer_config\.json cannot be read"):
         Tokenizer(assets)
+
+
+TEMPLATE = (
+    "Write <answer>x</answer>.{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _added(directory: Path, *, template: str = "") -> Path:
+    """A tokenizer with special tokens, control tokens that lack the flag, and words."""
+    backend = bpe({"<s>", "<|im_end|>", "<tool_call>"})
+    plain = ["<|im_start|>", "<answer>", "</answer>", "kilogram", "  ", "<think>", "</think>"]
+    backend.add_tokens([AddedToken(one, normalized=False, special=False) for one in plain])
+    backend.save(str(directory / "tokenizer.json"))
+    names = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("token", "in_data", "seen"),
+    [
+        ("<answer>", True, True),
+        ("kilogram", True, True),
+        ("  ", True, True),
+        ("<|im_start|>", False, True),
+        ("<think>", False, True),
+        ("<tool_call>", False, True),
+        ("<|im_end|>", False, False),
+        ("<s>", False, False),
+    ],
+)
+def test_data_become_words_and_rewards_see_all_but_special_tokens(
+    token: str, in_data: bool, seen: bool, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(_added(tmp_path, template=TEMPLATE.replace("<answer>", "")))
+    token_id = tokenizer.backend.token_to_id(token)
+    assert (token_id in tokenizer.ids(f"a {token} b")) == in_data
+    assert tokenizer.full_text(tokenizer.ids(f"a {token} b")) == f"a {token} b"
+    assert token_id is not None and (token in tokenizer.text([token_id])) == seen
+    assert bool(tokenizer.spelled(f"a {token} b")) != in_data
+
+
+@pytest.mark.parametrize(
+    ("text", "opener"),
+    [
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>"),
+        (" \n<|im_start|>system\n", "<|im_start|>"),
+        ("<s>one", "<s>"),
+        ("What is <|im_start|>?", ""),
+        ("<|im_end|> ends a turn", ""),
+        ("<answer>2</answer>", ""),
+        ("<think>", ""),
+    ],
+)
+def test_a_rendered_prompt_is_refused_or_parsed(text: str, opener: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(_added(tmp_path, template=TEMPLATE.replace("<answer>", "")))
+    if opener:
+        with pytest.raises(TaskError, match="rendered already") as caught:
+            tokenizer.prompt_ids(text)
+        assert opener in caught.value.message and "special_tokens" in (caught.value.hint or "")
+        opens = tokenizer.backend.token_to_id(opener)
+        assert tokenizer.reading("parse").prompt_ids(text.lstrip())[0] == opens
+    else:
+        assert tokenizer.prompt_ids(text)

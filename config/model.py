@@ -90,7 +90,7 @@ class Task(Section, frozen=True, kw_only=True):
     number of groups each task has had its share of them, to within one group."""
     kind: str
     """`arithmetic`, `calculator`, `dataset` (once `jsonl`), an environment of others
-    (`gymnasium:ID`, `textarena:ID`, `reasoning-gym:NAME`, `openenv:URL`, `verifiers:NAME`;
+    (`gymnasium:ID`, `reasoning-gym:NAME`, `openenv:URL`, `verifiers:NAME`;
     docs/environments.md), or `module:attribute` of your own."""
     data: str | tuple[str, ...] = ""
     """Training data: a file, a glob, a directory that `save_to_disk` wrote, `hf:NAME:CONFIG` of the

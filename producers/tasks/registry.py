@@ -37,7 +37,6 @@ BUILT_IN: Mapping[str, type[Task]] = {
 
 ADAPTERS: Final[Mapping[str, str]] = {
     "gymnasium": "gymnasium:GymnasiumTask",
-    "textarena": "textarena:TextArenaTask",
     "reasoning-gym": "reasoning_gym:ReasoningGymTask",
     "openenv": "openenv:OpenEnvTask",
     "verifiers": "verifiers:VerifiersTask",

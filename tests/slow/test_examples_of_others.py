@@ -27,7 +27,6 @@ SHORT = (
 )
 EXAMPLES = {
     "frozen-lake": "gymnasium",
-    "guess-the-number": "textarena",
     "mcp": "mcp:sums",
     "openenv": "openenv:guess",
     "reasoning-gym": "reasoning-gym",

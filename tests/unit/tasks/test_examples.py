@@ -28,7 +28,7 @@ def table(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text())
 
 
-NEED_MORE = ("chat-math", "guess-the-number", "mcp", "openenv", "reasoning-gym", "verifiers")
+NEED_MORE = ("chat-math", "mcp", "openenv", "reasoning-gym", "verifiers")
 """Data that are made, servers, packages: test_chat_math.py, test_examples_of_others.py and
 test_verifiers_example.py in tests/slow run them."""
 

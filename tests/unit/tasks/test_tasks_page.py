@@ -32,7 +32,7 @@ BROUGHT, _, _ = PAGE.partition("## My environment is slow")
 
 BLOCKS = [one for one in re.findall(r"```toml\n(.*?)```", BROUGHT, re.DOTALL) if "kind" in one]
 
-OTHERS = ("textarena", "reasoning-gym", "verifiers")
+OTHERS = ("reasoning-gym", "verifiers")
 """Packages that the developers' lock lacks; verifiers has an environment and tests of its own."""
 
 HEAD = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'

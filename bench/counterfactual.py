@@ -315,19 +315,6 @@ CASES: Final[tuple[Case, ...]] = (
         own=bisected,
         reference=_counted(lambda one: ["replay", one.words, "--to", str(STEPS)], len),
     ),
-    Case(
-        command="certificate",
-        unit="records",
-        beside="audit",
-        own=_counted(
-            lambda one: [
-                *("certificate", "make", f"{one.words}@{_newest(one)}"),
-                *("--out", str(Path(one.fresh()) / "it.intoto.json")),
-            ],
-            lambda told: told[0]["predicate"]["audit"]["records"],
-        ),
-        reference=_counted(_audit_words, lambda told: told[0]["records"]),
-    ),
 )
 """Every command that asks what else could have been has its row here."""
 

@@ -299,7 +299,7 @@ def counterfactual(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """What rescore, diff, fork, retrain, bisect and certificate cost on a run's log, each beside
+    """What rescore, diff, fork, retrain and bisect cost on a run's log, each beside
     something that does the same work with less around it."""
     from dora_pipe.bench.counterfactual import (
         CASES,

@@ -39,7 +39,6 @@ COMMANDS: Final[Panels] = {
         "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
         "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
         "export": ("cli.commands.audit:export", "Hand a run to other tools."),
-        "certificate": ("cli.app:certificate", "What weights are made of, signed; and verify it."),
         "archive": ("cli.commands.audit:archive", "Seal a run's log, or check an archive."),
         "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),
     },
@@ -116,20 +115,6 @@ cassette = lazy_app(
     },
     name="cassette",
     help="In front of what an agent starts: answered by the cassette of its run, or recorded.",
-)
-certificate = lazy_app(
-    {
-        "Commands": {
-            "make": (
-                "cli.commands.certificate:make",
-                "RUN@STEP: write one; the word may be left out.",
-            ),
-            "verify": ("cli.commands.certificate:verify", "Hold one against key, model and run."),
-        }
-    },
-    name="certificate",
-    help="What the weights of a version are made of, as an in-toto statement.",
-    default="make",
 )
 bench = lazy_app(BENCHES, name="bench", help="Measure this machine.")
 app = lazy_app(

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from dora_pipe.audit.auditor import audit, build_ledger
-from dora_pipe.audit.certificate import made_of
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.audit.replay_trajectory import Regenerated, regenerate
@@ -126,13 +125,6 @@ def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) ->
     assert report.staleness_max <= report.staleness_bound == 2
     (c1,) = [line for line in report.checks if line.check == "C1"]
     assert c1.holds.startswith("declared off (interruptible)")
-
-
-def test_a_certificate_gives_no_shares_where_trajectories_mix_versions(eventful: Cluster) -> None:
-    made, _ = made_of(eventful.bus, eventful.topics, STEPS)
-    assert made.trained.mixed
-    assert made.trained.versions == ()
-    assert made.trained.groups == 4 * STEPS
 
 
 def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Cluster) -> None:

@@ -12,7 +12,6 @@ from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.replay_trajectory import Regenerated, pick, regenerate
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.config.load import dump_toml
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
@@ -21,7 +20,6 @@ from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.rounds import Assign, Move
 from dora_pipe.store.adapters import base_of, stands_on
 from tests.support.cluster import Cluster, TorchParts, make_config
-from tests.support.command_line import Call
 from tests.support.models import make_qwen2
 
 STEPS = 6
@@ -68,23 +66,6 @@ def test_every_later_version_is_a_small_adapter_on_the_first(cluster: Cluster) -
         assert stands_on(policy, first.digest)
         assert policy.bytes < first.bytes / 2
         assert base_of(cluster.store.weights_path(policy.digest)) == first.digest
-
-
-def test_a_certificate_has_the_adapters_digest_and_the_files_of_both(
-    cluster: Cluster, call: Call, tmp_path: Path
-) -> None:
-    (cluster.directory / "config.toml").write_text(dump_toml(cluster.config))
-    file, model = tmp_path / "lora.json", tmp_path / "model"
-    code, _, err = call(
-        "certificate", f"{cluster.directory}@{STEPS}", "--out", file, "--model", model
-    )
-    assert code == 0, err
-    digest = build_ledger(cluster.bus, cluster.topics).steps[STEPS - 1].fact.digest_after
-    code, out, err = call("certificate", "verify", file, "--model", model)
-    assert code == 0, err
-    assert "weights    NOT CHECKED    of an adapter" in out
-    assert digest in file.read_text()
-    assert "adapter/adapter_model.safetensors" in file.read_text()
 
 
 def test_workers_had_several_versions_at_once_and_nothing_moved(cluster: Cluster) -> None:

@@ -32,7 +32,7 @@ from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode, sha256_hex
 from dora_pipe.store.store import PolicyStore
-from tests.support.command_line import Call, caller
+from tests.support.command_line import caller
 from tests.support.recorded_run import RecordedRun
 from tests.support.retrained import (
     AGAIN,
@@ -374,14 +374,6 @@ def test_a_grid_says_what_each_of_its_runs_has(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             grid_of(file, "a")
-
-
-def test_a_run_without_rounds_is_not_certified(root: Path, call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "again.json"
-    code, _, err = call("certificate", f"{AGAIN}@{LAST}", "--runs", root, "--out", file)
-    assert code == 2
-    assert f"run {AGAIN} is steps of {NAME} that were trained again" in err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_has_lost_the_name_of_its_source_does_not_pass_for_an_ordinary_one(

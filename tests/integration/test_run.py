@@ -58,10 +58,6 @@ def test_a_new_run_starts_from_a_policy_of_another_and_says_so(place: Path) -> N
     assert (child.lineage.run, child.lineage.step) == ("tiny", 2)
     assert child.policy == parents[1].policy
     assert_clean(place, "child")
-    made, held = ("child@1", "--out", "it.json"), ("verify", "it.json", "--run", "child")
-    for said in made, held:
-        assert call(place, "certificate", *said) == 0, (place / "said").read_text()
-    assert "lineage    holds          tiny@2: chain " in (place / "said").read_text()
     missing = ("-o", 'run.name="other"', "--from", "tiny@9")
     assert call(place, "run", "config.toml", *missing) == 2
     assert "tiny has no version 9" in (place / "said").read_text()

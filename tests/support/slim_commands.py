@@ -44,11 +44,6 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("audit", "damaged"), says=harmed, code=5),
         Call(words=("export", "recorded", "--parquet", "out.parquet"), says=""),
         Call(words=("export", "recorded", "--policy", "3", "policy"), says=""),
-        Call(words=("certificate", "recorded@3"), says="UNSIGNED"),
-        Call(
-            words=("certificate", "verify", "recorded@3.intoto.json", "--run", "recorded"),
-            says="log        holds",
-        ),
         Call(words=("prune", "recorded", "--keep-every", "2"), says="retention"),
         Call(words=("show", "recorded", "g0000000010-001"), says="lineage"),
         Call(words=("cat", "recorded", "trajectories", "--limit", "1", "--json"), says='"sampled"'),

@@ -27,7 +27,6 @@ OWN = frozenset(
         ".cli.app",
         ".cli.commands",
         ".cli.commands.audit",
-        ".cli.commands.certificate",
         ".cli.commands.counterfactual",
         ".cli.commands.machine",
         ".cli.commands.observe",

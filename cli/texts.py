@@ -14,8 +14,9 @@ from dora_pipe.audit.export import Rows, TextColumns
 from dora_pipe.config.several import pool_specs
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import BusError, DoraError, PolicyError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.core.own_code import importable
-from dora_pipe.launch.plan import has_tokenizer
+from dora_pipe.launch.model_checks import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.web.pages import Decode
@@ -57,7 +58,7 @@ def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None
     """Of a model directory; None, with a line on what comes of it, where it cannot be used."""
     try:
         if importlib.util.find_spec("tokenizers") is None:
-            raise PolicyError("`tokenizers` is not installed (dora-pipe[torch])")
+            raise PolicyError(f"`tokenizers` is not installed: {install_hint('torch')}")
         directory = assets()
         if not has_tokenizer(directory):
             raise PolicyError("the model directory has no tokenizer")

@@ -26,6 +26,7 @@ from dora_pipe.core.errors import (
     RunHalted,
     TaskError,
 )
+from dora_pipe.core.extras import install_hint
 from dora_pipe.core.own_code import importable
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
@@ -175,7 +176,7 @@ def need_endpoint(config: Config) -> None:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"a task with an agent needs {package}, which is not installed",
-                hint="install dora-pipe[agents]",
+                hint=install_hint("agents"),
             )
 
 

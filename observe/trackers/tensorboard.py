@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
 
-HINT: Final = "pip install 'dora-pipe[trackers]'"
+HINT: Final = install_hint("trackers")
 
 FILE_VERSION: Final = "brain.Event:2"
 """What TensorBoard expects in the first record of a file."""

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.extras import install_hint
 
 _BUILT: Final = ("__pycache__", ".pyc")
 """What Python writes beside the files of a package."""
@@ -33,7 +34,7 @@ def required(module: str, *, package: str, extra: str, kind: str) -> Any:
             raise  # one that the package itself misses
         raise ConfigError(
             f"task.kind: `{kind}`: {package} is not installed",
-            hint=f'pip install "dora-pipe[{extra}]"',
+            hint=install_hint(extra),
         ) from None
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.core.errors import PolicyError, TaskError
+from dora_pipe.core.extras import install_hint
 
 if TYPE_CHECKING:
     import jinja2
@@ -159,9 +160,7 @@ def _compiled(text: str, now_s: int) -> jinja2.Template:
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise PolicyError(
-            "chat templates need jinja2", hint="it comes with dora-pipe[torch]"
-        ) from None
+        raise PolicyError("chat templates need jinja2", hint=install_hint("torch")) from None
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

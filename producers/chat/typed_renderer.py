@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.producers.chat.proof import conversations
 from dora_pipe.producers.chat.safe_text import MARKS, SafeText
 from dora_pipe.producers.chat.template_features import schemas
@@ -46,7 +47,7 @@ class TypedRenderer:
         if importlib.util.find_spec("renderers") is None:
             raise ConfigError(
                 f"task.renderer is {name}, but `renderers` is not installed",
-                hint="install dora-pipe[chat], or set task.renderer to template",
+                hint=f"{install_hint('chat')}, or task.renderer = 'template'",
             )
         from renderers import _version, base, configs
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import TaskError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.producers.data.sources import DataFile, HubSet, Source
 from dora_pipe.producers.data.spec import DataSpec, without
 
@@ -187,7 +188,7 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
         from datasets.utils.logging import disable_progress_bar
     except ImportError:
         raise TaskError(
-            f"hf:{source.name}: `datasets` is not installed", hint="pip install dora-pipe[data]"
+            f"hf:{source.name}: `datasets` is not installed", hint=install_hint("data")
         ) from None
     disable_progress_bar()
     where = f"hf:{source.name}"

@@ -17,6 +17,7 @@ import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.core.own_code import importable, load_attribute, nearest
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
@@ -40,7 +41,7 @@ VLLM: Final = ("vllm", "vllm-server")
 VLLM_RANK_MAX: Final = 512
 """Of an adapter that vLLM hosts."""
 
-VLLM_HINT: Final = "make vllm (CPU), make gpu or pip install 'dora-pipe[vllm]'; see docs/vllm.md"
+VLLM_HINT: Final = f"make vllm (CPU), make gpu or {install_hint('vllm')}; see docs/vllm.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +253,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
     "torch": EngineKind(
         open=_open_torch,
         packages=("torch", "transformers", "safetensors"),
-        hint="pip install 'dora-pipe[torch]'",
+        hint=install_hint("torch"),
         # It does without transformers.
         preload=("torch", ROLE, "dora_pipe.producers.engines.torch.engine"),
         check_model=_check_torch_model,

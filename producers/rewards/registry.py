@@ -28,6 +28,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.core.own_code import load_attribute, nearest
 from dora_pipe.producers.rewards.arguments import (
     Bound,
@@ -275,9 +276,7 @@ def _built_in(
         try:
             sources += (f"{kind.needs} {importlib.metadata.version(kind.needs)}",)
         except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(
-                f"{where} needs {kind.needs}", hint='pip install "dora-pipe[rewards]"'
-            ) from None
+            raise ConfigError(f"{where} needs {kind.needs}", hint=install_hint("rewards")) from None
     module, _, name = kind.options.partition(":")
     options: type[Options] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
     for key in given:

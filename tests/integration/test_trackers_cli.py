@@ -81,7 +81,7 @@ def test_wandb_gets_the_same_rows_offline(
 
 @pytest.mark.parametrize(
     ("option", "hint"),
-    [("--tensorboard", "pip install 'dora-pipe[trackers]'"), ("--wandb", "pip install wandb")],
+    [("--tensorboard", "pip install -e '.[trackers]'"), ("--wandb", "pip install wandb")],
 )
 def test_an_absent_package_is_one_line_and_a_hint(
     recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch, option: str, hint: str

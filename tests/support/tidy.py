@@ -47,6 +47,7 @@ _UNFINISHED = re.compile(
     r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b"
 )
 _MACHINE = re.compile(r"(^|[^\w.])/(" + "|".join(("work", "farm", "root", "home")) + r")/")
+_NAMED_EXTRA = re.compile(r"dora-pipe\[")
 _REGISTRY = re.compile(
     "|".join(
         (
@@ -201,12 +202,16 @@ def sleeping(path: str, text: str) -> Iterator[str]:
 
 
 def words(path: str, text: str) -> Iterator[str]:
-    """Nothing unfinished, nothing of one machine, no address of a registry."""
+    """Nothing unfinished, nothing of one machine, no address of a registry, no installation by a
+    name that is on no index."""
     for pattern, what in (
         (_UNFINISHED, "unfinished"),
         (_MACHINE, "a path of one machine"),
         (_REGISTRY, "an address of a registry"),
+        (_NAMED_EXTRA, "an extra by a name that is on no index (core/extras.py)"),
     ):
+        if pattern is _NAMED_EXTRA and path.startswith(("pyproject.toml", "requirements/")):
+            continue
         for number, line in enumerate(text.splitlines(), 1):
             if pattern.search(line):
                 yield f"{path}:{number}: {what}: {line.strip()[:80]}"

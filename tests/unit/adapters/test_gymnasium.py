@@ -175,7 +175,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     with pytest.raises(ConfigError) as caught:
         task_of("gymnasium:FrozenLake-v1")
     assert caught.value.message.endswith("gymnasium is not installed")
-    assert caught.value.hint == 'pip install "dora-pipe[gymnasium]"'
+    assert caught.value.hint == "pip install -e '.[gymnasium]'"
 
 
 def test_a_module_that_a_package_itself_misses_is_not_taken_for_the_package(

@@ -3,6 +3,7 @@
 import pytest
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ConfigError, SchemaError, one_line
+from dora_pipe.core.extras import install_hint
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
@@ -24,3 +25,14 @@ def test_place_stands_behind_a_message_that_was_cut() -> None:
 def test_line_without_anything_odd_is_left_as_it_is() -> None:
     text = "ünïcode ≤ 3 — and ASCII"
     assert one_line(text, 100) is text
+
+
+@pytest.mark.parametrize(
+    ("checkout", "command"),
+    [
+        (True, "pip install -e '.[chat]'"),
+        (False, "pip install 'dora_pipe-VERSION-py3-none-any.whl[chat]'"),
+    ],
+)
+def test_an_extra_is_installed_from_a_checkout_or_a_wheel(checkout: bool, command: str) -> None:
+    assert install_hint("chat", checkout=checkout) == command

@@ -106,7 +106,7 @@ def test_what_a_tracker_lacks_is_named_with_how_to_get_it(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match="not installed") as failed:
         TensorBoardTracker(tmp_path)
-    assert failed.value.hint == "pip install 'dora-pipe[trackers]'"
+    assert failed.value.hint == "pip install -e '.[trackers]'"
     with pytest.raises(UsageError, match="wandb is not installed") as failed:
         WandbTracker(PROJECT, {})
     assert failed.value.hint == "pip install wandb"

@@ -264,7 +264,7 @@ def test_a_reward_that_needs_an_extra_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(ConfigError, match="`math` needs math-verify") as caught:
         Rewards([model.RewardUse(use="math")]).sources()
-    assert caught.value.hint == 'pip install "dora-pipe[rewards]"'
+    assert caught.value.hint == "pip install -e '.[rewards]'"
 
 
 def digest(*uses: model.RewardUse) -> str:

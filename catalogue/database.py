@@ -223,7 +223,7 @@ class Catalogue:
                 hint="ask for fewer columns, or for aggregates",
             ) from None
         except self._errors as error:
-            said = f"the query cannot be answered: {_first_line(error)}"
+            said = f"the query cannot be answered: {_stated(error)}"
             missing = _NO_TABLE.search(said) if isinstance(error, self._missing) else None
             raise (
                 UsageError(said, hint=_HINT) if missing is None else TableMissing(said, missing[1])
@@ -412,6 +412,11 @@ def _plain(value: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def _stated(error: BaseException) -> str:
+    """What DuckDB says of a query, the names that it proposes included, without the query."""
+    return "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
 
 
 COUNTS = "standing = 'bound'"

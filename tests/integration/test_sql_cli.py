@@ -66,6 +66,8 @@ def test_a_query_that_is_wrong_is_one_line_and_a_hint(call: Call, recorded: Reco
     code, out, err = call("sql", str(recorded.directory), "select reward from stepz")
     assert (code, out) == (2, "")
     assert "stepz" in err and "hint: docs/reference/catalogue.md" in err
+    _, _, err = call("sql", str(recorded.directory), "select reward_mean from steps")
+    assert 'Candidate bindings: "reward' in err and "LINE" not in err
 
 
 def test_the_page_of_tables_is_printed_from_the_code() -> None:

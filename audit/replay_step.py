@@ -124,7 +124,7 @@ def replay(
     cannot be read.
     """
     store, history = as_store(store), read_history(bus, topics, clock)
-    _check_range(history, first, last)
+    check_range(history, first, last)
     started = history.run_started
     assert started is not None
     base = load_base(store, trainer, started, history.notes[:first])
@@ -210,13 +210,14 @@ def _with(
         yield commit
 
 
-def _check_range(history: CommitHistory, first: int, last: int) -> None:
+def check_range(history: CommitHistory, first: int, last: int) -> None:
+    """Raise UsageError for steps that were not committed, InvariantBroken without `run started`."""
     if history.run_started is None:
         raise InvariantBroken("control has no `run started`")
     committed = len(history.notes)
     if not history.first_step <= first < last <= committed:
         raise UsageError(
-            f"steps {first} to {last - 1} cannot be replayed",
+            f"--from {first} --to {last}: these steps cannot be replayed",
             hint=f"steps {history.first_step} to {committed - 1} are committed "
             "(--to is the first one left out)",
         )

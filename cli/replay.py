@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.audit.rebuild import Rebuilder
-from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
+from dora_pipe.audit.replay_step import StepLine, check_range, raise_if_diverged, replay
 from dora_pipe.audit.replay_trajectory import (
     Regenerated,
     counted_record,
@@ -57,9 +57,10 @@ def replay_steps(
     if started is None:
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
     config = logged_config(started.config)
-    trainer = open_trainer(run, started, _here(config, run.config))
     first = history.first_step if first is None else first
     last = len(history.notes) if last is None else last
+    check_range(history, first, last)
+    trainer = open_trainer(run, started, _here(config, run.config))
     lines: list[StepLine] = []
     changed = _settings(changes)
     report("training again")

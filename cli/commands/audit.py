@@ -160,6 +160,8 @@ def replay(
             raise UsageError("--rewards asks the task again; --from, --to and --set train")
         if trajectory or random:
             raise UsageError("--trajectory and --random generate again; --from trains again")
+    if first is not None and last is not None and first >= last:
+        raise UsageError(f"--from {first} is not before --to {last}, the first step left out")
     from dora_pipe.cli.replay import replay_steps, replay_trajectories
     from dora_pipe.cli.replay_rewards import replay_rewards
     from dora_pipe.launch.run_dir import opened

@@ -126,7 +126,8 @@ def load_config(
 ) -> Config:
     """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
 
-    Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``). Keys
+    Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``), and so
+    does any value of a key that is a text (``-o run.name=1``). Keys
     that a `stored` configuration, that of a run, lacks are what they were when there was no such
     key (`logged`). `begun` is the stored table of the run that a file is to go on with: keys that
     are filled in where it says nothing are as they were then (`as_begun`). Where `another` kind of
@@ -277,16 +278,32 @@ def _parse_override(text: str) -> Table:
     key, sign, value = text.partition("=")
     if not sign or "\n" in text:
         raise ConfigError(f"-o {text!r}: not of the form key=value")
-    try:
-        return tomllib.loads(f"{key} = {value}")
-    except _NOT_TOML as error:
-        bare = value.strip()
-        if bare[:1] in ("'", '"', "[", "{"):
-            raise ConfigError(f"-o {text}: {error}") from error
+    bare = value.strip()
+    quoted = bare[:1] in ("'", '"', "[", "{")
+    if quoted or not _takes_text(key):
+        try:
+            return tomllib.loads(f"{key} = {value}")
+        except _NOT_TOML as error:
+            if quoted:
+                raise ConfigError(f"-o {text}: {error}") from error
     try:
         return tomllib.loads(f"{key} = {json.dumps(bare)}")
     except _NOT_TOML as error:
         raise ConfigError(f"-o {text}: {error}") from error
+
+
+def _takes_text(key: str) -> bool:
+    """Whether a key is a text: then `1`, `true` and `nan` are texts, too."""
+    kind: Any = Config
+    for place, name in enumerate(key.strip().split(".")):
+        if not (isinstance(kind, type) and issubclass(kind, Section)):
+            return False
+        if name in _fields(kind):
+            kind = _fields(kind)[name]
+        elif place != 1:  # There stands the name of a task or evaluation, where there are several.
+            return False
+    annotated = typing.get_origin(kind) is typing.Annotated
+    return (typing.get_args(kind)[0] if annotated else kind) is str
 
 
 def _merge(table: Table, override: Table, prefix: str) -> None:

@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 PATCHES: Final = 8
 """`policies.whole_every = "auto"` where a patch is a few hundredths of the whole."""
 
+PATCHED_SHARE: Final = 0.03
+"""Of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
+
+PATCH_BYTES: Final = 2.4
+"""Of a patch, for each of them."""
+
 KEPT_ALL_BYTES: Final = 2**30
-"""`store.keep_every = "auto"` keeps every version of a whole file below this: a thousand of them
-lie on one disk."""
+"""`store.keep_every = "auto"` keeps everything where a step adds less than this to the store: a
+thousand of them lie on one disk."""
 
 KEPT_CHECKPOINTS: Final = 10
 """`store.keep_every = "auto"` of larger ones: what is deleted is at most a hundred steps behind a
@@ -53,8 +59,8 @@ class Store(Section, frozen=True, kw_only=True):
     room."""
     keep_every: NonNegative | Literal["auto"] = "auto"
     """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
-    replay makes them again. 0 keeps everything; auto: what the run began with, which is 10 where a
-    version is a whole file of a GiB or more, and 0 where it is smaller or, in bfloat16, a patch."""
+    replay makes them again. 0 keeps everything; auto: what the run began with, which is 10 where
+    versions and checkpoints add a GiB or more per step, and 0 below that."""
 
 
 def whole_every(config: Config, dtype: PolicyDtype) -> int:
@@ -71,8 +77,23 @@ def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
     asked = config.store.keep_every
     if asked != "auto":
         return asked
-    patched = dtype == "bfloat16" and whole_every(config, dtype) > 1
-    return 0 if patched or whole_bytes < KEPT_ALL_BYTES else KEPT_CHECKPOINTS
+    return 0 if bytes_per_step(config, dtype, whole_bytes) < KEPT_ALL_BYTES else KEPT_CHECKPOINTS
+
+
+def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
+    """What a step adds to a store that keeps everything, on average: a version, whole or a patch,
+    and its share of a checkpoint of AdamW."""
+    every, checkpoint_every = whole_every(config, dtype), config.trainer.checkpoint_every
+    narrow = dtype == "bfloat16"
+    parameters = whole_bytes // (2 if narrow else 4)
+    patch = PATCHED_SHARE * PATCH_BYTES * parameters if narrow else whole_bytes
+    version = whole_bytes if every == 1 else whole_bytes / every + patch
+    return int(version + checkpoint_bytes(parameters, remainders=narrow) / checkpoint_every)
+
+
+def checkpoint_bytes(parameters: int, *, remainders: bool) -> int:
+    """Of AdamW's moments, and of the halves of float32 that bfloat16 weights leave out."""
+    return (10 if remainders else 8) * parameters
 
 
 def with_keep_every(config: Config, policy: Manifest) -> Config:
@@ -90,8 +111,9 @@ def deletes(config: Config, started: RunStarted) -> str:
     every = keep_every_of(asked, started)
     if asked != "auto" or not every:
         return ""
+    added = bytes_per_step(config, started.policy.dtype, started.policy.bytes)
     return (
-        f"a version has {started.policy.bytes / 1e9:.1f} GB: every {every}th checkpoint stays, and "
+        f"a step adds {added / 1e9:.1f} GB to the store: every {every}th checkpoint stays, and "
         "`dora-pipe export RUN --policy N DIR` makes any other again (store.keep_every = 0 keeps "
         "all)"
     )

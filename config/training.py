@@ -98,7 +98,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Of the products of a pass: bfloat16 is what GPUs are fast in. Weights are updated in
     float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
+    """auto: a GPU (for `deepspeed` one per rank) where torch finds one, else the CPU."""
     gpus: tuple[NonNegative, ...] = ()
     """GPUs of the ranks on a machine, in their order, counted from 0 among those that are visible;
     empty: the first ones."""

@@ -15,7 +15,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
-from dora_pipe.config.storage import keep_every, whole_every
+from dora_pipe.config.storage import (
+    PATCH_BYTES,
+    PATCHED_SHARE,
+    checkpoint_bytes,
+    keep_every,
+    whole_every,
+)
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.trainer.commits import made_of, retained
 from dora_pipe.core.errors import UsageError
@@ -57,12 +63,6 @@ LIVE_ELEMENTS: Final = 10**9
 
 BUCKET_ELEMENTS: Final = 50_000_000
 """Of what ZeRO reduces or gathers at once, on a GPU."""
-
-PATCHED_SHARE: Final = 0.03
-"""Of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
-
-PATCH_BYTES: Final = 2.4
-"""Of a patch, for each of them."""
 
 VERSIONS: Final = 1000
 """Of a policy, for whose files an estimate is made."""
@@ -566,7 +566,7 @@ def version_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
     wholes = sum(_is_whole(version, every, checkpoint) for version in stay)
     patches = len(stay) * patch if every > 1 else 0
     states = sum(version % checkpoint == 0 for version in stay - {0})
-    state = (10 if _remainders(shape, config) else 8) * count
+    state = checkpoint_bytes(count, remainders=_remainders(shape, config))
     return [
         MemoryPart(f"a version, {dtype}", whole),
         MemoryPart("a patch, where 3 % changed", patch if every > 1 else 0),

@@ -169,6 +169,12 @@ def test_overrides_are_toml_values_and_bare_words_are_strings(file: Path) -> Non
     assert read.task.eval_data == ""
 
 
+@pytest.mark.parametrize("name", ["nan", "true", "1", "2024-01-01", "1e3"])
+def test_the_value_of_a_key_that_is_a_text_is_a_text(file: Path, name: str) -> None:
+    assert load_config(file, [f"run.name={name}"]).run.name == name
+    assert load_config(file, [f'run.name = "{name}"']).run.name == name
+
+
 def test_later_override_wins(file: Path) -> None:
     assert load_config(file, ["run.steps=7", "run.steps=8"]).run.steps == 8
 
@@ -469,8 +475,11 @@ FOUR_BILLION = 16 * 10**9  # bytes
     ("keys", "dtype", "bytes_", "every"),
     [
         ({}, "float32", FOUR_BILLION, 10),
-        ({}, "float32", 2**30 - 1, 0),
-        ({}, "bfloat16", FOUR_BILLION // 2, 0),
+        ({}, "float32", 2**30 - 10**8, 10),  # with its checkpoints it is more
+        ({}, "float32", 10**8, 0),
+        ({}, "bfloat16", FOUR_BILLION // 2, 10),
+        ({}, "bfloat16", 12 * 10**8, 0),  # 600 million parameters: mostly patches
+        ({"trainer": {"checkpoint_every": 1}}, "bfloat16", 12 * 10**8, 10),
         ({"policies": {"whole_every": 1}}, "bfloat16", FOUR_BILLION // 2, 10),
         ({"transfers": {"kind": "flight", "ahead": True}}, "bfloat16", FOUR_BILLION // 2, 10),
         ({"policies": {"whole_every": 8}}, "float32", FOUR_BILLION, 10),

@@ -114,11 +114,15 @@ class Chat:
             "renderer": "template" if typed is None else f"{typed.name} {typed.version}",
             "parser": f"{name} {source_sha256(name)}" if ":" in name else name,
             "special_tokens": "parse" if options.parse else "text",
-            "now_s": options.now_ns // 1_000_000_000,
         }
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
         hidden = tokenizer.hidden
         return cls(template_renderer, typed, parser, digest=digest, flaw=flaw, hidden=hidden)
+
+    @property
+    def calls_unread(self) -> bool:
+        """Whether nothing reads the tool calls of this chat template."""
+        return self._parser is none and self._typed is None
 
     @property
     def renderer(self) -> str:
@@ -154,7 +158,7 @@ class Chat:
                 hint='task.rewritten_history = "keep" lets what was sampled stay as it is;'
                 " task.renderer names a family of the package renderers",
             )
-        if tools and self._parser is none and self._typed is None:
+        if tools and self.calls_unread:
             raise ConfigError(
                 "the task has tools, but nothing here reads the calls of this chat template",
                 hint=f"task.tool_parser: {', '.join(PARSERS)}, or module:function of your own",

@@ -75,6 +75,8 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._prefix = _prefix_of(self.backend)
+        self.size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+        """One above its largest token id; with gaps in the ids, more than its tokens."""
         self.stop_ids = _stop_ids(assets, self.backend)
         """Token ids that end a turn, sorted."""
         templates = find_templates(assets)

@@ -23,7 +23,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker import effects
-from dora_pipe.producers.worker.chats import chats_of, digest_of, recorded_chats
+from dora_pipe.producers.worker.chats import chat_options, chats_of, digest_of, recorded_chats
 from dora_pipe.producers.worker.ports import TaskPort
 from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.cluster import make_config
@@ -123,6 +123,14 @@ def test_the_chats_of_a_run_are_known_again_by_their_digest(tmp_path: Path) -> N
     assert some in found and len(found) < len(every)
     assert digest_of(found) != digest_of(every) != ""
     assert recorded_chats(several, 0, tmp_path, tokenizer, set()) == {}
+
+
+def test_a_digest_is_of_the_template_and_not_of_a_moment(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path, text="{{ strftime_now('%d') }}" + CHATML)
+    tokenizer, task = Tokenizer(folder), Task(kind="arithmetic")
+    early, late = (Chat.open(folder, tokenizer, chat_options(task, at)) for at in (0, 10**18))
+    assert early.start(ASKED).prompt_ids != late.start(ASKED).prompt_ids
+    assert early.digest == late.digest
 
 
 def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> None:

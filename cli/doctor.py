@@ -27,7 +27,14 @@ from dora_pipe.bus.kafka.cluster import (
 )
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.config.model import Config
-from dora_pipe.core.errors import AccessRefused, BusError, DoraError, UsageError
+from dora_pipe.core.errors import (
+    AccessRefused,
+    BusError,
+    DoraError,
+    PolicyError,
+    TopicMissing,
+    UsageError,
+)
 from dora_pipe.launch.local_roles import VISIBLE
 from dora_pipe.launch.plan import topic_specs
 from dora_pipe.launch.run_dir import FREE_BYTES_MIN, RunDir, opened
@@ -193,7 +200,8 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
     except UsageError:
         return  # There is no log yet to compare with.
     except DoraError as error:
-        yield _failed("config.toml", error)
+        if not isinstance(error, TopicMissing) or directory.was_started:  # a new run makes topics
+            yield _failed("config.toml", error)
         return
     state: State = "fail" if drift.frozen else "note" if drift else "ok"
     yield CheckResult(state, "config.toml", drift.line or "as the log has it")
@@ -207,8 +215,8 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
         yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
         return
     from dora_pipe.launch.local_roles import worker_engines
+    from dora_pipe.launch.model_checks import check_model, templated
     from dora_pipe.launch.prompt_lengths import prompt_lengths
-    from dora_pipe.producers.engines.registry import check_model
     from dora_pipe.producers.worker.role import sampling_by_source
 
     engines = {config.workers.engine, *worker_engines(config).values()}
@@ -220,8 +228,11 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
         yield CheckResult("ok", "context", f"{context} tokens, by {', '.join(sorted(engines))}")
     samplings = sampling_by_source(config)
     try:
-        for one in prompt_lengths(config, model):
-            yield _prompts(one, context, samplings[one.source].max_tokens)
+        with templated(config, model) as directory:
+            for one in prompt_lengths(config, directory):
+                yield _prompts(one, context, samplings[one.source].max_tokens)
+    except PolicyError as error:  # of the chat template: the run is refused, too
+        yield _failed("prompts", error)
     except DoraError as error:
         yield CheckResult("note", "prompts", f"not looked at: {_failed('', error).detail}")
 

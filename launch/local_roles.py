@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.registry import no_gpu
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines.registry import engine_kind
 
@@ -18,6 +22,9 @@ TRACES: Final = "traces"
 """Sends traces of the run, which goes on without it."""
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+LOOK_LIMIT_S: Final = 60.0
+"""For torch to say whether there is a GPU; it takes seconds."""
+
 ORDER: Final = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 """Numbers are those of nvidia-smi; CUDA by itself counts the fastest first."""
 
@@ -89,7 +96,29 @@ def need_gpus(config: Config) -> None:
         )
     for name in (TRAINER, *worker_names(config)):
         key, numbers = gpus_of(config, name)
-        visible(key, numbers, os.environ.get(VISIBLE))
+        seen = visible(key, numbers, os.environ.get(VISIBLE)) if numbers else ""
+        if name == TRAINER and config.trainer.device == "cuda" and not _torch_finds_gpu(seen):
+            raise no_gpu()
+
+
+@functools.cache
+def _torch_finds_gpu(seen: str) -> bool:
+    """Whether torch finds a GPU among those that a role is given; empty: among all. A process of
+    its own looks: this one forks roles, and a process that has started CUDA cannot."""
+    words = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    given = dict([ORDER, (VISIBLE, seen)]) if seen else {}
+    try:
+        looked = subprocess.run(
+            words,
+            env=os.environ | given,
+            capture_output=True,
+            text=True,
+            timeout=LOOK_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return True  # the trainer will say
+    return looked.stdout.strip() != "False"
 
 
 def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:

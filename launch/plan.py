@@ -8,11 +8,10 @@ and a log that knows less than the files beside it.
 from __future__ import annotations
 
 import getpass
-import importlib.util
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -36,10 +35,11 @@ from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say, typed
-from dora_pipe.core.errors import ConfigError, LogTruncated, PolicyError, TopicMissing, UsageError
+from dora_pipe.core.errors import ConfigError, LogTruncated, TopicMissing, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import worker_engines
+from dora_pipe.launch.model_checks import check_chat, check_model, templated
 from dora_pipe.launch.run_dir import (
     BEGINS_WITH,
     RunDir,
@@ -53,9 +53,6 @@ from dora_pipe.observe.lineage import newest_version
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.snapshots import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
-from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.registry import check_model as check_engine_model
-from dora_pipe.producers.engines.torch.causal_lm import EXPERTS
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.schemas.control import (
@@ -71,11 +68,8 @@ from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
-from dora_pipe.store.model_dir import asset_files, config_dtype, import_model, read_config
+from dora_pipe.store.model_dir import asset_files, config_dtype, import_model
 from dora_pipe.store.store import PolicyStore, as_store
-
-TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of these is in every model directory that has a tokenizer."""
 
 NAMING: Final = (b'"run-started"', b'"step-committed"', b'"role-started"')
 """Kinds of control records that say which files of the store belong to the run."""
@@ -113,7 +107,7 @@ def plan_new(
     if directory.exists():
         create(config, root)  # raises: what is there is never overwritten
     if here and not parent:
-        check_model(config, Path(config.model.path))
+        check_model(config, worker_engines(config).values(), Path(config.model.path))
     if idle := config.trainer.stage_without_effect:
         say(idle)
     with ExitStack() as undo:
@@ -121,7 +115,7 @@ def plan_new(
             undo.callback(_remove_empty, root)
         if not directory.path.exists():
             undo.callback(_remove_unmade, directory)
-        plan = _plan_new(config, root, parent, with_optimizer)
+        plan = _plan_new(config, root, parent, with_optimizer, here)
         undo.pop_all()
     return plan
 
@@ -145,7 +139,7 @@ def _remove_unmade(directory: RunDir) -> None:
         shutil.rmtree(directory.path, ignore_errors=True)
 
 
-def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool) -> Plan:
+def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, here: bool) -> Plan:
     directory = run_dir(config, root)
     with closing(directory.open_bus(config)) as bus:  # refused there, nothing is made here
         store = directory.policies(config)
@@ -154,7 +148,8 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool) -> 
             lineage, policy = inherit(parent, root, store, config, with_optimizer=with_optimizer)
         model = store.assets(policy[1]) if policy else Path(config.model.path)
         config = with_digest(config, model)
-        first = run_started(config, store, policy=policy, lineage=lineage)
+        facts = facts_of(config, model if here else None)
+        first = run_started(config, store, policy=policy, lineage=lineage, facts=facts)
         if note := deletes(config, first):
             say(note)
         refused = commit_problem(config, len(encode(first.policy)))
@@ -315,10 +310,12 @@ def run_started(
     *,
     policy: tuple[Manifest, str] | None = None,
     lineage: Lineage | None = None,
+    facts: Mapping[str, TaskFacts] | None = None,
 ) -> RunStarted:
     """Import the model, open the task, digest the data. Raises ConfigError, PolicyError, TaskError.
 
-    `policy` (manifest, assets digest) is given where version 0 lies in the store already.
+    `policy` (manifest, assets digest) is given where version 0 lies in the store already, `facts`
+    where the task was opened before.
     """
     store = as_store(store)
     if policy is None:
@@ -329,7 +326,7 @@ def run_started(
         manifest, assets = policy
     if config.model.chat_template:
         assets = _with_template(store, assets, Path(config.model.chat_template))
-    facts = facts_of(config)
+    facts = facts_of(config) if facts is None else facts
     data = {source: one.data(source) for source, one in facts.items()}
     first = data[source_of("train", config.task.name)]
     evaluated = data[source_of("eval", config.evaluation.name)]
@@ -355,12 +352,16 @@ def run_started(
     )
 
 
-def facts_of(config: Config) -> dict[str, TaskFacts]:
-    """What every source (`GroupSpec.source`) is made of. Raises ConfigError, TaskError."""
+def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
+    """What every source (`GroupSpec.source`) is made of. With `model`, its chat template must do
+    for the tasks. Raises ConfigError, TaskError, PolicyError."""
     found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
         with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
             facts = processes.wait()
+            if model is not None:
+                with templated(config, model) as directory:
+                    check_chat(pool, processes, directory)
         for source in pool.sources:
             found[source] = facts
             if source.startswith("train") and not facts.data(source).rows:
@@ -407,50 +408,6 @@ def _with_teacher_of(stored: Config, wanted: Config) -> Config:
 
 
 # What is refused.
-
-
-def _need_experts(config: Config, directory: Path) -> None:
-    """Raise ConfigError for keys of mixtures that the model has no experts for, or too few."""
-    of_model = read_config(directory)
-    experts = next((int(of_model[one]) for one in EXPERTS if of_model.get(one)), 0)
-    dealt = config.trainer.expert_parallel
-    asked = {"router_aux_loss": config.trainer.router_aux_loss, "expert_parallel": dealt - 1}
-    odd = [key for key, value in asked.items() if value]
-    if odd and not experts:
-        raise ConfigError(
-            f"trainer.{odd[0]}: {directory} is no mixture of experts", hint="leave the key out"
-        )
-    if experts % dealt:
-        raise ConfigError(
-            f"trainer.expert_parallel: {experts} experts are not dealt among {dealt} ranks",
-            hint="take a divisor of both",
-        )
-
-
-def check_model(config: Config, directory: Path) -> None:
-    """A model directory that the run's engines take, with a tokenizer. Raises PolicyError, and
-    ConfigError for a key that asks for what it has not."""
-    check_engine_model(config, worker_engines(config).values(), directory)
-    _need_experts(config, directory)
-    longest = read_config(directory).get("max_position_embeddings")
-    if isinstance(longest, int) and longest < config.workers.context_tokens:
-        raise PolicyError(
-            f"{directory}: its {longest} positions are fewer than a context of "
-            f"{config.workers.context_tokens} tokens",
-            hint="lower workers.context_tokens",
-        )
-    if not has_tokenizer(directory):
-        raise PolicyError(
-            f"{directory} has no tokenizer",
-            hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
-        )
-    if (directory / TOKENIZER_FILES[0]).is_file() and importlib.util.find_spec("tokenizers"):
-        Tokenizer(directory)
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a model directory has one; it may be unusable."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def check_data(config: Config, first: RunStarted) -> None:

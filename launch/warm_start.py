@@ -6,10 +6,8 @@ It decides which forms a row may have; `consumers.learners.sft` trains on what c
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +19,7 @@ from dora_pipe.config.model import Config, Task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.core.own_code import importable
+from dora_pipe.launch.model_checks import templated
 from dora_pipe.producers.data.conversations import conversation_of, with_system
 from dora_pipe.producers.data.prepare import open_rows, reporting
 from dora_pipe.producers.data.spec import DataSpec
@@ -74,32 +73,15 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
         if step % TALK_EVERY == 0 or step == options.steps:
             say(f"sft step {step:>4} of {options.steps}  loss {loss:.3f}")
 
-    with _with_template(config) as templated:
-        encode, model = RowEncoder.open(templated), Path(templated.model.path)
+    with templated(config, Path(config.model.path)) as model:
+        config = replace(config, model=replace(config.model, path=str(model)))
+        encode = RowEncoder.open(config)
         done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
     if done.left_out:
         say(
             f"{done.left_out} draws left out: longer than {options.context_tokens} tokens"
             " (--context)"
         )
-
-
-@contextmanager
-def _with_template(config: Config) -> Iterator[Config]:
-    """The configuration of a model that has the template of `model.chat_template`: what is trained
-    here is written with it."""
-    from dora_pipe.producers.chat.template import FILE, read_template
-
-    if not config.model.chat_template:
-        yield config
-        return
-    text = read_template(Path(config.model.chat_template))
-    with tempfile.TemporaryDirectory() as folder:
-        for file in Path(config.model.path).iterdir():
-            if file.is_file() and file.name != FILE:
-                Path(folder, file.name).symlink_to(file.resolve())
-        Path(folder, FILE).write_text(text)
-        yield replace(config, model=replace(config.model, path=folder))
 
 
 class RowEncoder:

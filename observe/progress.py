@@ -20,6 +20,7 @@ from dora_pipe.schemas.control import (
     BatchRefused,
     GroupScored,
     RequestFailed,
+    StepCommitted,
     TrajectoryLogged,
     WeightsAdopted,
     WorkerJoined,
@@ -60,6 +61,8 @@ class RunProgress(RunStats):
         """Groups without a step that are said next."""
         self._follower = LogFollower(bus, topics, self, lent=self.account.lend)
         self._unreadable = 0
+        self._device = ""
+        """The trainer's, in the newest commit."""
         self._lines: list[str] = []
 
     def lines(self) -> list[str]:
@@ -106,6 +109,9 @@ class RunProgress(RunStats):
                 self._failure(fact.trajectory, f"{fact.error}: {fact.message}", fact.worker)
             case GroupScored() if fact.error and not fact.retryable:
                 self._failure(fact.group, fact.error, fact.worker)
+            case StepCommitted() if (device := fact.numerics.get("device", "")) != self._device:
+                self._device = device
+                self._say(f"the trainer computes on {device}")
             case WeightsAdopted():
                 self._say(f"step {fact.step}: weights adopted: {fact.why}")
             case _:

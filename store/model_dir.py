@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
+from dora_pipe.core.own_code import nearest
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.adapters import FOLDER, base_of, read_adapter, write_merged, write_peft
 from dora_pipe.store.safetensors_file import (
@@ -38,6 +39,10 @@ from dora_pipe.store.store import PolicyStore
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
+MODEL_HINT: Final = (
+    "a model's folder holds config.json, tokenizer.json and *.safetensors, as `save_pretrained`"
+    " writes them; nothing is downloaded"
+)
 POSITIONS: Final = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
@@ -169,8 +174,25 @@ def asset_files(model_dir: Path) -> list[Path]:
 def read_config(model_dir: Path) -> dict[str, Any]:
     """The model's config.json. Raises PolicyError."""
     if not model_dir.is_dir():
-        raise PolicyError(f"no model directory at {model_dir}")
+        raise PolicyError(f"no model directory at {model_dir}", hint=_nearest_folder(model_dir))
     return _read_json(model_dir / CONFIG)
+
+
+def embedding_rows(config: Mapping[str, Any]) -> int | None:
+    """Rows of the token embedding of a model of this config.json; None where it does not say."""
+    nested = config.get("text_config")
+    rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    return rows if isinstance(rows, int) else None
+
+
+def _nearest_folder(missing: Path) -> str:
+    """A hint: the nearest folder of a similar name, else what a model's folder holds."""
+    folder = next(one for one in missing.absolute().parents if one.is_dir())
+    name = missing.absolute().relative_to(folder).parts[0]
+    with suppress(OSError):  # a folder that may not be listed
+        if near := nearest(name, [one.name for one in folder.iterdir() if one.is_dir()]):
+            return f"in {folder}: {near}"
+    return MODEL_HINT
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
@@ -220,7 +242,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise PolicyError(f"{path} is larger than {JSON_BYTES_MAX} bytes")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise PolicyError(f"{path.parent} has no {path.name}") from None
+        raise PolicyError(f"{path.parent} has no {path.name}", hint=MODEL_HINT) from None
     except OSError as error:
         raise PolicyError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

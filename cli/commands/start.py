@@ -32,7 +32,7 @@ from dora_pipe.cli.options import (
     may_write_folder,
 )
 from dora_pipe.core.console import RUNS, say, typed
-from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
+from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from dora_pipe.config.model import Config
@@ -142,13 +142,13 @@ def sft(
     """
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.children import share_cores
+    from dora_pipe.launch.model_checks import check_tokenizer
     from dora_pipe.launch.warm_start import data_rows, demonstrations, sft_options, warm_up
 
     if schedule not in SCHEDULES:
         raise UsageError(f"no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
     resolved = load_config(config, override or ())
-    if not Path(resolved.model.path).is_dir():
-        raise PolicyError(f"no model directory at {resolved.model.path}", hint="see model.path")
+    check_tokenizer(Path(resolved.model.path))
     may_write_folder(out, force=force)
     made = steps * batch
     rows = data_rows(data) if data else demonstrations(resolved, seed=seed, count=made)

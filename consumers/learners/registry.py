@@ -25,6 +25,7 @@ from dora_pipe.consumers.learners.with_teacher import with_teacher
 from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.consumers.teachers.registry import key_of, open_teacher
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.core.own_code import importable, load_attribute, nearest, source_sha256
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.log_location import LogLocation
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
 TORCH_PACKAGES: Final = ("torch", "transformers", "safetensors")
-TORCH_HINT: Final = "pip install 'dora-pipe[torch]'"
-EIGHT_BITS_HINT: Final = "pip install 'dora-pipe[adamw8bit]'"
+TORCH_HINT: Final = install_hint("torch")
+EIGHT_BITS_HINT: Final = install_hint("adamw8bit")
 
 Open = Callable[[Path, Path, Config, LogLocation | None], Learner]
 
@@ -208,15 +209,20 @@ def device_of(section: Section) -> str:
     """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there."""
     import torch
 
-    if section.device == "cpu" or (section.device == "auto" and section.kind == "torch"):
+    if section.device == "cpu":
         return "cpu"
     there = torch.cuda.is_available()
     if section.device == "cuda" and not there:
-        raise ConfigError(
-            "trainer.device is cuda, but torch finds no GPU here",
-            hint="-o trainer.device=cpu, or a machine with a GPU and its driver",
-        )
+        raise no_gpu()
     return "cuda" if there else "cpu"
+
+
+def no_gpu() -> ConfigError:
+    """The error of a trainer whose GPU is not there."""
+    return ConfigError(
+        "trainer.device is cuda, but torch finds no GPU here",
+        hint="-o trainer.device=cpu, or a machine with a GPU and its driver",
+    )
 
 
 def _gradient_device(section: Section) -> str:

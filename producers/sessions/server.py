@@ -110,7 +110,7 @@ async def serve(listen: socket.socket, link: socket.socket) -> None:
         return
     die_with(setup.parent_pid)
     sessions = open_sessions(setup, lambda frame: writer.write(pack(frame)))
-    vocabulary = Tokenizer(Path(setup.assets)).backend.get_vocab_size()
+    vocabulary = Tokenizer(Path(setup.assets)).size
     endpoint = Endpoint(sessions, model=setup.model, vocabulary=vocabulary)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dora_pipe.cli.doctor import CheckResult, context_findings
@@ -67,6 +69,21 @@ def test_a_context_beyond_the_models_positions_fails(model: Path, tmp_path: Path
     assert row.state == "fail"
     assert "its 256 positions are fewer than a context of 257 tokens" in row.detail
     assert row.detail.endswith("workers.context_tokens = 256 or less")
+
+
+def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(
+    model: Path, tmp_path: Path
+) -> None:
+    wanted = config(model, tmp_path / "d.jsonl", [3])
+    chat = msgspec.structs.replace(wanted, task=msgspec.structs.replace(wanted.task, chat=True))
+    row = found(chat)["prompts"]
+    assert row.state == "fail" and "no chat template" in row.detail
+    small = tmp_path / "small"
+    shutil.copytree(model, small)
+    plain = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**plain, "vocab_size": 5}))
+    row = found(config(small, tmp_path / "d.jsonl", [3]))["context"]
+    assert row.state == "fail" and "only 5 rows" in row.detail
 
 
 def test_what_is_not_here_is_not_looked_at(tmp_path: Path, model: Path) -> None:

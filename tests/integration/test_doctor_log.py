@@ -11,9 +11,10 @@ from kafka import KafkaAdminClient
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.cli.doctor import CheckResult, _crc32c, log_findings
-from dora_pipe.config.load import from_plain
+from dora_pipe.cli.doctor import CheckResult, _crc32c, config_findings, log_findings
+from dora_pipe.config.load import dump_toml, from_plain
 from dora_pipe.config.model import Config
+from dora_pipe.launch.run_dir import LOCK, RunDir
 from dora_pipe.schemas.topics import Topics
 from tests.support.kafka_broker import KafkaBroker
 
@@ -54,6 +55,16 @@ def test_the_log_of_a_file_is_looked_at(tmp_path: Path) -> None:
     bus.close()
     (_, topics) = log_findings(url, wanted)
     assert (topics.state, topics.detail) == ("ok", "all 6 of run 'demo'")
+
+
+def test_a_new_run_has_no_topics_to_compare_with_and_a_started_one_has_lost_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.toml").write_text(dump_toml(config("demo", url=f"sqlite:{tmp_path}/log")))
+    assert list(config_findings(RunDir(tmp_path))) == []
+    (tmp_path / LOCK).touch()
+    (row,) = config_findings(RunDir(tmp_path))
+    assert row.state == "fail" and "demo.control" in row.detail
 
 
 def test_a_log_that_is_none_is_one_row_with_its_hint() -> None:

@@ -24,11 +24,13 @@ from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
 from dora_pipe.orchestrator.snapshots import body_of, file_bytes
 from dora_pipe.orchestrator.state import State
 from tests.support.command_line import Call
+from tests.support.device import has_gpu
 from tests.support.recorded_run import STEPS, RecordedRun
 
 pytest.importorskip("torch")
 
-from tests.support.user_run import furnish
+from dora_pipe.cli import replay
+from tests.support.user_run import REWARD, TEMPLATE, furnish
 
 NEW_FROM_IT = f"dora-pipe run runs/recorded --from recorded@{STEPS} -o run.name=NEW"
 """What is printed of a run that is over."""
@@ -80,6 +82,76 @@ def test_model_without_a_tokenizer_or_with_a_broken_one_leaves_nothing_behind(
     code, _, err = call("run", "config.toml")
     assert (code, "has no tokenizer" in err) == (9, True), err
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [("run", "config.toml"), ("sft", "config.toml", "warm")])
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    place: Path, call: Call, words: tuple[str, ...]
+) -> None:
+    change_config(place, vocab_size=5)
+    code, _, err = call(*words)
+    assert (code, "only 5 rows" in err) == (9, True), err
+    assert "hint: use the model's own tokenizer" in err
+    assert not (place / "runs").exists() and not (place / "warm").exists()
+
+
+CHAT = ("-o", "task.kind=dataset", "-o", "task.chat=true")
+
+
+def test_a_chat_without_a_template_is_refused(place: Path, call: Call) -> None:
+    code, _, err = call("run", "config.toml", *CHAT)
+    assert (code, "the model has no chat template" in err) == (9, True), err
+    assert not (place / "runs").exists()
+    (place / "own.jinja").write_text(TEMPLATE)
+    words = (*CHAT, "-o", "model.chat_template=own.jinja", "-o", 'task.tools=["judge:tool"]')
+    (place / "judge.py").write_text(f"{REWARD}\ndef tool(a: int) -> int:\n    'Adds.'\n")
+    code, _, err = call("run", "config.toml", *words)
+    assert (code, "nothing here reads the calls" in err) == (3, True), err
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+def test_a_trainer_on_a_gpu_that_is_not_there_is_refused(place: Path, call: Call) -> None:
+    code, _, err = call("run", "config.toml", "-o", "trainer.device=cuda")
+    assert (code, "torch finds no GPU here" in err) == (3, True), err
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("modle", "did you mean `model`?"),
+        ("modle/deeper", "did you mean `model`?"),
+        ("Org/Name-7B", "a model's folder holds config.json, tokenizer.json"),
+        (".", "a model's folder holds config.json, tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "sft"])
+def test_a_wrong_path_of_a_model_has_a_hint(
+    place: Path, call: Call, command: str, path: str, hint: str
+) -> None:
+    out = ["warm"] if command == "sft" else []
+    code, _, err = call(command, "config.toml", *out, "-o", f"model.path={path}")
+    assert (code, hint in err) == (9, True), err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--from", "200"), f"hint: steps 0 to {STEPS - 1} are committed"),
+        (("--from", "5", "--to", "2"), "--from 5 is not before --to 2"),
+    ],
+)
+def test_steps_that_are_not_there_are_refused_before_a_trainer_is_opened(
+    finished: RecordedRun,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    why: str,
+) -> None:
+    monkeypatch.setattr(replay, "make_learner", None)
+    code, _, err = call("replay", "recorded", *words)
+    assert (code, why in err) == (2, True), err
 
 
 def test_task_that_cannot_be_opened_leaves_no_directory_behind(place: Path, call: Call) -> None:

@@ -16,7 +16,7 @@ from dora_pipe.cli.options import EXAMPLES
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError
-from dora_pipe.launch import local_roles, plan
+from dora_pipe.launch import local_roles, model_checks
 from dora_pipe.launch.examples import example_config
 from dora_pipe.producers.engines.port import LORA
 from dora_pipe.producers.engines.registry import (
@@ -273,7 +273,7 @@ def test_what_is_of_experts_is_refused_of_a_dense_model_before_anything_starts(
         workers=change(config.workers, context_tokens=32),
     )
     with pytest.raises(ConfigError, match="dense is no mixture of experts"):
-        plan.check_model(asked, make_qwen2(tmp_path / "dense"))
+        model_checks.check_model(asked, [], make_qwen2(tmp_path / "dense"))
 
 
 def test_ranks_among_which_experts_cannot_be_dealt_are_refused_before_anything_starts(
@@ -287,4 +287,4 @@ def test_ranks_among_which_experts_cannot_be_dealt_are_refused_before_anything_s
         workers=change(config.workers, context_tokens=32),
     )
     with pytest.raises(ConfigError, match="8 experts are not dealt among 3 ranks"):
-        plan.check_model(asked, make_qwen3_moe(tmp_path / "mixture"))
+        model_checks.check_model(asked, [], make_qwen3_moe(tmp_path / "mixture"))

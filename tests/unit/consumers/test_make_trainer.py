@@ -100,14 +100,14 @@ def test_a_run_in_parts_computes_beside_what_would_leave_the_device() -> None:
         make.need_learner(config)
 
 
-def test_gpu_is_taken_by_deepspeed_alone_unless_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
+def test_a_gpu_is_used_unless_the_cpu_is_asked_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert make.device_of(Section(kind="deepspeed")) == "cuda"
-    assert make.device_of(Section(kind="torch")) == "cpu"
-    assert make.device_of(Section(kind="torch", device="cuda")) == "cuda"
-    assert make.device_of(Section(kind="deepspeed", device="cpu")) == "cpu"
+    assert make.device_of(Section(kind=kind)) == "cuda"
+    assert make.device_of(Section(kind=kind, device="cuda")) == "cuda"
+    assert make.device_of(Section(kind=kind, device="cpu")) == "cpu"
 
 
 @pytest.mark.parametrize("rank", ["", "0"])

@@ -1,0 +1,119 @@
+"""Refuses a model that a run cannot use, before anything of the run is written or started."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.config.model import Config
+from dora_pipe.config.several import PoolSpec
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.producers.chat.template import FILE, read_template
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.engines.registry import check_model as check_engine_model
+from dora_pipe.producers.engines.torch.causal_lm import EXPERTS
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.worker.chats import chats_of
+from dora_pipe.store.model_dir import embedding_rows, read_config
+
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""One of these is in every model directory that has a tokenizer."""
+
+
+def check_model(config: Config, engines: Iterable[str], directory: Path) -> None:
+    """A model directory that these engines take, with a tokenizer. Raises PolicyError, and
+    ConfigError for a key that asks for what it has not."""
+    check_engine_model(config, engines, directory)
+    _need_experts(config, directory)
+    longest = read_config(directory).get("max_position_embeddings")
+    if isinstance(longest, int) and longest < config.workers.context_tokens:
+        raise PolicyError(
+            f"{directory}: its {longest} positions are fewer than a context of "
+            f"{config.workers.context_tokens} tokens",
+            hint="lower workers.context_tokens",
+        )
+    check_tokenizer(directory)
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raise PolicyError for a model directory without a tokenizer, or with one whose ids have no
+    row in the model's embedding."""
+    rows = embedding_rows(read_config(directory))
+    if not has_tokenizer(directory):
+        raise PolicyError(
+            f"{directory} has no tokenizer",
+            hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
+        )
+    if not (directory / TOKENIZER_FILES[0]).is_file() or not _has_tokenizers():
+        return  # transformers would have to convert it, which takes seconds
+    size = Tokenizer(directory).size
+    if rows is not None and size > rows:
+        raise PolicyError(
+            f"{directory}: the tokenizer has token ids up to {size - 1}, the model's embedding "
+            f"only {rows} rows",
+            hint="use the model's own tokenizer, or save the model again after "
+            f"`model.resize_token_embeddings({size})`",
+        )
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model directory has one; it may be unusable."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
+def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> None:
+    """Raise ConfigError or PolicyError where prompts are messages and the model's chat template
+    does not do for them; say where it does not read the tool calls of an agent."""
+    if not _has_tokenizers():
+        return
+    opened, tokenizer = [(spec, pool)], Tokenizer(directory)
+    chats = chats_of(opened, time.time_ns(), directory, tokenizer, stop=lambda: False)
+    unread = (one.calls_unread and one.template_renderer.features.tools for one in chats.values())
+    if spec.task.has_agent and any(unread):
+        say(
+            "note: nothing reads the tool calls of this model's chat template: calls of the agent's"
+            " tools arrive as text (hint: set task.tool_parser, see docs/chat.md)"
+        )
+
+
+@contextmanager
+def templated(config: Config, model: Path) -> Iterator[Path]:
+    """The model's directory with the template of `model.chat_template`, where that is set."""
+    if not config.model.chat_template:
+        yield model
+        return
+    text = read_template(Path(config.model.chat_template))
+    with tempfile.TemporaryDirectory() as folder:
+        for file in model.iterdir():
+            if file.is_file() and file.name != FILE:
+                Path(folder, file.name).symlink_to(file.resolve())
+        Path(folder, FILE).write_text(text)
+        yield Path(folder)
+
+
+def _has_tokenizers() -> bool:
+    return importlib.util.find_spec("tokenizers") is not None
+
+
+def _need_experts(config: Config, directory: Path) -> None:
+    """Raise ConfigError for keys of mixtures that the model has no experts for, or too few."""
+    of_model = read_config(directory)
+    experts = next((int(of_model[one]) for one in EXPERTS if of_model.get(one)), 0)
+    dealt = config.trainer.expert_parallel
+    asked = {"router_aux_loss": config.trainer.router_aux_loss, "expert_parallel": dealt - 1}
+    odd = [key for key, value in asked.items() if value]
+    if odd and not experts:
+        raise ConfigError(
+            f"trainer.{odd[0]}: {directory} is no mixture of experts", hint="leave the key out"
+        )
+    if experts % dealt:
+        raise ConfigError(
+            f"trainer.expert_parallel: {experts} experts are not dealt among {dealt} ranks",
+            hint="take a divisor of both",
+        )

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config.model import Config
+from dora_pipe.config.objectives import rewarded
 from dora_pipe.config.section import SIBLINGS_MAX
 
 PARTS: Final = 4
@@ -29,6 +30,11 @@ def group_problems(config: Config) -> Iterator[str]:
             f"groups.spare: {groups.spare} beside groups.size, {groups.size}, are more than"
             f" {SIBLINGS_MAX} siblings"
         )
+    if groups.size == 1 and needs_difference(config):
+        yield (
+            "groups.size: a group of 1 has no advantage, so no step has a gradient; set 8, or"
+            ' objective.advantage = "version-baseline"'
+        )
     if minibatches > groups.size * groups.per_step:
         yield (
             f"trainer.minibatches: {minibatches} is more than the"
@@ -36,6 +42,32 @@ def group_problems(config: Config) -> Iterator[str]:
         )
     if config.trainer.parts > 1:
         yield from _part_problems(config)
+
+
+def needs_difference(config: Config) -> bool:
+    """Whether a step has a gradient only if rewards differ within a group."""
+    objective = config.objective
+    compares = objective.advantage in ("group", "leave-one-out") and rewarded(objective.kind)
+    other = objective.kl or objective.teacher_weight or config.trainer.router_aux_loss
+    return compares and not other
+
+
+def gradient_notes(config: Config) -> Iterator[str]:
+    """Describe settings under which hardly any step of a run will have a gradient, a line each."""
+    if not needs_difference(config):
+        return
+    if config.sampling.temperature == 0:
+        yield (
+            "sampling.temperature = 0: the trajectories of a group are equal unless the task draws"
+            " by chance, so no group has an advantage and no step a gradient; set 1.0"
+        )
+    for task in config.tasks:
+        if task.kind == "dataset" and task.reward == "none" and not task.has_agent:
+            name = f"task.{task.name}.reward" if task.name else "task.reward"
+            yield (
+                f'{name} = "none": every reward is 0, so no group has an advantage and no step a'
+                " gradient; name a reward"
+            )
 
 
 def why_no_parts(config: Config) -> str:

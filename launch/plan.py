@@ -24,6 +24,7 @@ from dora_pipe import __version__
 from dora_pipe.audit.line_file import write_whole
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.config.batches import gradient_notes
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.checks import commit_problem
 from dora_pipe.config.load import changed_keys
@@ -110,6 +111,8 @@ def plan_new(
         check_model(config, worker_engines(config).values(), Path(config.model.path))
     if idle := config.trainer.stage_without_effect:
         say(idle)
+    for line in gradient_notes(config):
+        say(f"warning: {line}")
     with ExitStack() as undo:
         if not root.exists():
             undo.callback(_remove_empty, root)

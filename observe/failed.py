@@ -13,6 +13,9 @@ from dora_pipe.schemas.control import error_class
 WINDOW_GROUPS: Final = 64
 """Groups that ended last, of which a share is shown."""
 
+VALUES_MAX: Final = 3
+"""Rewards that a line shows."""
+
 SHARE_MIN: Final = 0.03
 """Share of failed trajectories from which `top` and `why` name them."""
 
@@ -103,6 +106,19 @@ def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
             yield name, last.why
 
 
+def no_gradient(ended: StepEnded, count: int, steps: int) -> str:
+    """Why a step, one of `count` such among the `steps` so far, updated nothing."""
+    rewards = [group.rewards for group in ended.groups if group.rewards]
+    if all(len(set(own)) == 1 for own in rewards):
+        values = sorted({own[0] for own in rewards})
+        shown = ", ".join(f"{value:g}" for value in values[:VALUES_MAX])
+        why = f"the rewards of each group were equal ({shown})" if rewards else "no reward is valid"
+    else:
+        why = "no trajectory has an advantage"
+    more = f" ({count} of {steps} steps had none)" if count > 1 else ""
+    return f"{why}, so the weights are unchanged{more}"
+
+
 class GroupsSinceStep:
     """Counts groups that made no step: filtered or failed; those that a stop cancels say nothing.
 
@@ -113,6 +129,8 @@ class GroupsSinceStep:
         self._fates: Counter[str] = Counter()
         self._why: dict[str, str] = {}
         """Of every fate, the newest."""
+        self._rewards: Counter[float] = Counter()
+        """Of filtered groups, what all their trajectories have."""
 
     @property
     def count(self) -> int:
@@ -124,9 +142,12 @@ class GroupsSinceStep:
         match event:
             case StepEnded():
                 self._fates.clear()
+                self._rewards.clear()
             case GroupEnded(fate="filtered" | "failed") if event.group.spec.purpose == "train":
                 self._fates[event.fate] += 1
                 self._why[event.fate] = event.why
+                if event.fate == "filtered":
+                    self._rewards.update(event.group.rewards[:1])
             case _:
                 pass
 
@@ -135,4 +156,13 @@ class GroupsSinceStep:
         if per_step is None or self.count < BATCHES * per_step:
             return ""
         ((fate, times),) = self._fates.most_common(1)
-        return f"no step after {self.count} groups: {times} {fate} ({self._why[fate]})"
+        words = f"no step after {self.count} groups: {times} {fate} ({self._why[fate]})"
+        return words + (self._advice() if fate == "filtered" else "")
+
+    def _advice(self) -> str:
+        ((value, times),) = self._rewards.most_common(1) or [(0.0, 0)]
+        equal = f"; every reward is {value:g} in {times} of them" if times else ""
+        return (
+            f"{equal}. If rewards never differ, groups.filter_zero_advantage waits without end: "
+            "change the reward or the data"
+        )

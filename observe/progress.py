@@ -12,7 +12,7 @@ from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.failed import GroupsSinceStep
+from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
 from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import (
@@ -158,6 +158,11 @@ class RunProgress(RunStats):
         self._since_step.happened(ended)
         self._say_at = 0
         self._say(_line(self.steps[-1]))
+        count = self.without_gradient
+        if not self.steps[-1].gradient and count & (count - 1) == 0:
+            self._say(
+                f"step {ended.fact.step} had no gradient: {no_gradient(ended, count, self.done)}"
+            )
 
     def _evaluated(self, ended: EvaluationEnded) -> None:
         super()._evaluated(ended)
@@ -184,7 +189,12 @@ def _line(step: StepStats) -> str:
     staleness = " ".join(f"{value}:{count}" for value, count in step.staleness)
     seconds = step.seconds or 0.0
     tokens_per_s = step.tokens / seconds if seconds > 0 else 0.0
-    return (
-        f"step {step.step:>4}  reward {reward}  staleness {staleness:<16}"
-        f"  {tokens_per_s:>7,.0f} tok/s  {seconds:5.2f} s"
-    ) + (f"  {step.failed.brief}" if step.failed.failed else "")
+    notes = [step.failed.brief] if step.failed.failed else []
+    notes += [] if step.gradient else ["no gradient"]
+    return "  ".join(
+        (
+            f"step {step.step:>4}  reward {reward}  staleness {staleness:<16}"
+            f"  {tokens_per_s:>7,.0f} tok/s  {seconds:5.2f} s",
+            *notes,
+        )
+    )

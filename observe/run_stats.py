@@ -222,6 +222,8 @@ class StepStats:
     """Classes of the errors of the batch's trajectories without a valid reward."""
     failed: FailedShare
     """Of the trajectories of groups that ended since the commit before, those of no batch too."""
+    gradient: bool
+    """Whether the weights were updated."""
     tokens: int
     """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
@@ -326,9 +328,8 @@ class RunStats:
         self.faults, self.outcomes = Counter[str](), Counter[str]()
         """How attempts of requests on workers ended, of groups that have ended."""
         self.moves = Counter({"decided": 0, "released": 0})
-        self.refused = 0
-        self.late = 0
-        """Groups that were trained behind their deadline: C3 is broken."""
+        self.refused = self.without_gradient = self.late = 0
+        """Batches; steps; and groups that were trained behind their deadline: C3 is broken."""
         self.waited_by: Counter[str] = Counter()
         """ms that the trainer waited, by the worker that it waited for."""
         self.compute_ms = self.ahead_ms = 0
@@ -518,6 +519,7 @@ class RunStats:
             parts=parts_by_task(ended.groups),
             errors=Counter(error_class(one.error) for one in results if one.reward is None),
             failed=self._failed_now.share(),
+            gradient=fact.figures.get("updates") != 0,
             tokens=sum(one.tokens for one in results),
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
@@ -527,6 +529,7 @@ class RunStats:
         if (cost := fact.figures.get("turn_value_tokens")) is not None:
             self.turn_value_tokens = (self.turn_value_tokens or 0) + int(cost)
         self.late += ended.late
+        self.without_gradient += not step.gradient
         self._measure(step, fact.compute_s)
 
     def _measure(self, step: StepStats, compute_s: float) -> None:

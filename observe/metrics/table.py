@@ -286,6 +286,12 @@ GROUPS: Final = (
 
 TRAINING: Final = (
     counter("steps_total", "Committed steps.", "step committed", lambda t: t.step_s.observations),
+    counter(
+        "steps_without_gradient_total",
+        "Those of them that updated nothing: no trajectory of the batch had an advantage.",
+        "step committed",
+        lambda t: t.without_gradient,
+    ),
     histogram(
         "step_seconds",
         "From commit to commit; the first one from the trainer's start.",

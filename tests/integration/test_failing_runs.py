@@ -79,7 +79,9 @@ def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
     batches = 4 * config.groups.per_step
     assert said == [
         f"no step after {count} groups: {count} filtered "
-        "(all valid rewards are equal: no advantage)"
+        f"(all valid rewards are equal: no advantage); every reward is 1 in {count} of them. If "
+        "rewards never differ, groups.filter_zero_advantage waits without end: change the reward or"
+        " the data"
         for count in (batches, 2 * batches)
     ]
     assert answer.no_step.startswith(f"no step after {progress.fates['filtered']} groups: ")

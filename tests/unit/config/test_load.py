@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.config.batches import gradient_notes
 from dora_pipe.config.changes import FROZEN, LOGGED
 from dora_pipe.config.load import (
     PATH_KEYS,
@@ -308,6 +309,7 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
         ),
         (["groups.min_valid_siblings=9"], "9 is more than groups.size, 8"),
         (["groups.size=1"], "2 is more than groups.size, 1"),
+        (["groups.size=1", "groups.min_valid_siblings=1"], "a group of 1 has no advantage"),
         (["trainer.minibatches=257"], "257 is more than the 256 trajectories"),
         (["sampling.max_tokens=1024"], "1024 leaves no room"),
         (["evaluation.sampling.max_tokens=2000"], "evaluation.sampling.max_tokens: 2000"),
@@ -331,6 +333,26 @@ def test_sections_that_do_not_fit_together_are_refused(
     assert message in refusal(file, *overrides)[0]
 
 
+ALONE = ("groups.size=1", "groups.min_valid_siblings=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (["sampling.temperature=0.0"], ["sampling.temperature = 0"]),
+        (["task.kind=dataset", "task.data=x", "task.reward=none"], ['task.reward = "none"']),
+        (["sampling.temperature=0.0", "objective.kl=0.1"], []),
+        (["sampling.temperature=0.0", "objective.advantage=version-baseline"], []),
+        ([], []),
+    ],
+)
+def test_settings_that_can_hardly_give_a_gradient_are_noted(
+    file: Path, overrides: list[str], noted: list[str]
+) -> None:
+    notes = list(gradient_notes(load_config(file, overrides)))
+    assert [note.partition(":")[0] for note in notes] == noted
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -342,6 +364,8 @@ def test_sections_that_do_not_fit_together_are_refused(
         ["staleness.in_flight_batches=auto", "staleness.max_staleness=0"],
         ["staleness.max_staleness=0"],
         ["groups.min_valid_siblings=8"],
+        [*ALONE, "objective.advantage=version-baseline"],
+        [*ALONE, "objective.kl=0.1"],
         ["timing.lease_s=1.01"],
         ["sampling.max_tokens=1023"],
     ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.top import frame, step_line
-from dora_pipe.schemas.control import RequestFailed, WorkerLeft
+from dora_pipe.schemas.control import RequestFailed, TakenGroup, WorkerLeft
 from dora_pipe.schemas.rounds import EarlyStop, End, Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -98,4 +100,26 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
     assert step_line(progress.steps[-1]).endswith("failed 44.4% (IndexError)")
     named = f"44.4% of 9 trajectories failed, most often {INDEX['error']} (g0000000001-001)"
     assert named in [line.text for line in frame(progress, 0).numbers.lines]
+    progress.close()
+
+
+def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> None:
+    bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
+    bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
+    progress = RunProgress(bus, TOPICS)
+    stage = Stage(stats=progress)
+    epoch = stage.worker()
+    for step, updates in enumerate((0.0, 1.0, 0.0, 0.0)):
+        spec = stage.group(step, epoch)
+        stage.log(spec, epoch, 0.5, 0.5)
+        taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
+        stage.decide(TakeBatch(reason="all", step=step, attempt=1, groups=taken, settings={}))
+        fact = records.committed(step, taken)
+        stage.fact(msgspec.structs.replace(fact, figures={"updates": updates}))
+    lines = [line for line in progress.lines() if line.startswith("step")]
+    equal = "the rewards of each group were equal (0.5), so the weights are unchanged"
+    assert [line.endswith("  no gradient") for line in lines] == [1, 0, 0, 1, 0, 1]
+    assert lines[1] == f"step 0 had no gradient: {equal}"
+    assert lines[4] == f"step 2 had no gradient: {equal} (2 of 3 steps had none)"
+    assert progress.without_gradient == 3
     progress.close()

@@ -11,6 +11,10 @@ from tests.support.catalogue_stage import ToldRun
 
 PER_STEP = 2
 FEW = BATCHES * PER_STEP - 1
+ADVICE = (
+    ". If rewards never differ, groups.filter_zero_advantage waits without end: change the reward"
+    " or the data"
+)
 
 
 class Told(ToldRun):
@@ -48,7 +52,7 @@ def test_most_frequent_fate_is_named_with_its_newest_reason() -> None:
     told = Told()
     told.end("filtered", FEW - 2, why="equal")
     told.end("failed", 3, why="1 of 2 siblings are not valid")
-    assert told.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)"
+    assert told.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)" + ADVICE
     told.end("failed", 3, why="non-finite")
     assert told.since.words(PER_STEP) == "no step after 11 groups: 6 failed (non-finite)"
 

@@ -6,8 +6,13 @@ reads of a role starts that role's clock, so that an old log raises nothing.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.statuses import Statuses, epoch_of, role_of
@@ -15,7 +20,8 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.wait_tracker import alarm_line
 from dora_pipe.observe.text import duration
-from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
+from dora_pipe.schemas.control import AnyControl, Command
+from dora_pipe.schemas.metrics import AnyMetrics, Wait, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
@@ -33,6 +39,42 @@ POLL_RECORDS_MAX = 2000
 
 SAID_MAX = 1000
 """Alarms that are remembered as said."""
+
+UNFED: Final = frozenset({"requests", "version", "batch"})
+"""Waits of workers and the trainer that last as long as a pause of the run."""
+
+FED_AGAIN: Final = UNFED | {"groups", "admission"}
+"""Waits that count from the end of a pause if they began before it."""
+
+S = TypeVar("S", bound=AnyMetrics)
+
+
+class Pauses:
+    """The pauses that users asked for; waits that they cause raise no alarm while they last."""
+
+    def __init__(self, commands: Iterable[tuple[int, str]] = ()) -> None:
+        """`commands`: (wall clock ns, verb), ascending."""
+        self._commands = [one for one in commands if one[1] in ("pause", "resume")]
+
+    def fact(self, fact: AnyControl) -> None:
+        """Note a command of a user."""
+        if isinstance(fact, Command) and fact.verb in ("pause", "resume"):
+            self._commands.append((fact.at_ns, fact.verb))
+
+    def excused(self, status: S) -> S:
+        """Return the status with overdue waits only where they are so without the last pause."""
+        count = bisect_right(self._commands, status.at_ns, key=lambda one: one[0])
+        if not count or not any(wait.overdue for wait in status.waits):
+            return status
+        at_ns, verb = self._commands[count - 1]
+        until_ns, names = (math.inf, UNFED) if verb == "pause" else (at_ns, FED_AGAIN)
+
+        def overdue(wait: Wait) -> bool:
+            lasted_ms = (status.at_ns - max(wait.since_ns, until_ns)) / 1e6
+            return wait.overdue and (wait.name not in names or lasted_ms > (wait.limit_ms or 0))
+
+        waits = [msgspec.structs.replace(one, overdue=overdue(one)) for one in status.waits]
+        return msgspec.structs.replace(status, waits=tuple(waits))
 
 
 def silent_after_s(heartbeat_s: float | None) -> float:
@@ -54,6 +96,7 @@ class Alarms:
     """
 
     def __init__(self, bus: Bus, topics: Topics, *, lease_s: float, clock: Clock) -> None:
+        self.pauses = Pauses()
         count = bus.partitions(topics.metrics)
         partitions = [TopicPartition(topics.metrics, one) for one in range(count)]
         self._reader = bus.reader({at: bus.end(at) for at in partitions})
@@ -74,7 +117,7 @@ class Alarms:
             except SchemaError:
                 continue  # lossy by design
             if not isinstance(status, Unknown):
-                out += self._heard(status)
+                out += self._heard(self.pauses.excused(status))
         return out + (self._silences() if silence else [])
 
     def forget(self, worker: str, epoch: int) -> None:

@@ -56,6 +56,8 @@ class RunProgress(RunStats):
         self.stopping = False
         """The roles were asked to end: none need be heard any more."""
         self._alarms = alarms
+        if alarms:
+            alarms.pauses = self.pauses
         self._since_step = GroupsSinceStep()
         self._say_at = 0
         """Groups without a step that are said next."""

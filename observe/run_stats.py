@@ -37,6 +37,7 @@ from dora_pipe.catalogue.statuses import (
     epoch_of,
     role_of,
 )
+from dora_pipe.observe.alarms import Pauses
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.observe.failed import FailedShare, FailedTrajectories
 from dora_pipe.schemas.control import (
@@ -284,7 +285,7 @@ class RunStats:
     def __init__(self, run: str) -> None:
         self.run = run
         self.account = RunAccount()
-        self.statuses = Statuses()
+        self.statuses, self.pauses = Statuses(), Pauses()
         self.log_up = True
         """False while the log cannot be read."""
         self.halted = False
@@ -407,12 +408,13 @@ class RunStats:
         self.last_ns = max(self.last_ns, status.at_ns)
         worker, epoch = self.account.named.get(role_of(status)), epoch_of(status)
         if worker is None or epoch > worker.epoch or (epoch == worker.epoch and not worker.gone):
-            self.statuses.receive(status)
+            self.statuses.receive(self.pauses.excused(status))
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         """A control record, which a round folds."""
         self.last_ns = max(self.last_ns, fact.at_ns)
         self._unfolded.append((offset, fact.at_ns))
+        self.pauses.fact(fact)
         first = self.started is None
         self._happened(self.account.fact(offset, fact))
         match fact:

@@ -19,6 +19,7 @@ from dora_pipe.catalogue.account import Event, RunAccount
 from dora_pipe.catalogue.fallbacks import FallbackAccount
 from dora_pipe.catalogue.statuses import LastStatus, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.observe.alarms import Pauses
 from dora_pipe.observe.failed import FailedTrajectories, GroupsSinceStep
 from dora_pipe.observe.why.fallbacks import KEPT_MAX, FallbackTaken, fallback_taken
 from dora_pipe.orchestrator.fold import fold_round
@@ -47,6 +48,7 @@ class Picture:
     account: RunAccount = field(default_factory=RunAccount)
     """When things happened, and who has come and gone."""
     since_step: GroupsSinceStep = field(default_factory=GroupsSinceStep)
+    pauses: Pauses = field(default_factory=Pauses)
     failed: FailedTrajectories = field(default_factory=FailedTrajectories)
     heard: dict[str, LastStatus] = field(default_factory=dict)
     """By role: `orchestrator`, `trainer`, a worker's name."""
@@ -80,7 +82,7 @@ def look(bus: Bus, topics: Topics, *, now_ns: int) -> Picture:
     """
     picture = _folded(bus, topics, lambda _: False)
     picture.at_ns = now_ns
-    picture.heard = _heard(bus, topics)
+    picture.heard = _heard(bus, topics, picture.pauses)
     picture.answered = partial(_answered, bus, topics)
     return picture
 
@@ -89,7 +91,7 @@ def look_back(bus: Bus, topics: Topics, *, at_ns: int) -> Picture:
     """The run at a moment of the past. Raises what `look` raises."""
     picture = _folded(bus, topics, lambda round_: round_.now_ns > at_ns)
     picture.at_ns = at_ns
-    picture.heard = _heard(bus, topics, at_ns)
+    picture.heard = _heard(bus, topics, picture.pauses, at_ns)
     picture.answered = partial(_answered, bus, topics)
     return picture
 
@@ -108,7 +110,7 @@ def look_before(bus: Bus, topics: Topics, *, step: int) -> Picture | None:
     if not taken_ns:
         return None
     picture.at_ns = taken_ns[0]
-    picture.heard = _heard(bus, topics, picture.at_ns)
+    picture.heard = _heard(bus, topics, picture.pauses, picture.at_ns)
     picture.answered = partial(_answered, bus, topics)
     return picture
 
@@ -132,6 +134,7 @@ def _note(picture: Picture, at: ReadRound) -> None:
             fact = decode_control(record.value)
             if not isinstance(fact, Unknown):
                 events += picture.account.fact(record.offset, fact)
+                picture.pauses.fact(fact)
             if isinstance(fact, StepCommitted):
                 picture.fallbacks += map(fallback_taken, picture.forms.committed(fact))
             elif isinstance(fact, WorkerReady):
@@ -152,9 +155,11 @@ def _answered(bus: Bus, topics: Topics, resume: Resume) -> TurnProgress | None:
     return None
 
 
-def _heard(bus: Bus, topics: Topics, until_ns: int | None = None) -> dict[str, LastStatus]:
+def _heard(
+    bus: Bus, topics: Topics, pauses: Pauses, until_ns: int | None = None
+) -> dict[str, LastStatus]:
     """What every role had said last at a moment, at present without one."""
     statuses = Statuses()
     for status in read_statuses(bus, topics, tail=TAIL_RECORDS, until_ns=until_ns):
-        statuses.receive(status)
+        statuses.receive(pauses.excused(status))
     return statuses.heard

@@ -16,7 +16,7 @@ there at a status, to half a heartbeat where it ended between two.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -24,7 +24,7 @@ from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.statuses import TRAINER, epoch_of, read_statuses, role_of
 from dora_pipe.core.wait_tracker import alarm_line
-from dora_pipe.observe.alarms import HEARTBEAT_S
+from dora_pipe.observe.alarms import HEARTBEAT_S, Pauses
 from dora_pipe.observe.failed import FailedShare
 from dora_pipe.observe.text import ahead_share, counted, duration
 from dora_pipe.observe.why.advice import ADVICE, SILENT, WORDS
@@ -50,6 +50,10 @@ TRAINED: Final = """
            coalesce(sum(greatest(0, taken_ns - free_ns) / 1e9 - waited_s), 0) as saved_s,
            coalesce(sum(seconds - waited_s - ahead_s), 0) as training_s
     from steps where seconds is not null"""
+
+PAUSES: Final = """
+    select at_ns, subject from events
+    where kind = 'command' and subject in ('pause', 'resume') order by at_ns"""
 
 FAILED: Final = """
     with ended as (
@@ -252,6 +256,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
     waits = waits_of(catalogue)
     found = read_statuses(bus, topics)
     roles = _by_role(found)
+    pauses = Pauses(catalogue.query(PAUSES))
     kept_ns = _kept_ns(bus, topics, found, ended_ns)
     told = _for_batches([one for one in waits if one.free_ns >= kept_ns])
     trainer = _role(TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, skip="batch")
@@ -264,7 +269,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         untold_s=max(0, kept_ns - started_ns) / 1e9 if kept_ns else 0.0,
         roles=(trainer, *(_role(name, roles[name], heartbeat_ns) for name in sorted(roles))),
         longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
-        alarms=tuple(_alarms(found)),
+        alarms=tuple(_alarms(map(pauses.excused, found))),
         failed=_failed(catalogue),
         fallbacks=fallbacks_of(catalogue),
         **catalogue.records(TRAINED)[0],
@@ -376,7 +381,7 @@ def _still(status: AnyMetrics) -> Wait | None:
     return status.waits[0] if status.waits and status.waits[0].still else None
 
 
-def _alarms(found: Sequence[AnyMetrics]) -> list[str]:
+def _alarms(found: Iterable[AnyMetrics]) -> list[str]:
     """Every wait that became an alarm, with how long it had lasted when it was said last."""
     last: dict[tuple[str, int, str, int], str] = {}
     for status in found:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.port import Append
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
+from dora_pipe.observe.top import frame
+from dora_pipe.observe.why.answer import why_now
+from dora_pipe.observe.why.summary import summarise
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.request import Phase
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, TICK_NS, Cluster, make_config
 from tests.support.inline_tasks import InlineTasks
 
@@ -67,6 +75,33 @@ def test_reward_that_does_not_come_is_an_alarm_that_names_worker_and_trajectory(
     rewards = [line for line in said if line.startswith("ALARM w0: ") and "rewards" in line]
     assert len(rewards) == 1
     assert any(f"trajectory {name}" in rewards[0] for name in first)
+
+
+def test_pause_that_a_user_asked_for_raises_no_alarm_while_it_lasts_or_after(
+    tmp_path: Path,
+) -> None:
+    config = make_config(run__steps=6, timing__alarm_s=1.0, timing__alarm_work_s=1.0)
+    with Cluster(tmp_path, config, on_disk=False) as cluster:
+        progress = follow(cluster)
+        cluster.until(lambda: cluster.version == 2)
+        said: list[str] = []
+        shown: list[str] = []
+        for verb in ("pause", "resume"):
+            command = Command(at_ns=cluster.clock.wall_ns(), user="ada", verb=verb)
+            record = Append(topic=cluster.topics.control, value=encode(command))
+            cluster.bus.writer().append([record])
+            for _ in range(60):
+                cluster.ticks(SECOND_TICKS // 20)
+                said += alarms(progress)
+                screen = frame(progress, cluster.clock.wall_ns())
+                shown += [line.text for line in screen.waits.lines if "ALARM" in line.text]
+            answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
+            said += answer.alarms
+        assert (said, shown) == ([], [])
+        assert progress.over
+        with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
+            assert summarise(cluster.bus, cluster.topics, catalogue).alarms == ()
+        progress.close()
 
 
 def test_dead_trainer_is_said_once_with_its_last_word(sound: Cluster) -> None:

@@ -103,8 +103,6 @@ def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
     return None
 
 
-LOG = logging.getLogger(__name__)
-
 LOOK_S: Final = 0.25
 """Between two looks at an append that is open."""
 

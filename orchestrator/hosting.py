@@ -31,13 +31,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.schemas.identity import group_of
-
-if TYPE_CHECKING:
-    from dora_pipe.orchestrator.state import State, Worker
 
 Assignment = tuple[Worker, int, str]
 """(worker, version, reason)."""

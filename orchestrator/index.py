@@ -12,19 +12,17 @@ came to be in another order than the one that wrote it. Iterate sorted, or by a 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from dora_pipe.orchestrator.state import Worker
-    from dora_pipe.schemas.rounds import GroupSpec
-from bisect import bisect_left, insort
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec
+
+if TYPE_CHECKING:
+    from dora_pipe.orchestrator.state import Worker
 
 STALE_MIN: Final = 64
 """A heap may hold so many entries that are out of date, whatever its size."""

@@ -271,8 +271,6 @@ def _unpacked(packed: bytes, size: int) -> bytes:
     return bytes(stream.read(size + 1))
 
 
-LOG = logging.getLogger(__name__)
-
 CLOSE_S: Final = 5.0
 """Closing waits this long for a snapshot under way."""
 

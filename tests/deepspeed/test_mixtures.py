@@ -31,7 +31,8 @@ DEALT: list[dict[str, Any]] = [
     | {"offload": "all", "memory": {"gradient_checkpointing": True, "packing": True}},
 ]
 """Experts are dealt among the ranks, where there are as many."""
-DEALT = DEALT if deepspeed.RANKS % 2 == 0 else []
+if deepspeed.RANKS % 2:
+    DEALT.clear()
 WAYS += DEALT
 STAGES: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 3}, *DEALT[2:4]]
 IN_TURNS: dict[str, Any] = {"zero_stage": 2, "micro_batch_tokens": 40}

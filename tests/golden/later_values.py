@@ -415,7 +415,6 @@ ROUND_IMPATIENT = rounds.Round(
 )
 """A group waits no longer for two of its siblings; another one has two to spare."""
 
-_TAKEN = next(one for one in ROUND.decisions if isinstance(one, rounds.TakeBatch))
 
 ROUND_PARTS = rounds.Round(
     ordinal=3,

@@ -201,6 +201,23 @@ def sleeping(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: sleeps"
 
 
+def repeated_names(path: str, text: str) -> Iterator[str]:
+    """A module names each thing once: two definitions or imports of a name are a merge scar."""
+    seen: set[str] = set()
+    for node in tree_of(text).body:
+        inner = node.body if isinstance(node, ast.If) and not node.orelse else [node]
+        for one in inner:
+            if isinstance(one, ast.Import | ast.ImportFrom):
+                names = [alias.asname or alias.name for alias in one.names]
+            elif isinstance(one, ast.Assign | ast.AnnAssign):
+                targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            else:
+                names = []
+            yield from (f"{path}:{one.lineno}: {name}" for name in names if name in seen)
+            seen.update(names)
+
+
 def words(path: str, text: str) -> Iterator[str]:
     """Nothing unfinished, nothing of one machine, no address of a registry, no installation by a
     name that is on no index."""
@@ -226,6 +243,7 @@ PYTHON_RULES: tuple[Callable[[str, str], Iterator[str]], ...] = (
     pickling,
     assertions,
     sleeping,
+    repeated_names,
 )
 
 

@@ -41,6 +41,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (tidy.pickling, "a.py", "numpy.load(f, allow_pickle=True)\n", "allowed to pickle"),
     (tidy.assertions, "tests/a.py", "def test_a() -> None:\n    f()\n", "asserts nothing"),
     (tidy.sleeping, "tests/unit/a.py", "time.sleep(1)\n", "sleeps"),
+    (tidy.repeated_names, "a.py", "from a import B\nimport c\nfrom d import B\n", "a.py:3: B"),
     (tidy.words, "README.md", "# TO" + "DO later\n", "unfinished"),
     (tidy.words, "README.md", "see /ro" + "ot/notes\n", "a path of one machine"),
     (tidy.words, "r.txt", "--index" + "-url x\n", "an address of a registry"),

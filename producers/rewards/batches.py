@@ -1,17 +1,19 @@
 """Reward functions that take lists: decides which calls wait for each other.
 
 What comes within `WAIT_S` of the first is asked at once, `BATCH_MAX` at most. A function that is
-not `async` runs in a thread, so that calls of other rewards go on meanwhile.
+not `async` runs in the main thread, as any reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
+
+from dora_pipe.producers.tasks.background import ELSEWHERE, PLACE, Place, call_user_code
 
 BATCH_MAX: Final = 64
 WAIT_S: Final = 0.02
@@ -23,7 +25,13 @@ class Batch:
 
     given: list[Mapping[str, Any]] = field(default_factory=list)
     full: asyncio.Event = field(default_factory=asyncio.Event)
+    places: list[Place] = field(default_factory=list)
     answers: asyncio.Task[Sequence[Any]] | None = None
+
+    def waits(self, waiting: bool) -> None:
+        """As `Place.waits`, of all its calls."""
+        for place in self.places:
+            place.waits(waiting)
 
 
 class Batches:
@@ -46,6 +54,7 @@ class Batches:
         assert batch.answers is not None
         place = len(batch.given)
         batch.given.append(given)
+        batch.places.append(PLACE.get(ELSEWHERE))
         if len(batch.given) == BATCH_MAX:
             self._close(batch)
         return (await asyncio.shield(batch.answers))[place]
@@ -60,10 +69,8 @@ class Batches:
             await asyncio.wait_for(batch.full.wait(), WAIT_S)
         self._close(batch)
         lists = {name: [one[name] for one in batch.given] for name in batch.given[0]}
-        found = await asyncio.to_thread(self._function, **lists, **self._options)
-        if inspect.isawaitable(found):
-            found = await found
-        answers = list(found)
+        PLACE.set(replace(batch.places[0], waits=batch.waits))
+        answers = list(await call_user_code(partial(self._function, **lists, **self._options)))
         if len(answers) != len(batch.given):
             raise ValueError(f"{len(answers)} rewards for {len(batch.given)} texts")
         return answers

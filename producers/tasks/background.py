@@ -1,9 +1,10 @@
-"""Where a task process does what it need not do one after the other: an asyncio loop in a thread of
-its own, and threads for functions that would block it. Decides nothing.
+"""Threads of a task process: an asyncio loop in a thread of its own, and threads for functions that
+would block it.
 
 A call is a coroutine. It starts in the main thread and stays there as long as users' functions
 give their results at once; where one gives an awaitable, or is to run in a thread, the call goes
-on in the loop, from exactly there (`call_user_code`).
+on in the loop, from exactly there (`call_user_code`). A function that belongs into the main thread
+is called there also from the loop (`main_thread`).
 
 Of `Threads` there are so many at a time; what finds none waits for one. A thread whose result
 nobody waits for any more is given up: an exception is raised in it, which ends code that is written
@@ -26,6 +27,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Final
 
+from dora_pipe.producers.tasks.main_thread import MAIN, GivenUp, Work
+
 HUNG_MAX: Final = 8
 """Threads that a process holds for nobody before it gets no new episodes."""
 
@@ -34,10 +37,6 @@ HUNG_MOST: Final = 256
 
 THREADS_ELSEWHERE: Final = 256
 """Of code that runs outside of calls."""
-
-
-class GivenUp(BaseException):
-    """Raised in a thread whose result nobody waits for."""
 
 
 class Threads:
@@ -81,7 +80,7 @@ class Threads:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         thread = self._idle.pop() if self._idle else _Thread()
-        work = _Work(copy_context().run, (function, *arguments), loop, done)
+        work = Work(copy_context().run, (function, *arguments), loop, done)
         thread.queue.put(work)
         try:
             return await done
@@ -97,37 +96,11 @@ class Threads:
         self._given_up.add(thread.thread)
 
 
-@dataclass(slots=True)
-class _Work:
-    """A function to be called, and whom to tell what came of it."""
-
-    run: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[Any]
-
-    def do(self) -> None:
-        set_it: Callable[[Any], None] = self.done.set_exception
-        outcome: Any
-        try:
-            outcome, set_it = self.run(*self.arguments), self.done.set_result
-        except StopIteration as error:  # no future takes one
-            outcome = RuntimeError(f"it raised StopIteration: {error}")
-        except BaseException as error:  # who awaits it gets it, as if he had called
-            outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop is gone: the process ends
-            self.loop.call_soon_threadsafe(self._tell, set_it, outcome)
-
-    def _tell(self, set_it: Callable[[Any], None], outcome: Any) -> None:
-        if not self.done.done():
-            set_it(outcome)
-
-
 class _Thread:
     """A thread that calls one function after the other, until it is given up."""
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self.queue: SimpleQueue[Work | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._busy = False
         self.thread = threading.Thread(target=self._forever, daemon=True)
@@ -157,12 +130,14 @@ class Place:
 
     threads: Threads
     beside: bool = False
-    """In threads from the first one on; else in the main thread, as long as the call is there."""
+    """In threads; else in the main thread."""
     waits: Callable[[bool], None] = field(default=lambda _: None)
-    """Told whether the call waits for a thread."""
+    """Called with True where the call waits for a thread, with False when it has one."""
+    limit_s: float = 0.0
+    """Limit of a function in the main thread; 0: none."""
 
 
-_ELSEWHERE: Final = Place(threads=Threads(THREADS_ELSEWHERE))
+ELSEWHERE: Final = Place(threads=Threads(THREADS_ELSEWHERE))
 
 PLACE: Final[ContextVar[Place]] = ContextVar("place")
 
@@ -230,22 +205,45 @@ def begin(work: Coroutine[Any, Any, None]) -> ContinueInLoop | None:
 
 
 async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a user's function gives, or what that awaits to.
+    """Return what a user's function gives, or what that awaits to.
 
-    Where `PLACE` says nothing else the function is called in the main thread, and an awaitable is
-    awaited in the loop, behind a `ContinueInLoop`. In the loop a function that may block is called
-    in a thread.
+    A function that is not `async` is called in the main thread, or in a thread where `PLACE` says
+    so. An awaitable is awaited in the loop, after a `ContinueInLoop`.
     """
-    inside, place = in_loop(), PLACE.get(_ELSEWHERE)
-    if (inside or place.beside) and not inspect.iscoroutinefunction(function):
-        if not inside:
-            await ContinueInLoop()
-            inside = True
-        found = await place.threads.call(function, *arguments, waits=place.waits)
-    else:
+    place = PLACE.get(ELSEWHERE)
+    if inspect.iscoroutinefunction(function):
         found = function(*arguments)
-    if inspect.isawaitable(found):
-        if not inside:
-            await ContinueInLoop()
-        found = await found
-    return found
+    elif place.beside:
+        found = await _call_in_thread(place, function, arguments)
+    elif not in_loop() or MAIN.is_here:
+        found = MAIN.call(function, *arguments)
+    elif MAIN.serves:
+        found = await MAIN.call_from_loop(
+            function, *arguments, limit_s=place.limit_s, waits=place.waits
+        )
+    else:
+        found = await _call_in_thread(place, function, arguments)
+    return await _awaited(found)
+
+
+async def call_beside(function: Callable[..., Any], *arguments: Any) -> Any:
+    """As `call_user_code`, of what may run beside others of its kind: in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await _awaited(function(*arguments))
+    return await _awaited(await _call_in_thread(PLACE.get(ELSEWHERE), function, arguments))
+
+
+async def _call_in_thread(
+    place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    if not in_loop():
+        await ContinueInLoop()
+    return await place.threads.call(function, *arguments, waits=place.waits)
+
+
+async def _awaited(found: Any) -> Any:
+    if not inspect.isawaitable(found):
+        return found
+    if not in_loop():
+        await ContinueInLoop()
+    return await found

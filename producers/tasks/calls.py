@@ -330,6 +330,8 @@ class CallAnswer(PipeFrame, frozen=True):
 
     number: int
     event: Answered | EpisodeLost | NotKept
+    late: bool = False
+    """It was interrupted at its limit; the pool says which."""
 
 
 class Deferred(PipeFrame, frozen=True):
@@ -348,6 +350,8 @@ class Exhausted(PipeFrame, frozen=True):
     why: str
     at_once: bool = False
     """Not when its episodes have ended."""
+    number: int = 0
+    """The call that holds its main thread beyond its limit; 0: none."""
 
 
 Down = Setup | Call | EndEpisode | Abandon

@@ -45,11 +45,8 @@ DEFERRED_DEATHS_MAX: Final = 3
 """Processes that may die while a call is deferred there, before it is taken for the reason."""
 
 ABANDON_S: Final = 5.0
-"""How long an abandoned call may take to be cancelled, and a process to go on beside a call that
-holds its main thread, before that process counts as stuck."""
-
-HUNG_CALLS_MAX: Final = 4
-"""Calls beyond their limits in threads of a process that have taken the main thread's place."""
+"""How long an abandoned call may take to be cancelled, and a call to be interrupted that holds the
+main thread of others' process, before that process counts as stuck."""
 
 READ_BYTES: Final = 1 << 16
 """What a pipe holds: a shorter read has emptied it."""
@@ -120,15 +117,12 @@ class Child:
     """Calls in a row that its environments let time out or gave up."""
     ready: bool = False
     head_since_ns: int = 0
+    """When it last said something, or got a call while it had none."""
     sent: deque[OpenCall] = field(default_factory=deque)
     pinned: deque[OpenCall] = field(default_factory=deque)
     """Calls of its episodes that wait for room in `sent`."""
     deferred: dict[int, OpenCall] = field(default_factory=dict)
     """By number; one that was forgotten stays until the process says that it is cancelled."""
-    hung: set[int] = field(default_factory=set)
-    """Numbers of calls that hold its main thread for nobody, and may still be answered."""
-    silent_until_ns: int = 0
-    """It is to say until then that it goes on without its main thread; 0: it need say nothing."""
     exhausted: str = ""
     """Why it gets no calls but those of the episodes that it has, and then ends."""
     left_alone: bool = False
@@ -177,6 +171,14 @@ class Child:
         """Whether it is exhausted and has nothing to do any more."""
         return bool(self.exhausted) and not (self.sent or self.deferred or self.episodes)
 
+    @property
+    def head_limit_ns(self) -> int:
+        """How long the call may take that it works on in its main thread. Where others would lose
+        by its end, it may first interrupt that call itself."""
+        head = self.sent[0]
+        others = self.deferred or any(number != head.episode for number in self.episodes)
+        return head.limit_ns + (int(ABANDON_S * _NS) if others else 0)
+
     def closing_s(self, now_ns: int) -> float:
         """How long it may still be closing episodes."""
         return max(0.0, (self.closing_until_ns - now_ns) / _NS)
@@ -213,18 +215,6 @@ class Child:
         call.forgotten = True
         self._limit(call, now_ns + int(ABANDON_S * _NS))
         self._down += pack(Abandon(call.number))
-
-    def pass_over(self, now_ns: int) -> OpenCall:
-        """Leave the call that it works on to itself; it is to go on with the others."""
-        call = self.sent.popleft()
-        self.hung.add(call.number)
-        self.silent_until_ns = now_ns + int(ABANDON_S * _NS)
-        return call
-
-    def goes_on(self, now_ns: int) -> None:
-        """It has said something since a call was passed over."""
-        if self.silent_until_ns:
-            self.silent_until_ns, self.head_since_ns = 0, now_ns
 
     def late(self, now_ns: int) -> list[OpenCall]:
         """Deferred calls whose time is up."""

@@ -25,7 +25,6 @@ from dora_pipe.producers.tasks.calls import (
     AgentCall,
     Answered,
     Call,
-    CallAnswer,
     Deferred,
     EnvStep,
     EpisodeLost,
@@ -52,7 +51,6 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.child import (
     DEFERRED_DEATHS_MAX,
     EPISODE_TIMEOUT,
-    HUNG_CALLS_MAX,
     LATE,
     Child,
     OpenCall,
@@ -331,6 +329,7 @@ class TaskPool:
         try:
             frames, ended = child.read()
             child.heard |= bool(frames)
+            child.head_since_ns = now_ns if frames else child.head_since_ns
             for frame in frames:
                 if child in self._children:
                     self._answered(child, frame, now_ns)
@@ -352,12 +351,7 @@ class TaskPool:
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
             case Exhausted():
-                child.goes_on(now_ns)
                 self._retire(child, frame, now_ns)
-                return
-            case CallAnswer() if frame.number in child.hung:
-                child.goes_on(now_ns)
-                child.hung.discard(frame.number)
                 return
         call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
         if isinstance(frame, Deferred):
@@ -372,9 +366,15 @@ class TaskPool:
             call.asked.add(child.link.url)
             self._claims.add(call)
             return
-        self._settle(child, call, frame.event)
+        event = frame.event
+        if frame.late:
+            event = TaskFailed(
+                request=call.request, error=call.late, message=late(self._task, call)
+            )
+            self._retire(child, Exhausted("a call exceeded its limit there"), now_ns)
+        self._settle(child, call, event)
         if not call.forgotten:  # else it may be but the end of a call that was abandoned
-            self._judge(child, frame.event, now_ns)
+            self._judge(child, event, now_ns)
 
     def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
         """Take the call that it works on in its main thread."""
@@ -444,7 +444,9 @@ class TaskPool:
         """Let it keep its episodes to their end, beside a fresh one; not more than `processes`."""
         child.exhausted = said.why
         exhausted = [one for one in self._children if one.exhausted]
-        if said.at_once:
+        if said.at_once and child.sent and child.sent[0].number == said.number:
+            self._head_is_late(child, now_ns)
+        elif said.at_once:
             self._end_process(child, now_ns, "", said.why)
         elif len(exhausted) > self._task.processes:
             self._end_process(exhausted[0], now_ns, "", exhausted[0].exhausted)
@@ -462,10 +464,7 @@ class TaskPool:
                     f"the task was not open after {START_LIMIT_S:.0f} s",
                     hint="importing its modules or reading its data takes too long",
                 )
-        elif child.silent_until_ns:
-            if now_ns > child.silent_until_ns:
-                self._end_process(child, now_ns, "", "its main thread hangs, and all others too")
-        elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
+        elif child.sent and now_ns - child.head_since_ns > child.head_limit_ns:
             self._head_is_late(child, now_ns)
         elif child.over and not child.closing_s(now_ns):
             self._end_process(child, now_ns, "", child.exhausted)
@@ -473,14 +472,9 @@ class TaskPool:
             self._limit_deferred(child, now_ns)
 
     def _head_is_late(self, child: Child, now_ns: int) -> None:
-        """End the process, unless others would lose by it: then these go on, in another thread."""
+        """End the process for the call that it works on in its main thread."""
         call = child.sent[0]
-        others = child.deferred or any(number != call.episode for number in child.episodes)
-        if not others or len(child.hung) >= HUNG_CALLS_MAX:
-            self._end_process(child, now_ns, call.late, late(self._task, call))
-        else:
-            child.pass_over(now_ns)
-            self._blame(call, call.late, late(self._task, call))
+        self._end_process(child, now_ns, call.late, late(self._task, call))
         self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:

@@ -14,9 +14,7 @@ import io
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextvars import copy_context
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -37,6 +35,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
+from dora_pipe.producers.tasks.main_thread import MAIN
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer, traceback_of
 from dora_pipe.producers.tasks.tape import CASSETTE, nobody_is_asked, open_cassette
@@ -47,8 +46,6 @@ SERVED: Final = "DORA_PIPE_SERVED_TASK"
 """Names the file that says which task a process serves, whatever the connection asks for."""
 
 READ_BYTES: Final = 1 << 18
-WATCH_S: Final = 0.25
-"""How often it is seen whether the main thread hangs."""
 
 
 class PlainLines(io.TextIOWrapper):
@@ -75,6 +72,7 @@ def main() -> None:
     faulthandler.enable()
     name_process(*sys.argv[1:])
     inbox, outbox = _private_pipes()
+    MAIN.serve(inbox)
     frames = _frames(inbox)
     setup = next(frames, None)
     if not isinstance(setup, Setup):
@@ -92,56 +90,22 @@ def main() -> None:
         return
     server, hello = opened
     _write(outbox, pack(hello))
-    Line(frames, server).serve()
+    threading.Thread(target=MAIN.watch, args=(server.hangs,), daemon=True).start()
+    _serve(frames, server)
+    MAIN.stop()
     server.keep()
     server.close()
 
 
-class Line:
-    """Takes one frame after the other, in the main thread; in another one when that is held by a
-    call beyond its limit, so that the process can end its other episodes before it goes."""
-
-    def __init__(self, frames: Iterator[Down], server: TaskServer) -> None:
-        self._frames, self._server = frames, server
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._context = copy_context()
-        self._taker = threading.get_ident()
-        self._late_at_s: float | None = None
-
-    def serve(self) -> None:
-        """Take frames to the end of the pipe. Raises what is wrong with one."""
-        threading.Thread(target=self._watch, daemon=True).start()
-        self._take()
-        self._over.wait()
-
-    def _take(self) -> None:
-        me = self._taker = threading.get_ident()
-        try:
-            while self._taker == me and (frame := next(self._frames, None)) is not None:
-                self._one(frame)
-                with self._lock:
-                    if self._taker == me:
-                        self._late_at_s = None
-        finally:
-            if self._taker == me:
-                self._over.set()
-
-    def _one(self, frame: Down) -> None:
-        if isinstance(frame, Call) and frame.limit_s:
-            self._late_at_s = time.monotonic() + frame.limit_s
-        if not isinstance(frame, Setup):
-            self._server.take(frame)
-
-    def _watch(self) -> None:
-        while not self._over.wait(WATCH_S):
-            with self._lock:
-                if self._late_at_s is None or time.monotonic() < self._late_at_s:
-                    continue
-                self._taker, self._late_at_s = 0, None
-            self._server.exhaust("its main thread hangs")
-            another = self._context.copy()
-            threading.Thread(target=another.run, args=(self._take,), daemon=True).start()
+def _serve(frames: Iterator[Down], server: TaskServer) -> None:
+    """Take one frame after the other, to the end of the pipe. Raises what is wrong with one."""
+    for frame in frames:
+        if isinstance(frame, Call):
+            with MAIN.limited(frame.number, frame.limit_s):
+                server.take(frame)
+        elif not isinstance(frame, Setup):
+            server.take(frame)
+        MAIN.run_work()
 
 
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
@@ -179,10 +143,15 @@ def _frames(inbox: int) -> Iterator[Down]:
     """To the end of the pipe, or of a connection, which may be lost."""
     buffer = bytearray()
     with contextlib.suppress(ConnectionError, TimeoutError):
-        while data := os.read(inbox, READ_BYTES):
+        while data := _read(inbox):
             buffer += data
             for body in unpack(buffer):
                 yield DOWN.decode(body)
+
+
+def _read(inbox: int) -> bytes:
+    MAIN.wait()
+    return os.read(inbox, READ_BYTES)
 
 
 def _writer(outbox: int) -> Callable[[bytes], None]:

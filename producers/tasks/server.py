@@ -1,8 +1,8 @@
 """An open task that answers calls, in the process that runs users' code.
 
-Functions that give their results at once are called in the main thread, one after the other, in
-order. Calls that await something, that wait to be tried again, or whose functions are to run in
-threads, go on beside them, all at the same time (`background`).
+Functions that give their results at once are called in the main thread, one after the other, on
+every attempt (`main_thread`). Calls that await something, that wait to be tried again, or whose
+functions are to run in threads, go on beside them, all at the same time (`background`).
 
 It decides where a call goes on, and that what users' code raises is an answer too (`answers` has
 what else counts as one). `process` is the process around it.
@@ -92,6 +92,7 @@ from dora_pipe.producers.tasks.kept import (
     KeptEpisodes,
     RaisedThere,
 )
+from dora_pipe.producers.tasks.main_thread import GivenUp
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import (
     Completion,
@@ -262,10 +263,14 @@ class TaskServer:
             self._running[call.number] = running  # its answer takes it out, maybe at once
             running.work = self._background.run(work)
 
-    def exhaust(self, why: str, *, at_once: bool = False) -> None:
+    def exhaust(self, why: str, *, at_once: bool = False, number: int = 0) -> None:
         """Ask for another process in its place."""
         self._exhausted = True
-        self._write(pack(Exhausted(why, at_once)))
+        self._write(pack(Exhausted(why, at_once, number)))
+
+    def hangs(self, number: int) -> None:
+        """Its main thread hangs, in the call with this number."""
+        self.exhaust("its main thread hangs", at_once=True, number=number)
 
     async def _answer(self, call: Call) -> None:
         """Answer a call, in the thread in which it ends."""
@@ -273,6 +278,9 @@ class TaskServer:
         TAPE.set(None)
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call)))
+        except GivenUp:
+            late = TaskFailed(request=call.call.request, error="TimedOut", message="")
+            answer = pack(CallAnswer(call.number, late, late=True))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if not self._closed:
                 self._show(error)
@@ -322,10 +330,11 @@ class TaskServer:
             case EnvStep() if not _awaits(self._world(call.episode)):
                 beside = self._config.threads > 1
             case AgentCall():
-                return Place(threads=self._agent_threads, waits=waits)
+                return Place(threads=self._agent_threads, beside=True, waits=waits)
             case _:
                 beside = False
-        return Place(threads=self._threads, beside=beside, waits=waits)
+        limit_s = call.limit_s
+        return Place(threads=self._threads, beside=beside, waits=waits, limit_s=limit_s)
 
     def _waits(self, number: int, waiting: bool) -> None:
         self._write(pack(Deferred(number, waiting=waiting)))

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.own_code import nearest
-from dora_pipe.producers.tasks.background import call_user_code
+from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
 from dora_pipe.producers.tasks.port import (
@@ -141,13 +141,13 @@ async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
         known = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
         return Told(text=f"error: there is no tool `{call.name}`: {known}", ok=False)
     if isinstance(function, DescribedTool):
-        return _told(await call_user_code(partial(function, **call.arguments)))
+        return _told(await call_beside(partial(function, **call.arguments)))
     try:
         given: Any = msgspec.convert(call.arguments, arguments_of(function))
     except msgspec.ValidationError as error:
         return Told(text=f"error: arguments of `{call.name}`: {error}", ok=False)
     arguments = {name: getattr(given, name) for name in call.arguments}
-    return _told(await call_user_code(partial(function, **arguments)))
+    return _told(await call_beside(partial(function, **arguments)))
 
 
 def _told(found: Any) -> Told:

@@ -13,9 +13,9 @@ from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, TaskEvent, TaskFailed
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX
 from dora_pipe.producers.tasks.links import KILLED, ProcessLink
+from dora_pipe.producers.tasks.main_thread import WATCH_S
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
-from dora_pipe.producers.tasks.process import WATCH_S
 from dora_pipe.schemas.metrics import FailingPlace
 from tests.support.task_pool import (
     DEADLINE_S,

@@ -138,18 +138,17 @@ def _given(name: str, row: Row, completion: Completion, answer_column: str) -> A
             return getattr(completion, name)
 
 
-def bind(where: str, function: Function, options: Mapping[str, Any], *, older: bool) -> Bound:
+def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
     """Decide what `function` is given. `where` names it in messages.
 
-    With `older`, that of the key `task.reward`, a first parameter `row` and any second one are
-    called by place, as they ever were. Raises ConfigError where a parameter is no name of `KNOWN`
-    and no option, or an option is none of its parameters.
+    Raises ConfigError where a parameter is no name of `KNOWN` and no option, or an option is none
+    of its parameters.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # Some functions in C have none.
         return Bound(function=function, takes=None, options={})
-    if not options and _is_of_two(parameters, KNOWN, tuple(LISTS), older=older):
+    if not options and _is_by_place(parameters, (*KNOWN, *LISTS)):
         return Bound(function=function, takes=None, options={})
     lists = any(name in LISTS for name, one in parameters.items() if one.kind in _NAMED)
     takes = _taken(where, parameters, options, tuple(LISTS) if lists else KNOWN)
@@ -163,7 +162,7 @@ def bind_group(where: str, function: Function, options: Mapping[str, Any]) -> Bo
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return BoundGroup(function=function, takes=None, options={})
-    if not options and _is_of_two(parameters, OF_GROUP, OF_GROUP[2:]):
+    if not options and _is_by_place(parameters, OF_GROUP):
         return BoundGroup(function=function, takes=None, options={})
     takes = _taken(where, parameters, options, OF_GROUP)
     return BoundGroup(function=function, takes=takes, options=dict(options))
@@ -197,22 +196,15 @@ def _taken(
     return takes
 
 
-def _is_of_two(
-    parameters: Mapping[str, inspect.Parameter],
-    known: tuple[str, ...],
-    lists: tuple[str, ...],
-    *,
-    older: bool = False,
-) -> bool:
-    """Whether these are called by place with row and text: ``score(sample, output)``."""
+def _is_by_place(parameters: Mapping[str, inspect.Parameter], known: tuple[str, ...]) -> bool:
+    """Whether these are called with row and text: ``score(sample, output)``. Not where a name says
+    something else."""
     needed = [one for one in parameters.values() if one.default is one.empty]
     placed = [one.name for one in needed if one.kind in _BY_PLACE]
+    others = len(needed) - len(placed)
     if any(one.kind is one.VAR_POSITIONAL for one in needed):
-        return len(placed) <= 2
-    if len(needed) != 2 or len(placed) != 2:
-        return False
-    if older and placed[0] == "row":
-        return True
-    if placed[0] in lists or placed[1] in lists:
-        return False
-    return placed[0] not in known or (placed[0] == "row" and placed[1] not in known)
+        fits = len(placed) <= 2 and others == 1
+    else:
+        fits = len(placed) == 2 and not others
+    means = zip(placed, ("row", "text"), strict=False)
+    return fits and all(name == meant or name not in known for name, meant in means)

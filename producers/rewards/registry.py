@@ -239,7 +239,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
     ask: Bound | BoundGroup
     if use.use in BUILT_IN:
         function, sources = _built_in(where, BUILT_IN[use.use], use.options, context)
-        ask = bind(where, function, {}, older=False)
+        ask = bind(where, function, {})
     elif ":" in use.use:
         function = load_attribute(key, use.use, TaskError)
         sources = (function,)
@@ -248,10 +248,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
         options: Mapping[str, Any] = use.options
         if inspect.isclass(function):
             function, options = _made(where, function, options), {}
-        if use.group:
-            ask = bind_group(where, function, options)
-        else:
-            ask = bind(where, function, options, older=key == SINGLE and function is sources[0])
+        ask = (bind_group if use.group else bind)(where, function, options)
     else:
         raise ConfigError(
             f"{key}: unknown reward `{use.use}`",

@@ -29,7 +29,7 @@ from dora_pipe.config import model
 from dora_pipe.core.console import PR_SET_PDEATHSIG
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute
-from dora_pipe.producers.tasks.background import call_user_code
+from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Reward, Row, Task
 from dora_pipe.producers.tasks.tape import EpisodeTape
@@ -95,7 +95,7 @@ class FunctionAgent:
     async def run(self, asked: AgentAsked) -> Any:
         """What it gives back; in the loop where it is `async`, else in a thread."""
         given = {name: getattr(asked, name) for name in self._names}
-        return await call_user_code(partial(self.function, **given))
+        return await call_beside(partial(self.function, **given))
 
 
 class CommandAgent:

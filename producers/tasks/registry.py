@@ -66,8 +66,7 @@ def open_task(config: model.Task) -> Task:
         alone = msgspec.structs.replace(config, reward="", rewards=())
         return OtherReward(open_task(alone), open_rewards(config))
     given = {key: getattr(config, key) for key in HANDED}
-    scored = config.rewards or (config.reward and config.kind in BUILT_IN)
-    given["reward"] = open_rewards(config) if scored else config.reward
+    given["reward"] = open_rewards(config) if config.reward or config.rewards else None
     given["mcp"] = _mcp(config) if config.mcp else None
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):

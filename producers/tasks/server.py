@@ -330,7 +330,7 @@ class TaskServer:
             case EnvStep() if not _awaits(self._world(call.episode)):
                 beside = self._config.threads > 1
             case AgentCall():
-                return Place(threads=self._agent_threads, beside=True, waits=waits)
+                return Place(threads=self._agent_threads, waits=waits)
             case _:
                 beside = False
         limit_s = call.limit_s

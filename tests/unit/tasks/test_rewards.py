@@ -50,8 +50,28 @@ def by_place(sample: Row, output: str) -> float:
     return float(sample["answer"] == output)
 
 
-def older(row: Row, completion: str) -> float:
-    return float(row["answer"] == completion)
+def row_and_turns(row: Row, turns: Any) -> float:
+    return float((row, turns) == (ROW, SAID.turns))
+
+
+def row_and_messages(row: Row, messages: Any) -> float:
+    return float((row, messages) == (ROW, SAID.messages))
+
+
+def row_and_answer(row: Row, answer: Any) -> float:
+    return float((row, answer) == (ROW, "42"))
+
+
+def row_and_completion(row: Row, completion: Any) -> float:
+    return float((row, completion) == (ROW, SAID))
+
+
+def row_and_other(row: Row, output: str) -> float:
+    return float((row, output) == (ROW, "42"))
+
+
+def other_and_answer(question: Any, answer: Any) -> float:
+    raise AssertionError
 
 
 def with_parts(text: str) -> Reward:
@@ -152,10 +172,19 @@ def test_two_other_names_are_the_row_and_the_text() -> None:
     assert found.value == 1.0
 
 
-@pytest.mark.parametrize("function", ["older", "by_place"])
-def test_a_function_of_task_reward_is_called_and_answers_as_it_ever_did(function: str) -> None:
-    rewards = open_rewards(model.Task(kind="jsonl", reward=f"{HERE}:{function}"))
-    assert rewards.score(ROW, SAID) == 1.0
+BY_NAME = [f"row_and_{name}" for name in ("turns", "messages", "answer", "completion", "other")]
+
+
+@pytest.mark.parametrize("function", [*BY_NAME, "by_place"])
+def test_arguments_mean_the_same_by_either_key(function: str) -> None:
+    single = open_rewards(model.Task(kind="jsonl", reward=f"{HERE}:{function}"))
+    assert single.score(ROW, SAID) == 1.0
+    assert value(Rewards([use(function)]).score(ROW, SAID)) == 1.0
+
+
+def value(scored: Any) -> float:
+    assert isinstance(scored, Reward)
+    return scored.value
 
 
 def test_a_single_reward_of_the_package_has_parts() -> None:
@@ -231,6 +260,7 @@ def test_what_is_no_number_is_named() -> None:
     ("uses", "error", "message", "hint"),
     [
         ("misspelt", ConfigError, "has a parameter `txt`, which is neither", "`text`"),
+        ("other_and_answer", ConfigError, "has a parameter `question`, which is neither", None),
         ("nothing", TaskError, "has no `nothing`", None),
         ("STOPPED", TaskError, "is not a function", None),
         ("mathematics:x", TaskError, "cannot import `mathematics`", None),
@@ -322,9 +352,9 @@ def test_a_list_that_does_not_fit_together_is_refused(task: dict[str, Any], mess
         _config(**task)
 
 
-def test_a_users_task_is_given_the_scorer() -> None:
-    kind = f"{HERE}:Mine"
-    task = open_task(model.Task(kind=kind, rewards=(model.RewardUse(use="exact"),)))
+@pytest.mark.parametrize("keys", [{"reward": "exact"}, {"rewards": (use("exact"),)}])
+def test_a_users_task_is_given_the_scorer(keys: dict[str, Any]) -> None:
+    task = open_task(model.Task(kind=f"{HERE}:Mine", **keys))
     assert isinstance(task, Mine)
     assert isinstance(task.scorer, Rewards)
 

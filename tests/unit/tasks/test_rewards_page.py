@@ -16,7 +16,7 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.producers.rewards import bounded
 from dora_pipe.producers.rewards.programs import read_tests
-from dora_pipe.producers.rewards.registry import BUILT_IN, Rewards, open_rewards
+from dora_pipe.producers.rewards.registry import BUILT_IN, Rewards, open_rewards, single
 from dora_pipe.producers.tasks.port import Completion, Retry, Reward
 from tests.support.tidy import ROOT
 
@@ -67,6 +67,7 @@ def test_every_function_of_the_page_scores() -> None:
         return await score(use, {}, **options)
 
     assert score("mine:cites", {"source": "Knuth"}).value == 1.0
+    assert single("mine:cites").score({"source": "Knuth"}, SAID) == 1.0
     assert asyncio.run(waited("model:Scores", path="weights")).value == 1.0
 
     ranked = Rewards([model.RewardUse(use="ranks:shortest", group=True)])

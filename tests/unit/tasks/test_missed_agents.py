@@ -18,7 +18,7 @@ import pytest
 
 from dora_pipe.producers.tasks import agents
 from dora_pipe.producers.tasks.agents import Agent, AgentAsked, CommandAgent, run_agent
-from dora_pipe.producers.tasks.background import call_user_code
+from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.cassette import CassetteMiss, tool_call
 from dora_pipe.producers.tasks.cassette_file import CassetteFile
 from dora_pipe.producers.tasks.tape import Cassette, EpisodeTape
@@ -48,7 +48,7 @@ class Swallows:
 
     async def run(self, asked: AgentAsked) -> Any:
         """Asks for ever."""
-        return await call_user_code(self._goes_on, self._tape)
+        return await call_beside(self._goes_on, self._tape)
 
 
 def asks(tape: EpisodeTape, at: int) -> None:

@@ -5,6 +5,7 @@ of it. It decides what is the model's mistake, of which it is told, and what is 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -31,9 +32,15 @@ from dora_pipe.producers.tasks.port import (
     Turn,
 )
 from dora_pipe.producers.tasks.tape import EpisodeTape, TapedTurn
+from dora_pipe.producers.tasks.values import NoValue, as_text
 
 CALLS_MAX: Final = 32
 """Calls of one turn that are made."""
+
+REFUSED_MAX: Final = 20
+"""Kinds of values without a form as text that the log names."""
+
+_refused: set[tuple[str, str]] = set()
 
 TOOL_LIMIT_S: ContextVar[float] = ContextVar("tool limit", default=10.0)
 """`task.tool_timeout_s` of this process."""
@@ -141,18 +148,24 @@ async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
         known = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
         return Told(text=f"error: there is no tool `{call.name}`: {known}", ok=False)
     if isinstance(function, DescribedTool):
-        return _told(await call_beside(partial(function, **call.arguments)))
+        return _told(call.name, await call_beside(partial(function, **call.arguments)))
     try:
         given: Any = msgspec.convert(call.arguments, arguments_of(function))
     except msgspec.ValidationError as error:
         return Told(text=f"error: arguments of `{call.name}`: {error}", ok=False)
     arguments = {name: getattr(given, name) for name in call.arguments}
-    return _told(await call_beside(partial(function, **arguments)))
+    return _told(call.name, await call_beside(partial(function, **arguments)))
 
 
-def _told(found: Any) -> Told:
-    text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
-    return Told(text=text, ok=True)
+def _told(name: str, found: Any) -> Told:
+    try:
+        return Told(text=as_text(found), ok=True)
+    except (NoValue, RecursionError) as error:
+        kind = type(found).__name__
+        if (name, kind) not in _refused and len(_refused) < REFUSED_MAX:
+            _refused.add((name, kind))
+            sys.stderr.write(f"task: the model cannot read what the tool `{name}` gave: {error}\n")
+        return Told(text=f"error: `{name}` gave a value that cannot be shown: {error}", ok=False)
 
 
 def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:

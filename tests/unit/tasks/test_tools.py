@@ -94,7 +94,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
         (call("words", way="left"), "error: arguments of `words`: Invalid enum value 'left'", 0),
         (call("broken"), "error: ZeroDivisionError: integer division or modulo by zero", False),
         (call("leaves"), "error: it was cancelled", False),
-        (call("odd"), "error: TypeError: ", False),
+        (call("odd"), "error: `odd` gave a value that cannot be shown: builtins.object has", False),
         (ToolCall(name="", error="no JSON", raw="{"), "error: no JSON", False),
     ],
 )

@@ -1,0 +1,152 @@
+"""Values of users' code as JSON: what a tool returns, or a row contains, as a model reads it.
+
+Types of heavy libraries (numpy, pandas, pydantic, torch, polars) are recognized by their methods;
+none is imported here. A value keeps its meaning or is refused: infinity is `Infinity` and never
+null, a table keeps its index, and two columns of one name are an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AnySet
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from typing import Any, Final
+
+import msgspec
+
+_METHODS: Final = ("model_dump", "to_dicts", "to_pylist", "tolist", "to_list", "_asdict", "to_dict")
+"""Methods that return a value's plain form, in the order of trust."""
+
+_INTEGER_MAX: Final = 2**63
+
+
+class NoValue(TypeError):
+    """A value that has no plain form."""
+
+
+def as_text(value: Any) -> str:
+    """Return a value as a model reads it: text as it is, everything else as JSON.
+
+    Raises NoValue. Half a character (a lone surrogate) becomes its escape.
+    """
+    found = plain(value)
+    if isinstance(found, Decimal):
+        return str(found)
+    text = found if isinstance(found, str) else msgspec.json.encode(_encodable(found)).decode()
+    return text.encode(errors="backslashreplace").decode()
+
+
+def plain(value: Any) -> Any:
+    """Return a value made of None, bool, int, float, Decimal, str, list and dict. Raises NoValue.
+
+    Example: ``plain({"mean": numpy.float32(1.5)}) == {"mean": 1.5}``
+    """
+    match value:
+        case Enum():
+            return plain(value.value)
+        case None | bool() | int() | float() | Decimal():
+            return value
+        case str():
+            return str(value)
+        case bytes() | bytearray() | memoryview():
+            return _decoded(bytes(value))
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta() | uuid.UUID() | Fraction():
+            return str(value)
+        case os.PathLike():
+            return os.fspath(value)
+        case Mapping():
+            return _table(value.items())
+        case AnySet():
+            return sorted(map(plain, value), key=lambda item: msgspec.json.encode(_encodable(item)))
+        case msgspec.Struct():
+            return plain(msgspec.structs.asdict(value))
+    return _of_library(value)
+
+
+def _of_library(value: Any) -> Any:
+    """Return the plain form of a type that a library or the user defines."""
+    kind = type(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in dataclasses.fields(value)]
+        return {name: plain(getattr(value, name)) for name in names}
+    if kind.__name__ == "NAType":  # pandas
+        return None
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M") and hasattr(
+        value, "astype"
+    ):
+        value = value.astype(str)  # numpy's times, which `tolist` makes numbers of nanoseconds
+    if hasattr(value, "reset_index"):
+        return _of_pandas(value)
+    for name in _METHODS:
+        if callable(getattr(value, name, None)) and not isinstance(value, type):
+            return plain(getattr(value, name)())
+    if isinstance(value, Sequence):
+        return [plain(item) for item in value]
+    raise NoValue(f"{kind.__module__}.{kind.__qualname__} has no form as JSON")
+
+
+def _of_pandas(value: Any) -> Any:
+    """Return a table as a list of rows, a series as a list or, with an index of its own, as one
+    row."""
+    numbered = list(value.index) == list(range(len(value)))
+    if not hasattr(value, "columns"):
+        if numbered:
+            return [plain(item) for item in value.tolist()]
+        pairs = list(zip(value.index, value.tolist(), strict=True))
+        return _table(pairs) if value.index.is_unique else plain(pairs)
+    table = value if numbered else value.reset_index()
+    names = list(table.columns)
+    return [_table(zip(names, row, strict=True)) for row in table.itertuples(index=False)]
+
+
+def _table(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    pairs = [(_key(key), plain(item)) for key, item in items]
+    if len(dict(pairs)) < len(pairs):
+        raise NoValue("a table with two keys of the same name has no form as JSON")
+    return dict(pairs)
+
+
+def _key(key: Any) -> str:
+    found = plain(key)
+    return found if isinstance(found, str) else as_text(found)
+
+
+def _decoded(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise NoValue("bytes that are no text in UTF-8") from None
+
+
+def _encodable(value: Any) -> Any:
+    """Return a plain value with numbers that JSON's encoder cannot write as their digits."""
+    match value:
+        case dict():
+            return {key: _encodable(item) for key, item in value.items()}
+        case list():
+            return [_encodable(item) for item in value]
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case float() if math.isfinite(value):
+            return float(value)
+        case float():
+            return msgspec.Raw(_NOT_FINITE[repr(float(value))])
+        case bool():
+            return value
+        case int() if -_INTEGER_MAX <= value < _INTEGER_MAX:
+            return int(value)
+        case int() | Decimal():
+            return msgspec.Raw(str(value).encode())
+    return value
+
+
+_NOT_FINITE: Final = {"nan": b"NaN", "inf": b"Infinity", "-inf": b"-Infinity"}

@@ -10,19 +10,16 @@ log and no file.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.config.changes import LOGGED
+from dora_pipe.config.changes import with_settings
 from dora_pipe.config.load import PATH_KEYS, changed_keys, leaves
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.objectives import refused_kind, settled
+from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
@@ -64,21 +61,8 @@ class EffectiveConfig:
             self.stop_at = after + 1 if after + 1 >= step else self.stop_at
 
     def _set(self, changes: dict[str, Any], step: int) -> None:
-        plain = msgspec.to_builtins(self.config)
-        kind = self.config.objective.kind
-        if not changes.keys() <= LOGGED or refused_kind(kind, changes.get("objective.kind", kind)):
-            return
-        objective: dict[str, Any] = {}
-        for key, value in changes.items():
-            section, _, name = key.partition(".")
-            (objective if section == "objective" else plain[section])[name] = value
-        plain["objective"] = settled(plain["objective"], objective)
-        try:
-            changed = msgspec.convert(plain, Config)
-        except msgspec.ValidationError:
-            return
-        if in_flight_batches(changed.staleness) >= 1 and changed.run.steps >= step:
-            self.config = changed
+        with suppress(ValueError):
+            self.config = with_settings(self.config, changes, step=step)
 
 
 _KINDS: Final = (b'"run-started"', b'"command"', b'"step-committed"')

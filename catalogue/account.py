@@ -21,6 +21,7 @@ from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory, Worke
 from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, arrival, batch_of, computed
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
+from dora_pipe.catalogue.marks import Mark, MarkAccount, Stop, stopped_ns
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -156,6 +157,8 @@ class StepEnded:
     """Of the commit in control."""
     batch: Batch
     groups: tuple[GroupHistory, ...]
+    stops: tuple[Stop, ...] = ()
+    """Of the run so far: no time in them counts."""
 
     @property
     def results(self) -> list[TrajectoryLogged]:
@@ -185,26 +188,35 @@ class StepEnded:
     @property
     def seconds(self) -> float | None:
         """Since the commit before, or since the trainer began; None where that is not known."""
-        return (self.fact.at_ns - self.batch.free_ns) / 1e9 if self.batch.free_ns else None
+        return self._going_s(self.batch.free_ns, self.fact.at_ns) if self.batch.free_ns else None
+
+    @property
+    def stopped_s(self) -> float:
+        """The run was stopped between the commit before and this one."""
+        return stopped_ns(self.stops, self.free_ns, self.fact.at_ns) / 1e9
 
     @property
     def waited_s(self) -> float:
         """The trainer was free and had neither a batch nor a part of it to compute."""
         if self.batch.parts:
             return sum(one.waited_s for one in self.parts)
-        return max(0, self.batch.taken_ns - self.free_ns) / 1e9
+        return self._going_s(self.free_ns, self.batch.taken_ns)
 
     @property
     def training_s(self) -> float:
         """From when the batch was there and the trainer was free, its parts so far computed."""
         found = self.parts
         free_ns = found[-1].free_ns if found else self.free_ns
-        return max(0, self.fact.at_ns - max(self.batch.taken_ns, free_ns)) / 1e9
+        return self._going_s(max(self.batch.taken_ns, free_ns), self.fact.at_ns)
 
     @property
     def parts(self) -> list[PartComputed]:
         """Of its batch, the last one too; none where that was taken as one."""
-        return list(computed(self.batch.parts, self.fact.ahead_s, self.free_ns))
+        return list(computed(self.batch.parts, self.fact.ahead_s, self.free_ns, self.stops))
+
+    def _going_s(self, from_ns: int, until_ns: int) -> float:
+        """Seconds of a time in which the run was not stopped."""
+        return max(0, until_ns - from_ns - stopped_ns(self.stops, from_ns, until_ns)) / 1e9
 
     @property
     def waited_for(self) -> TrajectoryLogged | None:
@@ -233,7 +245,7 @@ class RecordLogged:
     """Of the report in control."""
 
 
-Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded
+Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
 
 
 def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
@@ -275,6 +287,9 @@ class RunAccount:
         self._gone: dict[int, WorkerGone] = {}
         self._reports: dict[int, deque[TrajectoriesLogged]] = {}
         """The newest of every incarnation that is there."""
+        self._marks = MarkAccount()
+        self._next = 0
+        """The step after the newest commit."""
         self._trainer_epoch = -1
         """-1 where it is not known: who begins in the middle of a log."""
         self._evaluating = Evaluating()
@@ -294,7 +309,24 @@ class RunAccount:
         """Workers that are not gone, by name."""
         return [one for _, one in sorted(self.named.items()) if one.gone is None]
 
+    @property
+    def stops(self) -> Sequence[Stop]:
+        """The times in which the run was stopped."""
+        return self._marks.stops
+
+    @property
+    def step(self) -> int:
+        """The step in training, or else the next one."""
+        return self._next if self.batch is None else self.batch.take.step
+
     def fact(self, offset: int, fact: AnyControl) -> list[Event]:
+        """Return what a control record made happen."""
+        next_ = self.step + (self.batch is not None)
+        marks = self._marks.fact(offset, fact, open_=self.step, next_=next_)
+        events = self._happened(offset, fact)
+        return [*marks, *events] if marks else events
+
+    def _happened(self, offset: int, fact: AnyControl) -> list[Event]:
         match fact:
             case TrajectoriesLogged():
                 found = () if self._repeated(fact) else fact.facts()
@@ -303,6 +335,7 @@ class RunAccount:
                 return self._committed(offset, fact)
             case RunStarted():
                 self.started = self.started or fact
+                self._next = self._next if fact.retrained is None else fact.retrained.first
             case WorkerJoined():
                 return self._joined(offset, fact)
             case WorkerReady() if (worker := self.workers.get(fact.epoch)) is not None:
@@ -335,7 +368,7 @@ class RunAccount:
         for seen in round_.observations:
             if isinstance(seen, GroupExpired) and (group := self.open.get(seen.group)):
                 group.expired = True
-        found: list[Event] = []
+        found: list[Event] = [*self._marks.round(round_)]
         for decision in round_.decisions:
             found += self._decided(decision, round_, offset)
         return found
@@ -522,15 +555,19 @@ class RunAccount:
         if epoch in self._gone:
             return []
         gone = self._gone[epoch] = WorkerGone(epoch=epoch, how=how, why=why, at_ns=at_ns)
+        marks: list[Mark] = []
         if epoch in self.workers:
             self.workers[epoch].gone = gone
+            name = self.workers[epoch].name
+            if how == "fenced":
+                marks = self._marks.gone(name, epoch, why, at_ns, open_=self.step)
         self._reports.pop(epoch, None)
         for group in self.open.values():
             for request in group.requests.values():
                 attempt = request.attempts[-1]
                 if attempt.epoch == epoch and not attempt.outcome:
                     attempt.outcome, attempt.ended_ns, attempt.why = how, at_ns, why
-        return [gone]
+        return [gone, *marks]
 
     def _refused(self, fact: BatchRefused) -> list[Event]:
         take = None if self.batch is None else self.batch.take
@@ -551,7 +588,7 @@ class RunAccount:
         batch = self.batch
         if batch is None or (batch.take.step, batch.take.attempt) != (fact.step, fact.attempt):
             return []  # it does not count: its batch was ended meanwhile
-        self.batch, self.free_ns = None, fact.at_ns
+        self.batch, self.free_ns, self._next = None, fact.at_ns, fact.step + 1
         popped = (self.open.pop(one.group, None) for one in fact.groups)
         met = [one for one in popped if one is not None]
         groups = tuple(one for one in met if not one.left_out)
@@ -573,5 +610,6 @@ class RunAccount:
             )
             for one in groups
         ]
-        ended = StepEnded(fact=fact, offset=offset, batch=batch, groups=groups)
+        stops = tuple(self.stops)
+        ended = StepEnded(fact=fact, offset=offset, batch=batch, groups=groups, stops=stops)
         return [*out, *trained, ended]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dora_pipe.catalogue.marks import Stop, stopped_ns
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.rounds import TakeBatch
 
@@ -60,6 +61,7 @@ class PartComputed:
     """The trainer was free for it."""
     seconds: float | None
     """What was spent on it ahead of the batch; None: it was computed with that."""
+    stops: Sequence[Stop] = ()
 
     @property
     def begun_ns(self) -> int:
@@ -74,16 +76,17 @@ class PartComputed:
     @property
     def waited_s(self) -> float:
         """The trainer was free and it was not there."""
-        return (self.begun_ns - self.free_ns) / 1e9
+        stopped = stopped_ns(self.stops, self.free_ns, self.begun_ns)
+        return (self.begun_ns - self.free_ns - stopped) / 1e9
 
 
 def computed(
-    parts: Sequence[PartTaken], ahead_s: Sequence[float], free_ns: int
+    parts: Sequence[PartTaken], ahead_s: Sequence[float], free_ns: int, stops: Sequence[Stop] = ()
 ) -> Iterator[PartComputed]:
     """All parts of a step, in order, for which the trainer was free at `free_ns`."""
     for number, taken in enumerate(parts):
         seconds = ahead_s[number] if number < len(ahead_s) else None
-        one = PartComputed(part=number, taken=taken, free_ns=free_ns, seconds=seconds)
+        one = PartComputed(part=number, taken=taken, free_ns=free_ns, seconds=seconds, stops=stops)
         yield one
         free_ns = one.ended_ns
 

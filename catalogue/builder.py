@@ -27,6 +27,7 @@ from dora_pipe.catalogue.batches import Batch
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.fallbacks import FallbackAccount
 from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
+from dora_pipe.catalogue.marks import Mark
 from dora_pipe.catalogue.tables import (
     AttemptRow,
     BatchRow,
@@ -34,6 +35,7 @@ from dora_pipe.catalogue.tables import (
     FailureRow,
     GroupRow,
     HostingRow,
+    MarkRow,
     PartRow,
     RecordRow,
     RoleRow,
@@ -237,6 +239,8 @@ class CatalogueBuilder:
                     self._gone(event)
                 case EvaluationEnded():
                     pass  # the view `evaluations` has it
+                case Mark():
+                    self._rows.append(_row(MarkRow, event))
 
     def _step_ended(self, event: StepEnded) -> None:
         fact = event.fact
@@ -379,6 +383,7 @@ def _step_row(event: StepEnded) -> StepRow:
         taken_ns=batch.taken_ns,
         committed_ns=fact.at_ns,
         seconds=event.seconds,
+        stopped_s=event.stopped_s,
         waited_s=event.waited_s,
         ahead_s=sum(fact.ahead_s),
         beside_s=fact.beside_s,

@@ -89,7 +89,7 @@ VIEWS: Final = {
             select step, part, a.attempt as place, a.placed_ns,
                    lag(a.worker) over (partition by step, part order by a.attempt) as held_by
             from waited join attempts a using (trajectory_id)
-        ), marks as (
+        ), changes as (
             select step, part, 0 as place, dispatched_ns as until_ns, 'admission' as kind,
                    null as worker
             from waited
@@ -99,14 +99,25 @@ VIEWS: Final = {
             union all select step, part, 1000000, logged_ns, 'sampling', worker from waited
             union all select step, part, 1000001, taken_ns, 'decision', null from waited
         ), pieces as (
-            select step, part, place, kind, marks.worker, version,
-                   least(until_ns, taken_ns) - greatest(free_ns, max(until_ns) over (
+            select step, part, place, kind, changes.worker, version,
+                   greatest(free_ns, max(until_ns) over (
                        partition by step, part order by place
-                       rows between unbounded preceding and 1 preceding)) as lasted_ns
-            from marks join waited using (step, part)
+                       rows between unbounded preceding and 1 preceding)) as from_ns,
+                   least(until_ns, taken_ns) as until_ns
+            from changes join waited using (step, part)
+            union all select step, part, -1, 'stopped', null, version, free_ns, taken_ns from waited
+        ), lasted as (
+            select p.*, coalesce(sum(greatest(0, least(p.until_ns, m.at_ns)
+                       - greatest(p.from_ns, m.since_ns))) filter (m.kind is not null), 0)
+                       as stopped_ns
+            from pieces p left join marks m on m.kind = 'resumed' group by all
+        ), left_over as (
+            select *, case kind when 'stopped' then stopped_ns
+                      else until_ns - from_ns - stopped_ns end as lasted_ns
+            from lasted
         )
         select step, part, kind, worker, version, lasted_ns / 1e9 as seconds
-        from pieces where lasted_ns > 0 order by step, part, place""",
+        from left_over where lasted_ns > 0 order by step, part, place""",
 }
 """What is asked often, by name."""
 

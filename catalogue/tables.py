@@ -177,7 +177,10 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
     free_ns: Annotated[int | None, "when the trainer was free for it; null: not known"]
     taken_ns: Annotated[int, "when its batch was decided"]
     committed_ns: Annotated[int, "the commit"]
-    seconds: Annotated[float | None, "from `free_ns` to the commit"]
+    seconds: Annotated[
+        float | None, "from `free_ns` to the commit, without the time the run was stopped"
+    ]
+    stopped_s: Annotated[float, "between these two, the run was stopped"]
     waited_s: Annotated[float, "of these, the trainer was free and had no batch, nor a part"]
     ahead_s: Annotated[float, "of these, it computed parts ahead of the batch"]
     beside_s: Annotated[float, "before `free_ns`: on a part, beside the version before"]
@@ -354,6 +357,19 @@ class EventRow(Row, frozen=True, kw_only=True, gc=False):
     reason: Annotated[str, "why, or what it says"]
 
 
+class MarkRow(Row, frozen=True, kw_only=True, gc=False):
+    """A setting that changed in the run, a stop, a role that was lost or came back."""
+
+    at_ns: Annotated[int, "when"]
+    step: Annotated[Small, "a setting is in force from it on; else the step that was open then"]
+    kind: Annotated[str, "`setting`, `resumed`, `restarted`, `lost`"]
+    subject: Annotated[str, "the key, `run`, or the role"]
+    before: Annotated[str | None, "value of the setting before"]
+    after: Annotated[str | None, "and after"]
+    since_ns: Annotated[int | None, "of `resumed`: the run was stopped from then on"]
+    words: Annotated[str, "what happened"]
+
+
 class FailureRow(Row, frozen=True, kw_only=True, gc=False):
     """A `request failed`: an attempt that ended in an error."""
 
@@ -442,6 +458,7 @@ TABLES: Final = (
     Table(name="rounds", row=RoundRow),
     Table(name="events", row=EventRow),
     Table(name="failures", row=FailureRow),
+    Table(name="marks", row=MarkRow),
 )
 
 CALLS: Final = Table(name="calls", row=CallRow)

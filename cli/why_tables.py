@@ -22,7 +22,14 @@ from dora_pipe.observe.why.answer import WhyAnswer, why_at, why_now, why_step
 from dora_pipe.observe.why.fallbacks import lines_of
 from dora_pipe.observe.why.slots import WORDS as SLOT_WORDS
 from dora_pipe.observe.why.slots import SlotSpan, slots_of
-from dora_pipe.observe.why.summary import RoleWaits, StepWait, Summary, summarise, waits_of
+from dora_pipe.observe.why.summary import (
+    STOPS,
+    RoleWaits,
+    StepWait,
+    Summary,
+    summarise,
+    waits_of,
+)
 
 STOPPED_AFTER_S: Final = 60.0
 """A run whose every role is silent for so long is shown as it was when it was heard last."""
@@ -35,6 +42,8 @@ FIRST: Final = 2
 
 BLANK: Final = " "
 """A cell that says nothing, not even that there is nothing."""
+
+STOPPED: Final = "the run was stopped, and nobody waited"
 
 TREE_HINT: Final = "--tree names every group and request on the way"
 
@@ -187,13 +196,19 @@ def _emit_waits(found: Summary) -> None:
         for one in roles
         for role, seconds, share, what, advice in one.rows()
     ]
+    if found.stops:
+        whole_s, stopped_s = found.run_s + sum(found.stops), sum(found.stops)
+        share = f"{stopped_s / whole_s:.0%} of all"
+        rows.insert(0, ("stopped", duration(stopped_s), share, STOPPED, BLANK))
     emit_table(("role", "waited", "share", "for", "what to do"), rows, drop=("share", "what to do"))
     if len(roles) < len(found.roles):
         emit_line(f"and {len(found.roles) - len(roles)} more workers, which waited less")
 
 
 def _print_slots(run: OpenRun, asked: Asked) -> None:
-    found = slots_of(run.bus, run.topics)
+    with closing(run.tables()) as tables:
+        stops = tables.query(STOPS)
+    found = slots_of(run.bus, run.topics, stops)
     if asked.as_json:
         emit_json({"whole": _shares(found.whole), "steps": [_shares(one) for one in found.steps]})
         return

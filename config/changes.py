@@ -5,8 +5,13 @@ Everything else is free: addresses, sizes, timing.
 
 from __future__ import annotations
 
-from dora_pipe.config.model import Objective
-from dora_pipe.config.objectives import FOR_GOOD
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dora_pipe.config.model import Config, Objective, in_flight_batches
+from dora_pipe.config.objectives import FOR_GOOD, refused_kind, settled
 
 LOGGED = frozenset(
     {
@@ -55,3 +60,26 @@ def kind_of(key: str) -> str:
     if key in FROZEN or key.split(".")[0] in FROZEN:
         return "frozen"
     return "free"
+
+
+def with_settings(config: Config, changes: Mapping[str, Any], *, step: int = 0) -> Config:
+    """Return the configuration with logged keys changed before `step`.
+
+    Raises ValueError that says why it cannot be.
+    """
+    plain = msgspec.to_builtins(config)
+    objective: dict[str, Any] = {}
+    for key, value in changes.items():
+        if key not in LOGGED:
+            raise ValueError(f"{key} cannot change in a run")
+        section, _, name = key.partition(".")
+        (objective if section == "objective" else plain[section])[name] = value
+    if why := refused_kind(config.objective.kind, objective.get("kind", config.objective.kind)):
+        raise ValueError(why)
+    plain["objective"] = settled(plain["objective"], objective)
+    changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
+    if in_flight_batches(changed.staleness) < 1:
+        raise ValueError("staleness.in_flight_batches is below 1: no batch would ever fill")
+    if changed.run.steps < step:
+        raise ValueError(f"run.steps = {changed.run.steps}, but step {step} comes next")
+    return changed

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.load import load_config, read_table
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import ahead_problem
@@ -131,10 +131,11 @@ def _supervise(
 
 
 def progress_of(bus: Bus, config: Config, logs: Path) -> RunProgress:
-    """What the log says of a run from its beginning, with alarms from now on."""
+    """What the log says of a run, with lines and alarms from now on."""
     topics = Topics(config.run.name)
+    past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
-    return RunProgress(bus, topics, alarms=alarms, logs=logs)
+    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past)
 
 
 def disk_watch(

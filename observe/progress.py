@@ -11,6 +11,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.catalogue.marks import Mark
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
 from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words
@@ -43,11 +44,19 @@ class RunProgress(RunStats):
     """Follows a run; `lines` are what happened since the last call, with alarms where there are."""
 
     def __init__(
-        self, bus: Bus, topics: Topics, *, alarms: Alarms | None = None, logs: Path | None = None
+        self,
+        bus: Bus,
+        topics: Topics,
+        *,
+        alarms: Alarms | None = None,
+        logs: Path | None = None,
+        past: int = 0,
     ) -> None:
-        """`logs`: folder of the logs of the roles of this machine."""
+        """`logs`: folder of the logs of the roles of this machine; `past`: end of control when the
+        run was resumed, as nothing before it is a line."""
         super().__init__(topics.run)
         self._logs = logs
+        self._past = past
         self._errors_shown: set[str] = set()
         self.evaluations: dict[int, float] = {}
         """Version to mean reward of the evaluation without a name."""
@@ -76,7 +85,9 @@ class RunProgress(RunStats):
         if unreadable > self._unreadable:
             self._lines.append(f"{unreadable - self._unreadable} records cannot be read: see audit")
             self._unreadable = unreadable
-        lines, self._lines = self._lines, []
+        lines: list[str] = []
+        if not self._past:
+            lines, self._lines = self._lines, []
         ending = self.stopping or self.over or self.halted
         return lines + (self._alarms.lines(silence=not ending) if self._alarms else [])
 
@@ -94,6 +105,10 @@ class RunProgress(RunStats):
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         """See the base."""
+        if self._past and offset >= self._past:
+            self._past = 0
+            said = f"resumed at step {self.account.step}; earlier steps: dora-pipe show {self.run}"
+            self._lines.insert(0, said)
         super().fact(offset, fact)
         match fact:
             case WorkerReady() if fact.version != NO_VERSION:
@@ -127,9 +142,18 @@ class RunProgress(RunStats):
                 self._say(f"the run ends early: {one.reason}")
             if isinstance(one, StopRun) and (words := cassette_words(self, round_.now_ns)):
                 self._say(f"cassette: {words}")
+        if self._past:
+            self._lines.clear()
 
     def _say(self, line: str) -> None:
-        self._lines.append(line)
+        if not self._past:
+            self._lines.append(line)
+
+    def _mark(self, mark: Mark) -> None:
+        """See the base. `run --resume -o` changes settings before its roles begin: in the past."""
+        super()._mark(mark)
+        if mark.kind != "resumed":
+            self._lines.append(mark.line)
 
     def _record(self, fact: TrajectoryLogged) -> None:
         super()._record(fact)
@@ -139,7 +163,8 @@ class RunProgress(RunStats):
     def _failure(self, subject: str, error: str, worker: str) -> None:
         """Show the first error of each class; the shares behind the steps count the others."""
         name = error_class(error)
-        if name in self._errors_shown or len(self._errors_shown) == ERRORS_SHOWN_MAX:
+        shown = len(self._errors_shown)
+        if self._past or name in self._errors_shown or shown == ERRORS_SHOWN_MAX:
             return
         self._errors_shown.add(name)
         log = f"{self._logs}/{worker}.log" if self._logs else f"the log of {worker}"

@@ -29,6 +29,7 @@ from dora_pipe.catalogue.attempts import WorkerGone, WorkerHistory
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
 from dora_pipe.catalogue.group_scores import parts_by_task
+from dora_pipe.catalogue.marks import Mark
 from dora_pipe.catalogue.statuses import (
     NOTHING_COUNTED,
     LastStatus,
@@ -81,6 +82,9 @@ STALENESS: Final = tuple(float(value) for value in range(9))
 
 STEPS_KEPT: Final = 400
 """Steps that are remembered one by one."""
+
+MARKS_KEPT: Final = 400
+"""Changes of settings, stops and lost roles that are remembered one by one."""
 
 DECISIONS_KEPT: Final = 64
 """Decisions that are remembered one by one."""
@@ -304,6 +308,7 @@ class RunStats:
         self.commit: StepCommitted | None = None
         """The newest that counts."""
         self.contributed: Contributed | None = None
+        self.marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
         self.recent_decisions: deque[DecisionSummary] = deque(maxlen=DECISIONS_KEPT)
         self.evaluated: dict[str, EvaluationEnded] = {}
         """The newest one of each name that is complete and has a valid reward."""
@@ -481,8 +486,14 @@ class RunStats:
                     self._evaluated(event)
                 case WorkerGone():
                     self.lost[event.how] += event.epoch in self.account.workers
+                case Mark():
+                    self._mark(event)
                 case BatchEnded():
                     pass
+
+    def _mark(self, mark: Mark) -> None:
+        """A setting changed, the run was resumed, a role was lost or came back."""
+        self.marks.append(mark)
 
     def _record(self, fact: TrajectoryLogged) -> None:
         valid = "no" if fact.reward is None else "yes"

@@ -17,11 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
-
-from dora_pipe.config.changes import LOGGED
-from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.objectives import refused_kind, settled
+from dora_pipe.config.changes import LOGGED, with_settings
 from dora_pipe.orchestrator.apply_decision import stop_soon
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import fail_batch, give_up_parts, go_on_after_failures
@@ -42,38 +38,14 @@ def apply_command(state: State, offset: int, record: Command) -> str:
     return handler(state, record.args)
 
 
-def with_settings(config: Config, changes: dict[str, Any]) -> Config:
-    """The configuration with logged keys changed. Raises ValueError saying why not."""
-    plain = msgspec.to_builtins(config)
-    objective: dict[str, Any] = {}
-    for key, value in changes.items():
-        if key not in LOGGED:
-            raise ValueError(f"{key} is not a logged key")
-        section, _, name = key.partition(".")
-        if section == "objective":
-            objective[name] = value
-        else:
-            plain[section][name] = value
-    if why := refused_kind(config.objective.kind, objective.get("kind", config.objective.kind)):
-        raise ValueError(why)
-    plain["objective"] = settled(plain["objective"], objective)
-    changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
-    if in_flight_batches(changed.staleness) < 1:
-        raise ValueError("staleness.in_flight_batches is below 1: no batch would ever fill")
-    return changed
-
-
 def _set(state: State, args: dict[str, Any]) -> str:
     assert state.config is not None
     if not args:
         return "it sets nothing"
     try:
-        config = with_settings(state.config, args)
+        config = with_settings(state.config, args, step=state.standing().step)
     except ValueError as error:
         return str(error)
-    step = state.standing().step
-    if config.run.steps < step:
-        return f"run.steps = {config.run.steps}, but step {step} comes next"
     give_up_parts(state)
     state.config = config
     state.trigger = "a user changed the settings"

@@ -26,6 +26,11 @@ SLICE_NS: Final = 50_000_000
 """Width of a slice of a short run; it doubles until they are few enough."""
 
 
+STOPPED: Final = """(select min(since_ns) from marks where kind = 'resumed'
+    and since_ns >= joined_ns)"""
+"""When the run was stopped after a worker had joined: no worker outlasts that."""
+
+
 def timeline(view: RunView, from_s: float | None = None, until_s: float | None = None) -> Any:
     """A row per worker's name, with its hostings in the window: [from, ready, until, version].
 
@@ -119,8 +124,9 @@ def _window(view: RunView, low: float, high: float) -> tuple[float, float]:
 def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[float]]]:
     """[from, ready, until, version] of every hosting that reaches into the window, by worker."""
     found = view.rows(
-        """with loads as (
-               select incarnation, h.worker, version, ready_ns, coalesce(gone_ns, ?) as end_ns,
+        f"""with loads as (
+               select incarnation, h.worker, version, ready_ns,
+                      least(coalesce(gone_ns, ?), {STOPPED}) as end_ns,
                       ready_ns - (load_ms * 1e6)::bigint as from_ns
                from hostings h join workers using (incarnation)),
            spans as (
@@ -152,7 +158,8 @@ def utilisation(view: RunView) -> dict[str, Any]:
     """
     width_ns = _width_ns(view)
     workers = view.rows(
-        "select incarnation, joined_ns, coalesce(gone_ns, ?) from workers", view.last_ns
+        f"select incarnation, joined_ns, least(coalesce(gone_ns, ?), {STOPPED}) from workers",
+        view.last_ns,
     )
     tokens = dict(
         view.rows(
@@ -180,7 +187,8 @@ def utilisation(view: RunView) -> dict[str, Any]:
         out["mean"].append(short(busy / whole) if whole else None)
         out["low"].append(short(min(shares, default=None)))
         out["high"].append(short(max(shares, default=None)))
-        out["tokens_per_s"].append(short(tokens.get(place, 0) * 1e9 / width_ns))
+        speed = short(tokens.get(place, 0) * 1e9 / width_ns)
+        out["tokens_per_s"].append(speed if whole or speed else None)
     return out
 
 
@@ -198,10 +206,11 @@ def _used(view: RunView, width_ns: int, count: int) -> dict[int, list[float]]:
     of every change within it the change times the rest of the slice.
     """
     found = view.rows(
-        """with spans as (
+        f"""with spans as (
                select a.incarnation, greatest(slots, 1) as slots,
                       greatest(a.placed_ns, joined_ns) as low_ns,
-                      least(coalesce(a.ended_ns, gone_ns, $1), coalesce(gone_ns, $1)) as high_ns
+                      least(coalesce(a.ended_ns, gone_ns, $1), coalesce(gone_ns, $1), {STOPPED})
+                          as high_ns
                from attempts a join workers using (incarnation)),
            ends as (
                select incarnation, slots, low_ns as end_ns, 1 as more from spans

@@ -7,11 +7,12 @@ time until the next.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.marks import Stop, stopped_ns
 from dora_pipe.observe.text import duration
 from dora_pipe.orchestrator.recovery import fold_log
 from dora_pipe.orchestrator.slot_use import Use, slot_use
@@ -101,8 +102,11 @@ class Slots:
         return sorted(later, key=lambda one: -(1 - one.share("busy")) * one.seconds)[:STEPS_MAX]
 
 
-def slots_of(bus: Bus, topics: Topics) -> Slots:
-    """Every round's use, for as long as it stood. Raises what `fold_log` raises."""
+def slots_of(bus: Bus, topics: Topics, stops: Sequence[Stop] = ()) -> Slots:
+    """Every round's use, for as long as it stood; while the run was stopped it had no slots.
+
+    Raises what `fold_log` raises.
+    """
     uses: dict[tuple[int, bool], Counter[Use]] = defaultdict(Counter)
     lasted_ns: Counter[int] = Counter()
     before_ns, standing = 0, Counter[Use]()
@@ -110,9 +114,10 @@ def slots_of(bus: Bus, topics: Topics) -> Slots:
     for folded in fold_log(bus, topics):
         state, now_ns = folded.state, folded.at.round.now_ns
         if standing:
-            lasted_ns[key[0]] += now_ns - before_ns
+            stood_ns = max(0, now_ns - before_ns - stopped_ns(stops, before_ns, now_ns))
+            lasted_ns[key[0]] += stood_ns
             for use, count in standing.items():
-                uses[key][use] += count * (now_ns - before_ns)
+                uses[key][use] += count * stood_ns
         before_ns, standing = now_ns, slot_use(state)
         key = (state.version, state.training is not None)
     whole_ns = sum(lasted_ns.values())

@@ -9,6 +9,8 @@ down to who had it then:
     placed .......... logged       `sampling`, or `lost` for an attempt that ended without a result
     logged .......... taken        `decision`
 
+Time in which the run was stopped is no wait: it is counted by itself, and of no role.
+
 Waits of the orchestrator and of workers come from their statuses: exact where a wait was still
 there at a status, to half a heartbeat where it ended between two.
 """
@@ -46,10 +48,15 @@ RUN: Final = """
     from runs"""
 
 TRAINED: Final = """
+    with stopped as (
+        select step, sum(seconds) as before_s from waits where kind = 'stopped' group by step)
     select coalesce(sum(ahead_s), 0) as ahead_s, coalesce(sum(beside_s), 0) as beside_s,
-           coalesce(sum(greatest(0, taken_ns - free_ns) / 1e9 - waited_s), 0) as saved_s,
+           coalesce(sum(greatest(0, (taken_ns - free_ns) / 1e9 - coalesce(before_s, 0)
+                                 - waited_s)), 0) as saved_s,
            coalesce(sum(seconds - waited_s - ahead_s), 0) as training_s
-    from steps where seconds is not null"""
+    from steps left join stopped using (step) where seconds is not null"""
+
+STOPS: Final = "select since_ns, at_ns from marks where kind = 'resumed'"
 
 PAUSES: Final = """
     select at_ns, subject from events
@@ -78,12 +85,17 @@ Kind = Literal["admission", "queue", "lost", "sampling", "decision"]
 WAITS: Final = """
     with pieces as (
         select step, list({'kind': kind, 'seconds': seconds, 'version': version,
-                           'worker': coalesce(worker, '')}) as pieces
+                           'worker': coalesce(worker, '')}) filter (kind <> 'stopped') as pieces,
+               sum(seconds) filter (kind = 'stopped') as stopped_s
         from waits group by step
     )
     select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns, s.committed_ns,
            coalesce(s.ahead_s, 0) as ahead_s,
-           coalesce(s.waited_s, greatest(0, b.taken_ns - b.free_ns) / 1e9, 0) as waited_s,
+           coalesce(pieces.stopped_s, 0) as stopped_s,
+           coalesce(s.waited_s, greatest(0, (b.taken_ns - b.free_ns) / 1e9
+                                         - coalesce(pieces.stopped_s, 0)), 0) as waited_s,
+           coalesce(s.seconds, (b.taken_ns - b.free_ns) / 1e9 - coalesce(pieces.stopped_s, 0), 0)
+               as known_s,
            coalesce(b.last, '') as last, coalesce(g.version, -1) as version,
            coalesce(t.worker, '') as worker, coalesce(t.logged_ns, 0) as logged_ns, pieces
     from batches b left join steps s using (step) left join pieces using (step)
@@ -142,18 +154,25 @@ class StepWait:
     """What the trainer computed of the batch before it was there."""
     waited_s: float
     """The trainer was free, and had neither the batch nor a part of it."""
+    stopped_s: float = 0.0
+    """Before the batch was taken, the run was stopped."""
+    known_s: float = 0.0
+    """From when the trainer was free to its commit, or to the batch, without stops."""
     pieces: tuple[Piece, ...] = ()
 
     def text(self) -> str:
+        stopped = ""
+        if self.stopped_s:
+            stopped = f"; the run was stopped for {self.stopped_s:.2f} s before"
         if not self.waited_s and not self.ahead_s:
-            return f"step {self.step}: its batch was there before the trainer was free"
+            return f"step {self.step}: its batch was there before the trainer was free{stopped}"
         line = f"step {self.step}: the trainer waited {self.waited_s:.2f} s for its batch"
         if self.ahead_s:
             line += f", and computed parts of it for {self.ahead_s:.2f} s"
         if self.last:
             line += f"; last came {self.last} (version {self.version}) from {self.worker}"
         pieces = [f"{one.seconds:.2f} s for {one.words()}" for one in self.pieces]
-        return line + (f": {', '.join(pieces)}" if pieces else "")
+        return line + (f": {', '.join(pieces)}" if pieces else "") + stopped
 
 
 def waits_of(catalogue: Catalogue) -> list[StepWait]:
@@ -203,6 +222,7 @@ class Summary:
 
     run: str
     run_s: float
+    """From its start to its last record, without the time in which it was stopped."""
     over: bool
     steps: int
     untold_s: float
@@ -214,6 +234,8 @@ class Summary:
     failed: FailedShare
     fallbacks: tuple[FallbackTaken, ...] = ()
     """Files of versions that were lost or damaged on their way to a worker."""
+    stops: tuple[float, ...] = ()
+    """Seconds of each time in which the run was stopped."""
     ahead_s: float = 0.0
     """Training of parts, begun before their batch was whole."""
     beside_s: float = 0.0
@@ -241,6 +263,9 @@ class Summary:
         """How far the run is."""
         state = "is over" if self.over else "is not over"
         head = f"{self.run} {state}: {counted(self.steps, 'step')} in {duration(self.run_s)}"
+        if self.stops:
+            times = counted(len(self.stops), "time")
+            head += f", and stopped {times} for {duration(sum(self.stops))}"
         if not self.untold_s:
             return head
         return f"{head}; what roles waited for in the first {duration(self.untold_s)} is not kept"
@@ -259,11 +284,15 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
     pauses = Pauses(catalogue.query(PAUSES))
     kept_ns = _kept_ns(bus, topics, found, ended_ns)
     told = _for_batches([one for one in waits if one.free_ns >= kept_ns])
-    trainer = _role(TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, skip="batch")
+    known_s = sum(one.known_s for one in waits if one.free_ns >= kept_ns)
+    trainer = _role(
+        TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, known_s=known_s, skip="batch"
+    )
+    stops = catalogue.query(STOPS)
     waited = sorted(waits, key=lambda one: (-one.waited_s, one.step))
     return Summary(
         run=topics.run,
-        run_s=(ended_ns - started_ns) / 1e9,
+        run_s=(ended_ns - started_ns - sum(end - begin for begin, end in stops)) / 1e9,
         over=over,
         steps=sum(one.committed_ns is not None for one in waits),
         untold_s=max(0, kept_ns - started_ns) / 1e9 if kept_ns else 0.0,
@@ -272,6 +301,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         alarms=tuple(_alarms(map(pauses.excused, found))),
         failed=_failed(catalogue),
         fallbacks=fallbacks_of(catalogue),
+        stops=tuple((end - begin) / 1e9 for begin, end in stops),
         **catalogue.records(TRAINED)[0],
     )
 
@@ -316,11 +346,15 @@ def _role(
     heartbeat_ns: int,
     *,
     told: Mapping[tuple[str, str], float] | None = None,
+    known_s: float = 0.0,
     skip: str = "",
 ) -> RoleWaits:
     """What statuses say; `told`, by (name, what for), is known better, and is what waits called
-    `skip` were for."""
-    lasted: dict[tuple[str, str], float] = defaultdict(float, told or {})
+    `skip` were for. The role was there for `known_s` at least, `told` included.
+
+    Waits that only statuses know are cut to the time that is left: statuses begin late and round.
+    """
+    lasted: dict[tuple[str, str], float] = defaultdict(float)
     there_s = silent_s = 0.0
     usual_ns = _usual_ns(found)
     for before, now in _intervals(found):
@@ -332,7 +366,12 @@ def _role(
         for wait, seconds in _waited(before, now, heartbeat_ns):
             if wait.name != skip:
                 lasted[wait.name, WORDS.get(wait.name, wait.name)] += seconds
-    waits = [(*key, seconds) for key, seconds in lasted.items() if seconds]
+    there_s = max(there_s, known_s)
+    known = {key: seconds for key, seconds in (told or {}).items() if seconds}
+    left_s, heard_s = max(0.0, there_s - sum(known.values())), sum(lasted.values())
+    kept = min(1.0, left_s / heard_s) if heard_s else 0.0
+    waits = [(*key, seconds) for key, seconds in known.items()]
+    waits += [(*key, seconds * kept) for key, seconds in lasted.items() if seconds * kept]
     waits.sort(key=lambda one: (-one[2], one[1]))
     return RoleWaits(
         role=name,

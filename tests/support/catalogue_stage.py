@@ -17,6 +17,7 @@ from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.schemas.control import (
     AnyControl,
+    ExclusiveRole,
     LoggedEntry,
     TakenGroup,
     TakenTrajectory,
@@ -51,6 +52,8 @@ class ToldRun(ABC):
         self.now_ns = START_NS
         self.offset = 0
         self.rounds = 0
+        self.orchestrator = 0
+        """The incarnation that decides."""
         self.fact(records.run_started(records.make_config(**config)))
         self.fact(records.role_started("trainer", 0))
 
@@ -68,12 +71,19 @@ class ToldRun(ABC):
         self.take_fact(self.offset, replace(fact, at_ns=self.now_ns))
         return self.offset
 
+    def begins(self, role: ExclusiveRole, role_epoch: int) -> None:
+        """The orchestrator or the trainer begins, a second later."""
+        self.now_ns += SECOND_NS
+        if role == "orchestrator":
+            self.orchestrator = role_epoch
+        self.fact(records.role_started(role, role_epoch))
+
     def decide(self, *decisions: AnyDecision) -> None:
         """A round of these, a second later."""
         self.now_ns += SECOND_NS
         round_ = Round(
             ordinal=self.rounds,
-            role_epoch=0,
+            role_epoch=self.orchestrator,
             now_ns=self.now_ns,
             control_next=self.offset + 1,
             decisions=decisions,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of, why_infeasible
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry, Logged, Moment, RequestEntry
+from dora_pipe.config.changes import with_settings
 from dora_pipe.orchestrator import staleness
-from dora_pipe.orchestrator.apply_command import with_settings
 from dora_pipe.schemas.control import Command, TrajectoryLogged
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import GroupSpec

@@ -123,3 +123,32 @@ def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> Non
     assert lines[4] == f"step 2 had no gradient: {equal} (2 of 3 steps had none)"
     assert progress.without_gradient == 3
     progress.close()
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_what_changed_and_no_earlier_line() -> None:
+    bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
+    bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
+    writer = bus.writer()
+
+    def say(*facts: Any) -> None:
+        appends = [Append(topic=TOPICS.control, value=encode(fact)) for fact in facts]
+        end = writer.append(appends)[-1] + 1
+        round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=end)
+        writer.append([Append(topic=TOPICS.decisions, value=encode(round_))])
+
+    rate = {"trainer.learning_rate": 0.5}
+    say(records.run_started(records.make_config()), records.joined("w0"))
+    say(records.command("set", **rate), records.joined("w1"))
+    told = records.command("set", **rate | {"trainer.learning_rate": 0.25})
+    (past,) = writer.append([Append(topic=TOPICS.control, value=encode(told))])
+    first, resumed = RunProgress(bus, TOPICS), RunProgress(bus, TOPICS, past=past + 1)
+    assert [line.partition(" ")[0] for line in first.lines()] == ["w0", "step", "w1"]
+    assert resumed.lines() == []
+    say(records.role_started("orchestrator", 1), records.joined("w2"))
+    assert resumed.lines() == [
+        "resumed at step 0; earlier steps: dora-pipe show r",
+        "step 0: trainer.learning_rate 0.5 -> 0.25, set by tester",
+        "w2 joined (test, 4 slots)",
+    ]
+    first.close()
+    resumed.close()

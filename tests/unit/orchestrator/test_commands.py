@@ -25,7 +25,7 @@ def running(**changes: Any) -> Stage:
     ("verb", "args", "why"),
     [
         ("set", {}, "sets nothing"),
-        ("set", {"groups__size": 4}, "groups.size is not a logged key"),
+        ("set", {"groups__size": 4}, "groups.size cannot change in a run"),
         ("set", {"trainer__learning_rate": -1.0}, "trainer.learning_rate"),
         ("set", {"staleness__in_flight_batches": 0.5}, "no batch would ever fill"),
         ("set", {"run__steps": "many"}, "run.steps"),

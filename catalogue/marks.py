@@ -1,0 +1,183 @@
+"""Marks of a run: settings that changed, stops, and roles that were lost or came back.
+
+A run was stopped where its orchestrator and its trainer both begin again and no earlier incarnation
+of any role writes a record in between; else a role restarted alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dora_pipe.config.changes import with_settings
+from dora_pipe.config.logged import logged_config, logged_keys
+from dora_pipe.config.model import Config
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    WorkerJoined,
+)
+from dora_pipe.schemas.rounds import Round
+
+MarkKind = Literal["setting", "resumed", "restarted", "lost"]
+
+Stop = tuple[int, int]
+"""A time in which a run was stopped: from its last record to when its roles were back, ns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened to a run. Example: ``Mark(at_ns=0, step=21, kind="setting",
+    subject="trainer.learning_rate", before="0.0001", after="0.001", why="by me")``."""
+
+    at_ns: int
+    step: int
+    """The step that it is in force from, or that was open then."""
+    kind: MarkKind
+    subject: str
+    """The key, or the role."""
+    before: str | None = None
+    after: str | None = None
+    why: str = ""
+    since_ns: int | None = None
+    """Of a stop: when the run wrote its last record."""
+
+    @property
+    def line(self) -> str:
+        """What happened, by step."""
+        return f"step {self.step}: {self.words}"
+
+    @property
+    def words(self) -> str:
+        """What happened, without the step."""
+        match self.kind:
+            case "setting":
+                return f"{self.subject} {self.before} -> {self.after}, set {self.why}"
+            case "resumed":
+                stopped_s = (self.at_ns - (self.since_ns or self.at_ns)) / 1e9
+                return f"resumed after {stopped_s:,.1f} s in which the run was stopped"
+            case _:
+                return f"{self.subject} {self.kind}" + (f": {self.why}" if self.why else "")
+
+
+def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:
+    """Return how much of a time a run was stopped. ``stopped_ns([(2, 5)], 0, 4) == 2``"""
+    pieces = (min(until_ns, end) - max(from_ns, begin) for begin, end in stops)
+    return sum(piece for piece in pieces if piece > 0)
+
+
+class MarkAccount:
+    """Finds marks, record by record. Example: ``marks.fact(offset, fact, open=20, next_=21)``."""
+
+    def __init__(self) -> None:
+        self.stops: list[Stop] = []
+        self._config: Config | None = None
+        self._alive_ns = 0
+        """When an incarnation that was known wrote a record last."""
+        self._orchestrator = -1
+        """The current incarnation."""
+        self._back: tuple[int, Mark] | None = None
+        """Offset of a role that began again, while it is open whether the whole run did."""
+        self._resumed_at = -1
+        """Offset of the first role of the newest resume: workers before it ended with the stop."""
+
+    def fact(self, offset: int, fact: AnyControl, *, open_: int, next_: int) -> list[Mark]:
+        """Return the marks of a control record: `open_` is the step in training or else the next,
+        `next_` the next to be taken."""
+        match fact:
+            case RunStarted() if self._config is None:
+                try:
+                    self._config = logged_config(fact.config)
+                except ValueError:
+                    return []  # of another version: its changes cannot be followed
+            case RoleStarted():
+                return self._began(offset, fact, open_)
+            case Command(verb="set"):
+                return self._set(fact, next_)
+            case WorkerJoined() | Command():
+                return []  # written in a run that is stopped, too
+            case StepCommitted() | BatchRefused():
+                return self._lived(fact.at_ns, "orchestrator")
+            case _ if self._back is not None and getattr(fact, "epoch", offset) < self._back[0]:
+                return self._lived(fact.at_ns, self._back[1].subject)
+        self._alive_ns = max(self._alive_ns, fact.at_ns)
+        return []
+
+    def round(self, round_: Round) -> list[Mark]:
+        """Return the marks that a round of the orchestrator decides."""
+        if round_.role_epoch <= self._orchestrator:
+            return self._lived(round_.now_ns, "trainer")
+        self._alive_ns = max(self._alive_ns, round_.now_ns)
+        return []
+
+    def gone(self, worker: str, epoch: int, why: str, at_ns: int, *, open_: int) -> list[Mark]:
+        """Return the mark of a worker that was fenced, unless it ended with the run."""
+        since = self._resumed_at if self._back is None else self._back[0]
+        if epoch < since:
+            return []
+        return [Mark(at_ns=at_ns, step=open_, kind="lost", subject=worker, why=why)]
+
+    def _lived(self, at_ns: int, alone: str) -> list[Mark]:
+        """A role has written that was there before: if `alone` began again, only that did."""
+        self._alive_ns = max(self._alive_ns, at_ns)
+        if self._back is None or self._back[1].subject != alone:
+            return []
+        (_, mark), self._back = self._back, None
+        return [replace(mark, since_ns=None)]
+
+    def _began(self, offset: int, fact: RoleStarted, step: int) -> list[Mark]:
+        if fact.role == "orchestrator":
+            self._orchestrator = fact.role_epoch
+        before = self._back
+        if before is None and fact.role_epoch == 0:
+            return []
+        mark = Mark(
+            at_ns=fact.at_ns,
+            step=step,
+            kind="restarted",
+            subject=fact.role,
+            since_ns=min(self._alive_ns or fact.at_ns, fact.at_ns),
+        )
+        if before is None or before[1].subject == fact.role:
+            self._back = (offset, mark)
+            return [] if before is None else [replace(before[1], since_ns=None)]
+        self._back, self._resumed_at = None, before[0]
+        since_ns = before[1].since_ns or fact.at_ns
+        until_ns = max(fact.at_ns, before[1].at_ns)
+        self.stops.append((since_ns, until_ns))
+        return [replace(mark, kind="resumed", subject="run", at_ns=until_ns, since_ns=since_ns)]
+
+    def _set(self, fact: Command, step: int) -> list[Mark]:
+        if self._config is None:
+            return []
+        try:
+            changed = with_settings(self._config, fact.args, step=step)
+        except ValueError:
+            return []  # the orchestrator refuses it too
+        before, after = logged_keys(self._config), logged_keys(changed)
+        self._config = changed
+        return [
+            Mark(
+                at_ns=fact.at_ns,
+                step=step,
+                kind="setting",
+                subject=key,
+                before=_text(before.get(key)),
+                after=_text(after.get(key)),
+                why=f"by {fact.user}",
+            )
+            for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)
+        ]
+
+
+def _text(value: object) -> str:
+    """As TOML has it; a key that is not used has no value."""
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)

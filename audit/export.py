@@ -159,6 +159,12 @@ ENDED: Final = """
 """
 """The groups of an evaluation in the order in which they ended."""
 
+LOGGED: Final = """
+    select version, reward from evaluations
+    where evaluation = ? and reward is not null
+    qualify groups = max(groups) over () order by reward desc, version
+"""
+
 ROWS_PER_GROUP: Final = 1024
 """Trajectories in one Parquet row group; so many are in memory at a time."""
 
@@ -325,6 +331,14 @@ def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | No
         valid = [one for one in rewards if one is not None]
         found = watched.ended(found, version, valid, groups=max(groups.values()))
     return (found.best, found.reward) if found.best >= 0 else None
+
+
+def logged_versions(catalogue: Catalogue, evaluation: str) -> list[tuple[int, float]]:
+    """Return (version, mean valid reward) of a complete evaluation, the best first, then by number.
+
+    An evaluation is complete that has as many prompts as any of its name.
+    """
+    return catalogue.query(LOGGED, [evaluation])
 
 
 def _tables(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.Table]:

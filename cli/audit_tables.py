@@ -9,6 +9,7 @@ from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
 from dora_pipe.audit.retrained import RetrainedReport
 from dora_pipe.audit.selection import Mean, PartLine, SelectionLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
+from dora_pipe.observe.text import counted
 
 PAIRS_SHOWN_MAX: Final = 8
 VIOLATIONS_SHOWN_MAX: Final = 200
@@ -29,6 +30,8 @@ def print_report(report: AuditReport) -> None:
     _violations(report)
     _checks(report)
     _unseen(report)
+    emit_line()
+    emit_line(verdict(report))
 
 
 def _head(report: AuditReport) -> None:
@@ -102,7 +105,7 @@ def _lengths(report: AuditReport) -> None:
         )
         for line in report.lengths
     ]
-    columns = ("sampled tokens", "trajectories", "tokens", *fates, "trained")
+    columns = ("sampled tokens", "trajectories", "tokens", *fates, "share trained")
     emit_table(columns, rows, title="training trajectories by length: is there a bias?")
     emit_line()
 
@@ -244,6 +247,15 @@ def print_retrained(report: RetrainedReport) -> None:
     _violations(report)
     _checks(report)
     _unseen(report)
+    emit_line()
+    emit_line(verdict(report))
+
+
+def verdict(report: AuditReport | RetrainedReport) -> str:
+    """Whether everything holds. Example: ``holds: 0 violations in 1,280 records``"""
+    word = "holds" if report.holds else "violated"
+    violations = counted(report.violations_total, "violation")
+    return f"{word}: {violations} in {report.records:,} records"
 
 
 def _batches(report: RetrainedReport) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import random
 from typing import Final
 
-from dora_pipe.audit.export import best_version, export_parquet, export_policy
+from dora_pipe.audit.export import best_version, export_parquet, export_policy, logged_versions
 from dora_pipe.audit.model_card import write_beside
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.options import may_write_file, may_write_folder
@@ -20,7 +20,7 @@ from dora_pipe.cli.texts import texts_of
 from dora_pipe.config.model import Task
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
+from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError, UsageError
 from dora_pipe.launch.plan import started
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.traces.follow import Checkpoint, Follower, Sent
@@ -117,19 +117,27 @@ def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
 
 
 def version_of(run: OpenRun, policy: str) -> int:
-    """A version's number, or that of `best`. Raises UsageError."""
+    """Return a version's number, or that of `best`, which it names. Raises UsageError."""
     if policy.isdecimal():
         return int(policy)
     if policy != "best":
         raise UsageError(f"--policy {policy}: a version's number, or best")
+    name = run.config.evaluation.name
     with closing(run.tables()) as tables:
         best = best_version(tables, run.config)
-    if best is None:
-        raise UsageError(
-            f"run {run.topics.run} has no best version",
-            hint="evaluation.best = true decides it, once an evaluation is complete",
-        )
-    return best[0]
+        logged = [best] if best is not None else logged_versions(tables, name)
+    for version, reward in logged:
+        try:
+            rebuilder(run).weights(version)
+        except DoraError as error:
+            say(f"version {version}, {reward:.3f}, cannot be had: {error.message}")
+            continue
+        say(f"best: version {version}, {reward:.3f} in evaluation {name}".removesuffix(" "))
+        return version
+    raise UsageError(
+        f"run {run.topics.run} has no best version",
+        hint="it needs a complete evaluation: evaluation.every, evaluation.prompts",
+    )
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:

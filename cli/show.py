@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -17,6 +17,7 @@ from dora_pipe.audit.describe import CALLS, CONTEXTS, DAMAGE, TRACE, Description
 from dora_pipe.audit.export import best_version
 from dora_pipe.audit.selection import SelectionLine, selection_in
 from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
+from dora_pipe.catalogue.marks import Mark
 from dora_pipe.cli import context_tree
 from dora_pipe.cli.audit import remembered_ledger
 from dora_pipe.cli.audit_tables import print_selection
@@ -39,7 +40,7 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.progress import cassette_words
 from dora_pipe.observe.run_stats import RunStats, StepStats
-from dora_pipe.observe.text import duration, sparkline
+from dora_pipe.observe.text import counted, duration, sparkline
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
@@ -74,7 +75,10 @@ CELL_CHARACTERS_MAX: Final = 600
 """Longer texts are cut in tables; `--json` gives them whole."""
 
 EVALUATIONS_SHOWN: Final = 3
-"""Versions of each evaluation: its first and the newest ones; `--json` has every one."""
+"""Versions of each evaluation: its first and the newest ones, beside the best."""
+
+MARKS_SHOWN: Final = 2
+"""Of what happened to the run, the newest of each kind."""
 
 DROP: Final = (
     *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
@@ -84,13 +88,13 @@ DROP: Final = (
 """Columns that go where a terminal is too narrow, the first first."""
 
 
-def show_run(run: OpenRun, *, as_json: bool) -> None:
+def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
     """Print how a run goes or went."""
     found = overview(run)
     if as_json:
         emit_json(found.plain())
     else:
-        print_overview(found)
+        print_overview(found, everything=everything)
 
 
 def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
@@ -155,6 +159,7 @@ class Overview:
             "step_errors": [dict(one.errors) for one in stats.steps],
             "cassette": asdict(stats.cassette),
             "waits": asdict(self.waits),
+            "marks": [asdict(one) for one in stats.marks],
             **({"agents": dict(zip(_AGENTS, self.agents, strict=True))} if self.agents else {}),
         }
 
@@ -197,8 +202,8 @@ def staleness(stats: RunStats) -> list[tuple[int, int]]:
     return sorted(found.items())
 
 
-def print_overview(found: Overview) -> None:
-    """The run for people."""
+def print_overview(found: Overview, *, everything: bool = False) -> None:
+    """The run for people; `everything`: every evaluation and mark."""
     stats = found.stats
     emit_line(f"{stats.run}: {found.state}")
     emit_line()
@@ -224,31 +229,71 @@ def print_overview(found: Overview) -> None:
     fates = ", ".join(f"{count} {fate}" for fate, count in stats.fates.most_common())
     pairs["groups"] = f"{fates or 'none has ended'}; {len(stats.account.open)} open"
     pairs["steps"] = _steps(list(stats.steps))
+    pairs |= _marks(stats.marks, everything=everything)
     emit_pairs(pairs)
     emit_line()
-    _print_evaluations(found.evaluations)
+    print_evaluations(found.evaluations, everything=everything)
     print_selection(found.selection)
     waits = [_waited(one) for one in shown_roles(found.waits)]
     emit_table(("role", "waited", "share", "most of it for"), waits)
     say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
 
 
+MARKS: Final = {"setting": "changed", "resumed": "stopped"}
+"""Names of rows, by kind of mark; of roles that restarted or were lost: `roles`."""
+
+
+def _marks(marks: Iterable[Mark], *, everything: bool) -> dict[str, str]:
+    """What happened to the run, a row for each kind: the newest of it."""
+    rows: dict[str, list[str]] = {}
+    for mark in marks:
+        short = f"step {mark.step}: {mark.subject} {mark.kind}"
+        line = mark.line if everything or mark.kind in MARKS else short
+        rows.setdefault(MARKS.get(mark.kind, "roles"), []).append(line)
+    shown = {name: lines if everything else lines[-MARKS_SHOWN:] for name, lines in rows.items()}
+    return {
+        name: "; ".join(lines) + _left_out(len(rows[name]) - len(lines), "earlier one")
+        for name, lines in shown.items()
+    }
+
+
+def _left_out(count: int, what: str) -> str:
+    return f"; {counted(count, what)} left out (--all)" if count else ""
+
+
 def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
-    """The first of each evaluation and its newest ones, in the order in which they are."""
+    """The first of each evaluation, its best and its newest ones, in the order of the run."""
     places: dict[str, list[int]] = {}
     for place, one in enumerate(evaluations):
         places.setdefault(one.evaluation, []).append(place)
     newest = 1 - EVALUATIONS_SHOWN
+    best = _best_of(evaluations).items()
     kept = {at for found in places.values() for at in (found[0], *found[newest:])}
-    return [evaluations[place] for place in sorted(kept)]
+    return [
+        one
+        for place, one in enumerate(evaluations)
+        if place in kept or (one.evaluation, one.version) in best
+    ]
 
 
-def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
-    """The first and the newest ones, each figure with its interval; a part that is all of a reward
-    says nothing new."""
+def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
+    """The version with the best mean reward, by evaluation; the first of equal ones."""
+    best: dict[str, tuple[float, int]] = {}
+    for one in evaluations:
+        mean = next((v.value for k, v in one.figures.items() if k.startswith("mean@")), None)
+        if mean is not None and mean > best.get(one.evaluation, (-math.inf, 0))[0]:
+            best[one.evaluation] = (mean, one.version)
+    return {name: version for name, (_, version) in best.items()}
+
+
+def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> None:
+    """The first, the best and the newest, each figure with its interval; a part that is all of a
+    reward says nothing new."""
     if not evaluations:
         return
-    shown = shown_evaluations(evaluations)
+    shown = list(evaluations) if everything else shown_evaluations(evaluations)
+    left_out = _left_out(len(evaluations) - len(shown), "evaluation")
+    best = _best_of(evaluations)
     figures = list(dict.fromkeys(name for one in shown for name in one.figures))
     parts = [name for name in figures if name.startswith("part/")]
     figures = [name for name in figures if name not in parts]
@@ -256,7 +301,7 @@ def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
     for names, title in ((figures, "evaluations"), (parts, "parts of their rewards")):
         rows = [
             (
-                one.version,
+                f"{one.version} (best)" if best.get(one.evaluation) == one.version else one.version,
                 *([one.evaluation] if named else []),
                 one.prompts,
                 *(_interval(one.figures.get(name)) for name in names),
@@ -266,7 +311,8 @@ def _print_evaluations(evaluations: Sequence[Evaluated]) -> None:
         columns = ("version", *(["evaluation"] if named else []), "prompts")
         heads = (name.removeprefix("part/") for name in names)
         if names and (names is figures or len(names) > 1):
-            emit_table((*columns, *heads), rows, title=f"{title}, with 95 % intervals over prompts")
+            title = f"{title}, with 95 % intervals over prompts{left_out}"
+            emit_table((*columns, *heads), rows, title=title)
             emit_line()
 
 

@@ -27,7 +27,7 @@ class Table:
     """
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self._head = list(columns)
+        self._head = distinct(columns)
         self._rows = [list(row) for row in rows]
         count = max([len(self._head), *(len(row) for row in self._rows)], default=0)
         self._kept = list(range(count))
@@ -84,3 +84,15 @@ class Table:
         width = max(1, self._room(self._widths))
         color: Literal["auto"] | None = "auto" if styled else None
         Console(file=stream, highlight=False, width=width, color_system=color).print(drawn)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Number names that repeat: ``distinct(["run", "run"]) == ["run", "run (2)"]``."""
+    found: list[str] = []
+    for name in names:
+        number, unique = 1, name
+        while unique in found:
+            number += 1
+            unique = f"{name} ({number})"
+        found.append(unique)
+    return found

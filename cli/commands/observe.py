@@ -54,7 +54,7 @@ def show(
         ),
     ] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="Of a step: every trajectory, settings and trace, too.")
+        bool, typer.Option("--all", help="All evaluations and changes; of a step all trajectories.")
     ] = False,
     archive: ArchiveOption = None,
     as_json: JsonOption = False,
@@ -71,7 +71,7 @@ def show(
         if wanted:
             show_id(open_run, wanted, everything=everything, as_json=as_json)
         else:
-            show_run(open_run, as_json=as_json)
+            show_run(open_run, as_json=as_json, everything=everything)
 
 
 def why(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun)
     assert "C2: what became of every dispatched group" in out
     assert "BROKEN" not in out
     assert out.count(" ok") == 11
+    assert re.fullmatch(r"holds: 0 violations in [\d,]+ records", out.splitlines()[-1])
 
 
 def test_broken_run_is_named_with_exit_code_5(copy: RecordedRun, call: Call) -> None:
@@ -65,6 +67,7 @@ def test_broken_run_is_named_with_exit_code_5(copy: RecordedRun, call: Call) -> 
     assert err.startswith("error: ")
     assert name in out
     assert "BROKEN" in out
+    assert out.splitlines()[-1].startswith("violated: ")
 
 
 def test_json_report_is_one_object(call: Call, recorded: RecordedRun) -> None:
@@ -179,6 +182,17 @@ def test_exported_policy_says_where_it_comes_from_and_names_no_place(
     assert str(recorded.directory.parent) not in card and str(Path.home()) not in card
     generation = json.loads((folder / "generation_config.json").read_bytes())
     assert generation["do_sample"] is True and generation["max_new_tokens"] > 0
+
+
+def test_best_policy_is_that_of_the_best_logged_evaluation_without_a_key(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    shown = json.loads(call("show", str(recorded.directory), "--json")[1])
+    means = {one["version"]: one["figures"]["mean@1"]["value"] for one in shown["evaluations"]}
+    code, _, err = call("export", str(recorded.directory), "--policy", "best", str(tmp_path / "m"))
+    assert code == 0
+    best = max(means, key=lambda version: (means[version], -version))
+    assert f"best: version {best}, {means[best]:.3f} in evaluation" in err
 
 
 @pytest.mark.parametrize("args", [(), ("--policy", "3"), ("--parquet", "a", "--policy", "3", "b")])

@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.catalogue.evaluations import Evaluated
-from dora_pipe.cli.show import FIGURES, print_description, print_step, shown_evaluations
+from dora_pipe.catalogue.evaluations import Evaluated, Interval
+from dora_pipe.cli.show import (
+    FIGURES,
+    print_description,
+    print_evaluations,
+    print_step,
+    shown_evaluations,
+)
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
 
@@ -194,16 +200,33 @@ def test_the_worst_ratios_are_those_farthest_from_1_either_way(
     assert [int(one[1:]) for one in worst] == [1, 4, 5, 2, 0]
 
 
-def test_the_first_and_the_newest_of_every_evaluation_are_shown() -> None:
+def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def evaluated(version: int, name: str) -> Evaluated:
+        best = version == (4 if name == "hard" else 8)
+        value = Interval(value=float(best), low=0.0, high=1.0)
         return Evaluated(
-            version=version, evaluation=name, task="", prompts=1, trajectories=1, figures={}
+            version=version,
+            evaluation=name,
+            task="",
+            prompts=1,
+            trajectories=1,
+            figures={"mean@1": value},
         )
 
     found = [evaluated(version, name) for version in range(9) for name in ("hard", "easy")]
     assert [(one.version, one.evaluation) for one in shown_evaluations(found)] == [
-        (version, name) for version in (0, 7, 8) for name in ("hard", "easy")
+        (0, "hard"),
+        (0, "easy"),
+        (4, "hard"),
+        *((version, name) for version in (7, 8) for name in ("hard", "easy")),
     ]
+    print_evaluations(found, everything=False)
+    assert "; 11 evaluations left out (--all)" in (said := capsys.readouterr().out)
+    assert re.findall(r"(\d+) \(best\) +(\w+)", said) == [("4", "hard"), ("8", "easy")]
+    print_evaluations(found, everything=True)
+    assert "left out" not in (said := capsys.readouterr().out) and said.count("easy") == 9
     once = [evaluated(0, "")]
     assert shown_evaluations(once) == once
     assert shown_evaluations([]) == []

@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -156,3 +157,18 @@ def test_a_key_that_is_no_text_and_a_value_that_steers_are_shown_as_escapes() ->
     line = record_line(_record(key=b"\xff\x1b[2J"), {"kind": HOSTILE, "why": HOSTILE}, None)
     assert "\\xff\\x1b[2J" in line
     assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads"),
+    [
+        (("run", "run", "why"), ["run", "run (2)", "why"]),
+        (("run", "run (2)", "run"), ["run", "run (2)", "run (3)"]),
+        (("id",), ["id"]),
+    ],
+)
+def test_no_table_has_two_columns_of_one_name(
+    capsys: pytest.CaptureFixture[str], columns: tuple[str, ...], heads: list[str]
+) -> None:
+    output.emit_table(columns, [["x"] * len(columns)])
+    assert re.split(r" {2,}", capsys.readouterr().out.splitlines()[0].strip()) == heads

@@ -14,7 +14,7 @@ from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 
 RATE = "trainer.learning_rate"
 STOPPED_S = 40
-Story = Callable[[CatalogueStage], object]
+Story = Callable[[CatalogueStage], None]
 
 
 @pytest.fixture
@@ -73,42 +73,47 @@ def test_a_mark_says_both_values_and_who(stage: CatalogueStage) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("story", "found"),
-    [
-        (lambda stage: stopped(stage, "orchestrator", "trainer"), [(1, "resumed", "run")]),
-        (lambda stage: stopped(stage, "trainer", "orchestrator"), [(1, "resumed", "run")]),
-        (
-            lambda stage: (stopped(stage, "trainer"), stage.decide()),
-            [(1, "restarted", "trainer")],
-        ),
-        (
-            lambda stage: (stopped(stage, "orchestrator"), trained(stage, 1, 4)),
-            [(1, "restarted", "orchestrator")],
-        ),
-        (
-            lambda stage: stage.decide(Fence(reason="silent", worker="w0", epoch=4)),
-            [(1, "lost", "w0")],
-        ),
-        (
-            lambda stage: (
-                stopped(stage, "orchestrator", "trainer"),
-                stage.decide(Fence(reason="silent", worker="w0", epoch=4)),
-            ),
-            [(1, "resumed", "run")],
-        ),
-        (
-            lambda stage: stage.fact(WorkerLeft(at_ns=0, worker="w0", epoch=4, reason="asked")),
-            [],
-        ),
-    ],
-)
-def test_a_role_that_begins_again_or_is_lost_is_a_mark(
-    stage: CatalogueStage, story: Story, found: list[tuple[int, str, str]]
-) -> None:
+def left(stage: CatalogueStage) -> None:
+    stage.fact(WorkerLeft(at_ns=0, worker="w0", epoch=4, reason="asked"))
+
+
+FENCE = Fence(reason="silent", worker="w0", epoch=4)
+STORIES: dict[str, tuple[list[Story], list[tuple[int, str, str]]]] = {
+    "all begin again": (
+        [lambda stage: stopped(stage, "orchestrator", "trainer")],
+        [(1, "resumed", "run")],
+    ),
+    "all begin again, the trainer first": (
+        [lambda stage: stopped(stage, "trainer", "orchestrator")],
+        [(1, "resumed", "run")],
+    ),
+    "the trainer alone": (
+        [lambda stage: stopped(stage, "trainer"), lambda stage: stage.decide()],
+        [(1, "restarted", "trainer")],
+    ),
+    "the orchestrator alone": (
+        [lambda stage: stopped(stage, "orchestrator"), lambda stage: trained(stage, 1, 4)],
+        [(1, "restarted", "orchestrator")],
+    ),
+    "a worker is killed": ([lambda stage: stage.decide(FENCE)], [(1, "lost", "w0")]),
+    "a worker ended with the run": (
+        [
+            lambda stage: stopped(stage, "orchestrator", "trainer"),
+            lambda stage: stage.decide(FENCE),
+        ],
+        [(1, "resumed", "run")],
+    ),
+    "a worker leaves": ([left], []),
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_role_that_begins_again_or_is_lost_is_a_mark(stage: CatalogueStage, name: str) -> None:
     assert stage.worker() == 4
     trained(stage, 0, 4)
-    story(stage)
+    story, found = STORIES[name]
+    for happens in story:
+        happens(stage)
     assert marks_of(stage) == found
 
 

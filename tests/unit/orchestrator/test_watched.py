@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.export import best_version
+from dora_pipe.audit.export import best_version, logged_versions
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml, from_plain
@@ -153,6 +153,9 @@ def test_catalogue_finds_the_same_best_where_only_the_order_of_sums_differs(
             found = ended(found, version, [rewards[at]], groups=3)
     config = make_config(evaluation__best=True, evaluation__prompts=3, evaluation__every=1)
     assert best_version(stage.catalogue, config) == (found.best, found.reward)
+    logged = logged_versions(stage.catalogue, "")
+    assert logged[0] == (found.best, pytest.approx(found.reward))
+    assert [reward for _, reward in logged] == sorted((one for _, one in logged), reverse=True)
     assert found.best == (0 if orders[0][0] == 0 else 1)
 
 

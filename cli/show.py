@@ -252,13 +252,13 @@ def _marks(marks: Iterable[Mark], *, everything: bool) -> dict[str, str]:
         rows.setdefault(MARKS.get(mark.kind, "roles"), []).append(line)
     shown = {name: lines if everything else lines[-MARKS_SHOWN:] for name, lines in rows.items()}
     return {
-        name: "; ".join(lines) + _left_out(len(rows[name]) - len(lines), "earlier one")
+        name: "; ".join(lines) + _earlier(len(rows[name]) - len(lines))
         for name, lines in shown.items()
     }
 
 
-def _left_out(count: int, what: str) -> str:
-    return f"; {counted(count, what)} left out (--all)" if count else ""
+def _earlier(count: int) -> str:
+    return f"; {count} earlier (--all)" if count else ""
 
 
 def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
@@ -292,7 +292,8 @@ def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> 
     if not evaluations:
         return
     shown = list(evaluations) if everything else shown_evaluations(evaluations)
-    left_out = _left_out(len(evaluations) - len(shown), "evaluation")
+    count = len(evaluations) - len(shown)
+    left_out = f"; {counted(count, 'evaluation')} left out (--all)" if count else ""
     best = _best_of(evaluations)
     figures = list(dict.fromkeys(name for one in shown for name in one.figures))
     parts = [name for name in figures if name.startswith("part/")]

@@ -36,7 +36,7 @@ def test_a_run_is_shown_on_one_screen(recorded: RecordedRun, call: Call) -> None
     assert code == 0, err
     lines = out.splitlines()
     assert lines[0].startswith(f"recorded: over after {STEPS} steps, ")
-    assert len(lines) <= 24
+    assert len(lines) <= 24, out
     said = {line.split("  ")[0] for line in lines}
     assert {"reward", "staleness", "groups", "trainer", "orchestrator", "w0"} <= said
     assert any(line.startswith("evaluations, ") for line in lines)
@@ -61,7 +61,7 @@ def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
     code, out, err = call("show", recorded.directory, "3")
     assert code == 0, err
     lines = out.splitlines()
-    assert len(lines) <= 24
+    assert len(lines) <= 24, out
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 3 of recorded: ")
     _, whole, _ = call("show", recorded.directory, "3", "--json")

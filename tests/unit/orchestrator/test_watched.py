@@ -154,7 +154,7 @@ def test_catalogue_finds_the_same_best_where_only_the_order_of_sums_differs(
     config = make_config(evaluation__best=True, evaluation__prompts=3, evaluation__every=1)
     assert best_version(stage.catalogue, config) == (found.best, found.reward)
     logged = logged_versions(stage.catalogue, "")
-    assert logged[0] == (found.best, pytest.approx(found.reward))
+    assert logged[0][0] == found.best
     assert [reward for _, reward in logged] == sorted((one for _, one in logged), reverse=True)
     assert found.best == (0 if orders[0][0] == 0 else 1)
 

@@ -13,13 +13,14 @@ two independent accounts of one log; audit compares them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory, WorkerGone, WorkerHistory
-from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, arrival, batch_of, computed
+from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, batch_of, computed
 from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
+from dora_pipe.catalogue.group_history import GroupHistory, last_of
 from dora_pipe.catalogue.group_scores import note_end, note_scores
 from dora_pipe.catalogue.marks import Mark, MarkAccount, Stop, stopped_ns
 from dora_pipe.schemas.batch import parts_of, staleness_of
@@ -52,13 +53,11 @@ from dora_pipe.schemas.rounds import (
     Fate,
     Fence,
     GroupExpired,
-    GroupSpec,
     Move,
     Place,
     PlacedRequest,
     Round,
     ScoreGroup,
-    SiblingFate,
     StopRun,
     TakeBatch,
     TakePart,
@@ -72,61 +71,6 @@ REPORTS_KEPT: Final = 16
 
 JOINED_AGAIN: Final = "it joined again"
 """Why an incarnation is out whose worker came back before anybody missed it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class GroupHistory:
-    """A group, from its dispatch on."""
-
-    spec: GroupSpec
-    reason: str
-    round: int
-    offset: int
-    """Of that round in decisions."""
-    dispatched_ns: int
-    requests: dict[str, RequestHistory] = field(default_factory=dict)
-    """Those that were placed at least once, by trajectory."""
-    scoring: ScoreGroup | None = None
-    """Who was asked last to score its siblings together, while no answer has come."""
-    scores: GroupScored | None = None
-    """The answer that counts. The rewards of `requests` are those of it then."""
-    valid: int = 0
-    """Records that count and had a reward of their own."""
-    expired: bool = False
-    """It was open for too long."""
-    left: dict[int, SiblingFate] = field(default_factory=dict)
-    """What became of the siblings that it did not wait for."""
-    lent: bool = False
-    """Another run has dispatched and sampled it: moments before its batch are those of that run."""
-    left_out: bool = False
-    """It was lent, and does not count here although it is in a batch."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it waits for no sibling although some may be open."""
-        return self.expired or (self.spec.spare > 0 and self.valid >= self.spec.size)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all records are there that it is made of."""
-        results = len(self.results)
-        return results == self.spec.siblings or (self.closed and results > 0)
-
-    @property
-    def results(self) -> list[TrajectoryLogged]:
-        """The records that count, by sibling."""
-        requests = (self.requests[name] for name in sorted(self.requests))
-        return [one.logged for one in requests if one.logged is not None]
-
-    @property
-    def rewards(self) -> list[float]:
-        """Those of them that are valid."""
-        return rewards_of(self.results)
-
-    @property
-    def last(self) -> TrajectoryLogged | None:
-        """The record that came last."""
-        return max(self.results, key=arrival, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,20 +192,9 @@ class RecordLogged:
 Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
 
 
-def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
-    """The valid rewards of some records."""
-    return [one.reward for one in results if one.reward is not None]
-
-
 def mean(values: Sequence[float]) -> float | None:
     """None of nothing."""
     return sum(values) / len(values) if values else None
-
-
-def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
-    """The record that came last of some groups."""
-    found = (one.last for one in groups)
-    return max((one for one in found if one is not None), key=arrival, default=None)
 
 
 class RunAccount:

@@ -15,17 +15,16 @@ from dora_pipe.catalogue.account import (
     BatchEnded,
     Event,
     GroupEnded,
-    GroupHistory,
     RecordLogged,
     RunAccount,
     StepEnded,
     mean,
-    rewards_of,
 )
 from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerGone, WorkerHistory
 from dora_pipe.catalogue.batches import Batch
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.fallbacks import FallbackAccount
+from dora_pipe.catalogue.group_history import GroupHistory, rewards_of
 from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
 from dora_pipe.catalogue.marks import Mark
 from dora_pipe.catalogue.tables import (

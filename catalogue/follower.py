@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.lent_topic import lent_topic
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.catalogue.account import GroupHistory
+from dora_pipe.catalogue.group_history import GroupHistory
 from dora_pipe.catalogue.lent_groups import UNCHANGED, LentGroups, decode_changed_rows
 from dora_pipe.core.errors import LogTruncated, SchemaError
 from dora_pipe.schemas.control import AnyControl, Retrained, RunStarted, decode_control

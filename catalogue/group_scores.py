@@ -18,8 +18,8 @@ from dora_pipe.schemas.control import GroupScored, RunStarted
 from dora_pipe.schemas.wire import canonical
 
 if TYPE_CHECKING:
-    from dora_pipe.catalogue.account import GroupHistory
     from dora_pipe.catalogue.attempts import RequestHistory
+    from dora_pipe.catalogue.group_history import GroupHistory
 
 
 def note_scores(group: GroupHistory, fact: GroupScored) -> None:

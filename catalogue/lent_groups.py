@@ -11,7 +11,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dora_pipe.catalogue.account import GroupEnded, GroupHistory, RunAccount
+from dora_pipe.catalogue.account import GroupEnded, RunAccount
+from dora_pipe.catalogue.group_history import GroupHistory
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import group_of

@@ -18,16 +18,15 @@ from dora_pipe.catalogue.account import (
     BatchEnded,
     Event,
     GroupEnded,
-    GroupHistory,
     RecordLogged,
     RunAccount,
     StepEnded,
     mean,
-    rewards_of,
 )
 from dora_pipe.catalogue.attempts import WorkerGone, WorkerHistory
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
+from dora_pipe.catalogue.group_history import GroupHistory, rewards_of
 from dora_pipe.catalogue.group_scores import parts_by_task
 from dora_pipe.catalogue.marks import Mark
 from dora_pipe.catalogue.statuses import (

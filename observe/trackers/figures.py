@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.catalogue.account import StepEnded, rewards_of
+from dora_pipe.catalogue.account import StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
+from dora_pipe.catalogue.group_history import rewards_of
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.text import ahead_share
 from dora_pipe.observe.trackers.port import Figure, Spread

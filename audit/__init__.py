@@ -1,1 +1,1 @@
-"""What a finished or living log proves: audit, replay, why, export, archive."""
+"""What a finished or living log proves: audit, replay, why, export."""

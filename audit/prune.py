@@ -7,8 +7,8 @@ is running, and then only of orphans and leftovers.
 
 A value is written before the record that claims it is appended (`bus.claim_check`). A worker that
 dies in between, or whose append fails for good, leaves a value that no record will ever name. It
-may go when it is so old that nobody can be about to name it: every record of the log and of its
-archive was read after the file was listed, and a file that was written again meanwhile is young.
+may go when it is so old that nobody can be about to name it: every record of the log was
+read after the file was listed, and a file that was written again meanwhile is young.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.archive.manifest import SEGMENTS, load_manifest
-from dora_pipe.bus.archive.segment import read_segment
 from dora_pipe.bus.claim_check import ClaimBus, claim_of, may_be_claimed
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
 from dora_pipe.config.storage import keep_every_of
@@ -221,12 +218,11 @@ def plan_claims(
     store: PolicyStore,
     *,
     clock: Clock,
-    archive: Path | None = None,
     age_min_s: float = AGE_MIN_S,
 ) -> PrunePlan:
     """Look; nothing is changed. The log is only read if there is a value that is old enough.
 
-    Raises ResourceError, BusError, and InvariantBroken or LogTruncated for a damaged archive.
+    Raises ResourceError, BusError.
     """
     listed = store.claims()
     latest_ns = clock.wall_ns() - int(age_min_s * 1e9)
@@ -236,13 +232,11 @@ def plan_claims(
     note = ""
     if old:
         try:
-            named = {*_named_in_log(bus, topics), *_named_in_archive(archive)}
+            named = set(_named_in_log(bus, topics))
             candidates = tuple(
                 PruneCandidate(file=one, why="unclaimed") for one in old if _last(one) not in named
             )
         except LogTruncated as error:
-            if archive is not None:
-                raise
             note = f"{len(old)} claimed values are left as they are: {error.message}"
     return PrunePlan(
         candidates=candidates, files=len(listed), bytes=sum(one.bytes for one in listed), note=note
@@ -259,20 +253,11 @@ def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
 
 
 def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
-    """From the first record on: LogTruncated where retention has deleted it and no archive is."""
+    """From the first record on: LogTruncated where retention has deleted it."""
     raw = bus.inner if isinstance(bus, ClaimBus) else bus  # Names are wanted, not the values.
     for topic in filter(may_be_claimed, topics.all()):
         for tp, end in ends_of(raw, topic).items():
             yield from _named(records_of(raw, {tp: end}))
-
-
-def _named_in_archive(archive: Path | None) -> Iterator[str]:
-    """What lies behind the cut of an interrupted pass counts, too."""
-    if archive is None:
-        return
-    for entry in load_manifest(archive).entries:
-        if entry.records and may_be_claimed(entry.topic):
-            yield from _named(read_segment(archive / SEGMENTS / entry.file, entry).claiming())
 
 
 def _named(records: Iterator[Record]) -> Iterator[str]:

@@ -25,7 +25,6 @@ AUDITED_TOKENS = (2_048, 16_384)
 WEIGHTS_WORKERS = (1, 4, 8)
 STORE_MB_S = (0, 200)
 WAY_MB_S = 200
-ARCHIVED_BYTES = (1_000, 4_000, 64_000)
 TOKENS = (30, 256, 2_048, 16_384)
 RESTART = (20_000, 100_000)
 TURN_WORKERS = (512,)
@@ -92,20 +91,6 @@ def bus(
         urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
         _emit_figures(bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds), as_json=as_json)
     _emit_figures(bench_status(), as_json=as_json)
-
-
-def archive(
-    megabytes: Annotated[int, typer.Option(min=1, help="Of values, per size of record.")] = 64,
-    as_json: JsonOption = False,
-) -> None:
-    """How fast a log is archived and an archive read, beside reading SQLite."""
-    from dora_pipe.bench.archive import bench_archive
-
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        figures = bench_archive(
-            Path(folder), record_bytes=ARCHIVED_BYTES, total_bytes=megabytes * 1_000_000
-        )
-        _emit_figures(figures, as_json=as_json)
 
 
 def audit(

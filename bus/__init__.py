@@ -19,9 +19,7 @@ def open_bus(
     claims: ClaimStore | None = None,
     claim_above_bytes: int | None = None,
 ) -> Bus:
-    """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]`` or ``archive:PATH``.
-
-    Nothing is created; an archive can only be read.
+    """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]``; nothing is created.
 
     `security` is for Kafka; `claims` keeps the values that are too large for the log; without it
     such a record is refused, and read as empty. Values above `claim_above_bytes` lie there even
@@ -47,13 +45,6 @@ def _open(url: str, security: KafkaSecurity | None) -> Bus:
             )
         servers = rest.strip("/").split(",")
         return KafkaBus(servers) if security is None else KafkaBus(servers, security=security)
-    if kind == "archive" and rest:
-        from dora_pipe.bus.archive.manifest import check_cut
-        from dora_pipe.bus.archive.reader import ArchiveBus
-
-        archive = ArchiveBus(Path(rest))
-        check_cut(archive.path, archive.manifest)
-        return archive
     if kind == "memory":
         raise UsageError(
             "a log in memory cannot be opened by its address",

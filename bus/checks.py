@@ -162,7 +162,7 @@ def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {position} on "
             "were deleted",
-            hint="read the log together with its archive: --archive DIR (`dora-pipe archive`)",
+            hint="bring the log back from a copy; topics of a run need retention.ms=-1",
         )
     return max(position, begin)
 

@@ -202,7 +202,7 @@ class SqliteFile:
             case sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_CORRUPT:
                 return LogDamaged(
                     f"{self.path} is damaged, or not a log of dora-pipe: {error}",
-                    hint="bring it back from a copy, with its -wal file, or read an archive of it",
+                    hint="bring it back from a copy, with its -wal file",
                 )
         return BusError(f"{self.path}: {error}")
 

@@ -39,7 +39,6 @@ COMMANDS: Final[Panels] = {
         "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
         "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
         "export": ("cli.commands.audit:export", "Hand a run to other tools."),
-        "archive": ("cli.commands.audit:archive", "Seal a run's log, or check an archive."),
         "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),
     },
     "What else could have been": {
@@ -66,7 +65,6 @@ BENCHES: Final[Panels] = {
     "Commands": {
         "engine": ("bench.commands:engine", "Tokens per second of an engine."),
         "bus": ("bench.commands:bus", "Records and bytes per second of every bus."),
-        "archive": ("bench.commands:archive", "How fast a log is archived and read."),
         "audit": ("bench.commands:audit", "Time and memory of audits."),
         "codec": ("bench.commands:codec", "Time and size of an encoded trajectory."),
         "data": ("bench.commands:data", "What large data cost a task process."),

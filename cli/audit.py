@@ -101,7 +101,7 @@ def audit_again(run: OpenRun, *, store: bool, follow: bool, as_json: bool) -> Re
     if follow:
         raise UsageError("--follow is for rollouts: this run has none")
     started, _ = policy_after(run.bus, run.topics, 0)
-    policies = run.policies if store and run.has_policies else None
+    policies = run.policies if store else None
     found = audit_retrained(run.bus, run.topics, policies, started, SystemClock())
     if as_json:
         emit_json(plain(found))
@@ -125,7 +125,7 @@ class AuditSession:
     ) -> None:
         self._run, self._whole, self._forks = run, not quick, forks
         self._mark = file_identity(run)
-        files = store and run.has_policies
+        files = store
         self._opened = open_index(
             index or run.directory.path / FILE_NAME,
             run.bus,

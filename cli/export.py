@@ -47,7 +47,7 @@ CHECKPOINT_DIGITS: Final = 16
 def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force: bool) -> None:
     """Write the trajectories of a run. Raises InvariantBroken where some are damaged."""
     may_write_file(parquet, force=force)
-    store = run.policies if run.has_policies else None
+    store = run.policies
     texts = texts_of(run)
     with closing(run.tables()) as tables:
         done = export_parquet(
@@ -213,7 +213,7 @@ def _checkpoint_of(run: OpenRun, address: str, policy: SamplingPolicy) -> Path |
     said = (address, first.run, first.at_ns, policy.ratio, policy.slow)
     name = hashlib.sha256("\n".join(map(str, said)).encode()).hexdigest()[:CHECKPOINT_DIGITS]
     own = run.directory
-    if own.path.is_dir() and not own.is_archive:
+    if own.path.is_dir():
         return own.path / CHECKPOINTS / name
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dora-pipe" / CHECKPOINTS / name

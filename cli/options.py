@@ -61,7 +61,7 @@ RunsOption = Annotated[
 ]
 RunArgument = Annotated[
     str,
-    typer.Argument(help="A run's name, the path of its directory or archive, or kafka://.../RUN."),
+    typer.Argument(help="A run's name, the path of its directory, or kafka://.../RUN."),
 ]
 OverrideOption = Annotated[
     list[str] | None, typer.Option("-o", "--override", help="key=value, e.g. -o run.steps=20")
@@ -71,10 +71,6 @@ ParadigmOption = Annotated[
     typer.Option(
         "--paradigm", help=f"One of {', '.join(PARADIGM_NAMES)}: keys laid over the file."
     ),
-]
-ArchiveOption = Annotated[
-    Path | None,
-    typer.Option("--archive", metavar="DIR", help="Where what the log no longer has is read."),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
 

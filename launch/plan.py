@@ -481,7 +481,7 @@ def check_log(directory: RunDir, config: Config, bus: Bus) -> None:
 def _lost(directory: RunDir, why: str) -> LogTruncated:
     return LogTruncated(
         f"the log of {directory.path.name} has lost its end: {why}",
-        hint="bring the log back from a copy or archive (log.sqlite with its -wal file); or start "
+        hint="bring the log back from a copy (log.sqlite with its -wal file); or start "
         "a new run from what it still has, with --from",
     )
 

@@ -186,7 +186,7 @@ def _checked(
             f"{record.retrained.run}",
             hint=f"retrain {record.retrained.run}",
         )
-    if source.directory.is_archive or not source.directory.path.is_dir():
+    if not source.directory.path.is_dir():
         raise UsageError(
             f"{source.directory.path} is no directory of a run: the new run finds its trajectories "
             "by that",

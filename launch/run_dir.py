@@ -9,12 +9,10 @@ runs/NAME/
   handover/       KV caches on their way from worker to worker
   logs/           what each role said
   lock            held by who runs it (`locked`)
-  archived-to     where `dora-pipe archive` put its segments, if it did
   retrained-from  the run beside it whose trajectories it was trained on, if `retrain` made it
   begins-with     the first record as the start has planned it
 
-An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log. A
-run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
+A run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
 its first record says.
 """
 
@@ -33,10 +31,8 @@ from typing import Any
 import msgspec
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.archive.manifest import CLAIMS, MANIFEST, SEGMENTS
-from dora_pipe.bus.archive.tiered import tiered
 from dora_pipe.bus.claim_check import ClaimStore
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.reading import FILE as CATALOGUE
 from dora_pipe.catalogue.reading import read_catalogue
@@ -49,6 +45,7 @@ from dora_pipe.core.console import RUNS, RUNS_VARIABLE, typed
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.files import CLAIMS
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
@@ -57,9 +54,6 @@ LOG = "log.sqlite"
 
 LOCK = "lock"
 """File in a run's directory; it says which process holds it alone (`locked`)."""
-
-ARCHIVED_TO = "archived-to"
-"""File in a run's directory that names its archive."""
 
 RETRAINED_FROM = "retrained-from"
 """File in a run's directory that names the run whose log has its trajectories."""
@@ -111,23 +105,10 @@ class RunDir:
         return str(self.path) if self.path.name != str(self.path) else f"./{self.path}"
 
     @property
-    def is_archive(self) -> bool:
-        """Whether this is the archive of a run, not the run's own directory."""
-        # One that lost its manifest must not pass for a run whose log is elsewhere.
-        return (self.path / MANIFEST).is_file() or (self.path / SEGMENTS).is_dir()
-
-    @property
-    def archive(self) -> Path | None:
-        """The archive that was made of this run here, if it is there still."""
-        note = self.path / ARCHIVED_TO
-        place = Path(note.read_text().strip()) if note.is_file() else None
-        return place if place is not None and (place / MANIFEST).is_file() else None
-
-    @property
     def lender(self) -> str:
         """Name of the run whose log has this one's trajectories; empty: its own has them."""
         note = self.path / RETRAINED_FROM
-        return note.read_text().strip() if note.is_file() and not self.is_archive else ""
+        return note.read_text().strip() if note.is_file() else ""
 
     def _lender_location(self) -> LogLocation | None:
         """Raises UsageError where that run is not beside this one."""
@@ -138,15 +119,11 @@ class RunDir:
             raise UsageError(
                 f"run {self.path.name!r} was trained on the log of {self.lender!r}, which is not "
                 f"in {self.path.parent}",
-                hint="bring that run, or an archive of it under its name, back there",
+                hint="bring that run back there",
             )
-        place = there.log_location(there.config())
-        known = there.archive
-        return place if known is None else msgspec.structs.replace(place, archive=str(known))
+        return there.log_location(there.config())
 
     def bus_url(self, config: Config) -> str:
-        if self.is_archive:
-            return f"archive:{self.path}"
         return config.bus.url or f"sqlite:{self.path / LOG}"
 
     def open_bus(self, config: Config) -> Bus:
@@ -167,10 +144,6 @@ class RunDir:
 
     def log_location(self, config: Config) -> LogLocation:
         """The log as another process can be told where it is."""
-        if self.is_archive:  # Whoever reads it needs no secrets of the cluster.
-            return LogLocation(
-                run=config.run.name, url=self.bus_url(config), claims=str(self.path / CLAIMS)
-            )
         return LogLocation(
             run=config.run.name,
             url=self.bus_url(config),
@@ -182,21 +155,14 @@ class RunDir:
 
     def store(self, config: Config) -> Path:
         """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""
-        if config.store.path and not self._holds_policies:
+        if config.store.path:
             return Path(config.store.path)
         return self.path / "policies"
-
-    @property
-    def _holds_policies(self) -> bool:
-        """Whether this is an archive with copies of the policies."""
-        return self.is_archive and (self.path / "policies").is_dir()
 
     def policies(
         self, config: Config, peers: Callable[[str, Path], bool] | None = None
     ) -> PolicyStore:
         """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
-        if self._holds_policies:
-            return PolicyStore(self.store(config))
         every = config.policies.whole_every
         return open_store(
             self.store(config),
@@ -215,9 +181,9 @@ class RunDir:
     def catalogue(self) -> Path | None:
         """Where the tables of a finished run are kept; they may be removed at any time.
 
-        None where nothing may be written: in an archive, and where there is no directory.
+        None where there is no directory.
         """
-        return None if self.is_archive or not self.path.is_dir() else self.path / CATALOGUE
+        return self.path / CATALOGUE if self.path.is_dir() else None
 
     def exists(self) -> bool:
         return self.config_file.is_file()
@@ -311,15 +277,9 @@ class OpenRun:
                 hint=f"dora-pipe {command.format(run=lender)}",
             )
 
-    @property
-    def has_policies(self) -> bool:
-        """Whether there can be a policy store: an archive may have been made without."""
-        elsewhere = bool(self.config.store.url)
-        return not self.directory.is_archive or elsewhere or self.store.is_dir()
-
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
         """What each trajectory of a step did to it; no rows where nothing can be read."""
-        return stored_contributions(self.policies if self.has_policies else None, sha256)
+        return stored_contributions(self.policies, sha256)
 
 
 def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
@@ -355,18 +315,11 @@ def _near(name: str, runs: Path) -> str:
 
 
 @contextmanager
-def opened(
-    name: str, runs: Path = RUNS, archive: Path | None = None, *, alone: bool = False
-) -> Iterator[OpenRun]:
-    """A run, or the archive of one, with its log open for as long as the block lasts.
-
-    Where retention has deleted the log's beginning, that is read from `archive`, or from the one
-    that was made of this run here; not if the log is wanted `alone`.
-    """
+def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
+    """A run with its log open for as long as the block lasts."""
     directory = find_run(name, runs)
     config = directory.config()
-    own = config.bus.url or directory.is_archive
-    if not own and not (directory.path / LOG).exists():
+    if not config.bus.url and not (directory.path / LOG).exists():
         raise UsageError(
             f"{directory.path} holds a configuration, but no log",
             hint=f"start it with: {typed('run', directory.config_file, runs=runs)}",
@@ -375,26 +328,9 @@ def opened(
     place = directory.log_location(config)
     bus = directory.open_bus(config)
     try:
-        below = None if alone else _archive(bus, topics, archive, directory.archive)
-        if below is not None:
-            bus, place = tiered(bus, below), msgspec.structs.replace(place, archive=str(below))
         yield OpenRun(directory=directory, config=config, topics=topics, bus=bus, log=place)
     finally:
         bus.close()
-
-
-def _archive(bus: Bus, topics: Topics, given: Path | None, known: Path | None) -> Path | None:
-    """The archive to read below the log: one that was given, or a known one that is needed."""
-    if given is not None or known is None:
-        return given
-    there = [topic for topic in topics.all() if topic in set(bus.topics())]
-    partitions = [TopicPartition(one, part) for one in there for part in range(bus.partitions(one))]
-    return known if any(map(bus.begin, partitions)) else None
-
-
-def remember_archive(directory: RunDir, archive: Path) -> None:
-    """Let commands on this run find its archive by themselves."""
-    (directory.path / ARCHIVED_TO).write_text(f"{archive.resolve()}\n")
 
 
 def create(config: Config, runs: Path = RUNS) -> RunDir:

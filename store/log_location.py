@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.archive.tiered import tiered
 from dora_pipe.bus.claim_check import ClaimFiles, ClaimStore
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.lent_topic import LentTopicBus
@@ -37,8 +36,6 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of the large values, or of copies of them; empty: there are none."""
     store_url: str = ""
     """The store that has them, where that is another file system."""
-    archive: str = ""
-    """Directory of an archive that has the beginning of the log."""
     lender: LogLocation | None = None
     """The log of another run, which has the trajectories that this run was trained on."""
 
@@ -71,8 +68,7 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     def _own(self) -> Bus:
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
         above = None if self.bus is None or self.store_url else self.bus.claim_above_bytes
-        bus = open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)
-        return tiered(bus, Path(self.archive)) if self.archive else bus
+        return open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)
 
     @property
     def _synced(self) -> bool:

@@ -465,12 +465,6 @@ class PolicyStore:
         LOG.warning("%s in %s was damaged; the version is there whole again", name, self.where)
         return True
 
-    def publish_patch(self, digest: str, source: Path) -> None:
-        """Copy the patch that makes a version, from another store. Raises ResourceError."""
-        with self._temporary(self.root / "patches") as path:
-            shutil.copyfile(source, path)
-            self._publish(path, patch_name(digest))
-
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
         """Let `write` fill a file and give it the name of its sha256. Raises ResourceError."""
         with self._temporary(self.root / kind) as path:

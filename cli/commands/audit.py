@@ -13,12 +13,10 @@ import typer
 
 from dora_pipe.cli.options import (
     CLAIM_HOURS,
-    ArchiveOption,
     ForceOption,
     JsonOption,
     RunArgument,
     RunsOption,
-    may_write_folder,
 )
 from dora_pipe.cli.output import emit_json, emit_rows
 from dora_pipe.cli.progress import watched
@@ -87,13 +85,11 @@ def audit(
         ),
     ] = "",
     as_json: JsonOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
     if follow and as_json:
         raise UsageError("--follow talks line by line: it gives no JSON")
-    from dora_pipe.audit.archive import raise_if_damaged, verify
     from dora_pipe.audit.auditor import raise_if_broken
     from dora_pipe.audit.report import plain
     from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, audit_again, help_audit
@@ -104,21 +100,18 @@ def audit(
     if cassette:
         from dora_pipe.cli.cassette import audit_cassette
 
-        with opened(run, root, archive) as open_run:
+        with opened(run, root) as open_run:
             audit_cassette(open_run, cassette, root, as_json=as_json)
         return
     gc.set_threshold(COLLECT_AFTER, 20, 20)
-    with ForkedHelpers(help_audit) as forks, opened(run, root, archive) as open_run:
+    with ForkedHelpers(help_audit) as forks, opened(run, root) as open_run:
         if open_run.directory.lender:
             raise_if_broken(audit_again(open_run, store=store, follow=follow, as_json=as_json))
             return
         session = AuditSession(open_run, forks, index, store=store, quick=quick, fresh=fresh)
         found = session.follow() if follow else session.once()
-        sealed = open_run.directory.path if open_run.directory.is_archive else archive
     emit_json(plain(found)) if as_json else print_report(found)
     raise_if_broken(found)
-    if sealed is not None:
-        raise_if_damaged(verify(sealed))
 
 
 def replay(
@@ -150,7 +143,6 @@ def replay(
         typer.Option("--set", metavar="KEY=VALUE", help="Train with another setting."),
     ] = None,
     as_json: JsonOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Train steps A to B-1 again, generate trajectories again, or ask for their rewards again;
@@ -166,7 +158,7 @@ def replay(
     from dora_pipe.cli.replay_rewards import replay_rewards
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+    with opened(run, root) as found, watched(found) as (open_run, report):
         if rewards:
             replay_rewards(open_run, trajectory or (), random, seed, as_json=as_json)
         elif trajectory or random:
@@ -196,7 +188,6 @@ def export(
         bool, typer.Option("--all", help="Also records that do not count for their group.")
     ] = False,
     force: ForceOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`,
@@ -217,7 +208,7 @@ def export(
     from dora_pipe.launch.run_dir import opened
 
     with (
-        opened(run, root, archive) as found,
+        opened(run, root) as found,
         nullcontext((found, _silent)) if follow else watched(found) as (open_run, report),
     ):
         if traces:
@@ -238,61 +229,6 @@ def _silent(phase: str) -> None:
     """Who follows a run says of its waits itself."""
 
 
-def archive(
-    run: Annotated[
-        str, typer.Argument(help="A run's name or directory; an archive's with --verify.")
-    ],
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Where the archive is, or will be.")
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on until the run has ended, or Ctrl-C.")
-    ] = False,
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1.0, help="Between two passes of --follow.")
-    ] = 600.0,
-    with_policies: Annotated[
-        bool, typer.Option("--with-policies", help="Also what replay needs: policies, checkpoints.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--verify", help="Look at every byte of an archive instead.")
-    ] = False,
-    force: ForceOption = False,
-    head: Annotated[
-        str, typer.Option(metavar="HEX", help="With --verify: this head must be in its chain.")
-    ] = "",
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Seal a run's log into segments with a hash chain; go on where the archive ends."""
-    if check and (to is not None or follow or with_policies):
-        raise UsageError("--verify looks at an archive: dora-pipe archive --verify DIR")
-    if not check and to is None:
-        raise UsageError("say where to: dora-pipe archive RUN --to DIR")
-    from dora_pipe.cli.archive import passes_of, print_pass, verify_archive
-    from dora_pipe.launch.run_dir import RunDir, opened
-
-    if to is None:
-        verify_archive(Path(run), head, as_json=as_json)
-        return
-    with opened(run, root, alone=True) as open_run:
-        if open_run.directory.is_archive:
-            raise UsageError(f"{open_run.directory.path} is an archive itself")
-        if lender := open_run.directory.lender:
-            raise UsageError(
-                f"the trajectories of this run lie in the log of {lender}",
-                hint=f"archive {lender}; this run's directory is small, and can be copied",
-            )
-        if (to / "config.toml").is_file() and not RunDir(to).is_archive:
-            raise UsageError(
-                f"{to} holds a run, not an archive", hint="an archive wants a folder of its own"
-            )
-        if not RunDir(to).is_archive:  # One that is there is gone on with.
-            may_write_folder(to, force=force)
-        for done, copied in passes_of(open_run, to, every if follow else None, with_policies):
-            print_pass(to, done, copied, as_json=as_json)
-
-
 def prune(
     run: RunArgument,
     delete: Annotated[bool, typer.Option("--delete", help="Delete; else only say what.")] = False,
@@ -307,7 +243,6 @@ def prune(
         float,
         typer.Option(min=0.0, help="Values that no record claims: only those that are older."),
     ] = CLAIM_HOURS,
-    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -317,12 +252,12 @@ def prune(
     """
     from dora_pipe.audit import prune as history
     from dora_pipe.audit.export import best_version
-    from dora_pipe.audit.prune import PrunePlan, plan_claims, prune_claims
+    from dora_pipe.audit.prune import plan_claims, prune_claims
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
 
     clock = SystemClock()
-    with opened(run, root, archive) as open_run:
+    with opened(run, root) as open_run:
         bus, names, store = open_run.bus, open_run.topics, open_run.policies
         with closing(open_run.tables()) as tables:
             best = best_version(tables, open_run.config)
@@ -335,11 +270,7 @@ def prune(
             clock=clock,
             keep=() if best is None else best[:1],
         )
-        claims = PrunePlan()
-        if not open_run.directory.is_archive:  # An archive's own are never touched.
-            below = archive or open_run.directory.archive
-            age_s = claim_hours * 3600
-            claims = plan_claims(bus, names, store, clock=clock, archive=below, age_min_s=age_s)
+        claims = plan_claims(bus, names, store, clock=clock, age_min_s=claim_hours * 3600)
         candidates = (*plan.candidates, *claims.candidates)
         _print_candidates(candidates, as_json=as_json)
         files, size = plan.files + claims.files, plan.bytes + claims.bytes

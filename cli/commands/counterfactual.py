@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.lazy import EXIT_INTERRUPTED
-from dora_pipe.cli.options import ArchiveOption, JsonOption, OverrideOption, RunArgument, RunsOption
+from dora_pipe.cli.options import JsonOption, OverrideOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
@@ -89,7 +89,6 @@ def bisect(
         Path | None, typer.Option(help="Where the probe's module is imported from; here.")
     ] = None,
     as_json: JsonOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Which step made a run bad, and which of its groups did it: versions between are evaluated,
@@ -107,7 +106,7 @@ def bisect(
         steps=steps,
         suspects=suspects,
     )
-    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+    with opened(run, root) as found, watched(found) as (open_run, report):
         bisect_run(
             open_run,
             good=good,
@@ -161,7 +160,6 @@ def fork(
         Path | None, typer.Option(metavar="DIR", help="Where it goes; in the run's directory.")
     ] = None,
     as_json: JsonOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Which turn decided an episode: continuations from each of its turns, under any version, and
@@ -169,7 +167,7 @@ def fork(
     from dora_pipe.cli.fork import Wanted, fork_trajectory
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+    with opened(run, root) as found, watched(found) as (open_run, report):
         fork_trajectory(
             open_run,
             trajectory,
@@ -201,7 +199,6 @@ def rescore(
         Path | None, typer.Option(metavar="DIR", help="Where scores go; in the run's directory.")
     ] = None,
     as_json: JsonOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Ask a reward of all logged texts: which groups would have had another fate, which advantages
@@ -209,7 +206,7 @@ def rescore(
     from dora_pipe.cli.rescore import rescore_run
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (open_run, report):
+    with opened(run, root) as found, watched(found) as (open_run, report):
         rescore_run(
             open_run, reward or (), directory=directory, out=out, as_json=as_json, report=report
         )

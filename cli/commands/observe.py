@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dora_pipe.cli.options import (
-    ArchiveOption,
     ForceOption,
     JsonOption,
     RunArgument,
@@ -56,7 +55,6 @@ def show(
     everything: Annotated[
         bool, typer.Option("--all", help="All evaluations and changes; of a step all trajectories.")
     ] = False,
-    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -65,7 +63,7 @@ def show(
     from dora_pipe.cli.show import show_id, show_run
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as open_run:
+    with opened(run, root) as open_run:
         if drift := config_drift(open_run.bus, open_run.topics, open_run.config):
             say(f"not what the run has: {drift.line}")
         if wanted:
@@ -92,7 +90,6 @@ def why(
         bool,
         typer.Option("--tree", help="Also each wait, role by role, down to who does not move."),
     ] = False,
-    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -106,7 +103,7 @@ def why(
     from dora_pipe.launch.run_dir import opened
 
     asked = Asked(at=at, step=step, summary=summary, slots=slots, tree=tree, as_json=as_json)
-    with opened(run, root, archive) as open_run:
+    with opened(run, root) as open_run:
         answer(open_run, asked)
 
 
@@ -116,7 +113,6 @@ def top(
     every: Annotated[
         float, typer.Option("--every", metavar="SECONDS", help="Between two frames.")
     ] = FRAMES_EVERY_S,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Show a run while it goes on: workers, queue, staleness, step, reward, decisions, waits.
@@ -128,7 +124,7 @@ def top(
     from dora_pipe.cli.top import watch
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found:
+    with opened(run, root) as found:
         watch(found, every, once=once)
 
 
@@ -150,7 +146,6 @@ def ui(
         bool, typer.Option("--redact", help="Hide texts and token ids, and what tasks said.")
     ] = False,
     port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Look at a run in a browser, while it goes on or afterwards: http://127.0.0.1:8765."""
@@ -169,9 +164,7 @@ def ui(
         workers = []
         for place, name in enumerate(filter(None, (run, beside))):
             find_run(name, root)
-            opener = source_opener(
-                name, root, None if place else archive, redact=redact, beside=beside
-            )
+            opener = source_opener(name, root, redact=redact, beside=beside)
             workers.append(QueryWorker(opener, None if place else replayed))
             stack.callback(workers[-1].close)
         if export is not None:
@@ -189,10 +182,8 @@ def ui(
         server.serve_forever()
 
 
-def source_opener(
-    name: str, root: Path, archive: Path | None = None, *, redact: bool = False, beside: str = ""
-) -> Opener:
-    """Opens a run, or the archive of one, as the pages of `ui` need it; `beside` is a run that it
+def source_opener(name: str, root: Path, *, redact: bool = False, beside: str = "") -> Opener:
+    """Opens a run as the pages of `ui` need it; `beside` is a run that it
     can be compared with, beside those of its root."""
     from dora_pipe.cli.texts import decoder_of
     from dora_pipe.launch.run_dir import opened
@@ -201,22 +192,22 @@ def source_opener(
 
     @contextmanager
     def open_source() -> Iterator[RunSource]:
-        with opened(name, root, archive) as run:
+        with opened(name, root) as run:
             yield RunSource(
                 bus=run.bus,
                 topics=run.topics,
-                policies=run.policies if run.has_policies else None,
+                policies=run.policies,
                 decode=None if redact else decoder_of(run),
                 redact=redact,
                 catalogue=run.directory.catalogue,
                 files=RunFiles(run.directory.path) if run.directory.path.is_dir() else None,
-                others=other_runs(name, root, archive, beside),
+                others=other_runs(name, root, beside),
             )
 
     return open_source
 
 
-def other_runs(name: str, root: Path, archive: Path | None, beside: str) -> OtherRuns:
+def other_runs(name: str, root: Path, beside: str) -> OtherRuns:
     """What a run can be compared with: the others of its root, and one that was named."""
     from dora_pipe.launch.run_dir import RunDir, find_run, opened
     from dora_pipe.observe.web.diffs import OtherRuns
@@ -227,7 +218,7 @@ def other_runs(name: str, root: Path, archive: Path | None, beside: str) -> Othe
 
     def words() -> dict[str, str]:
         there = (RunDir(one.parent) for one in sorted(root.glob("*/config.toml")))
-        runs = [one for one in there if one.was_started or one.is_archive]
+        runs = [one for one in there if one.was_started]
         runs += [named] if named is not None else []
         return {one.path.name: one.words for one in runs if one.path.resolve() != own}
 
@@ -241,7 +232,7 @@ def other_runs(name: str, root: Path, archive: Path | None, beside: str) -> Othe
 
     @contextmanager
     def open_both(other: str) -> Iterator[Pair]:
-        with opened(name, root, archive) as here, opened(words()[other], root) as there:
+        with opened(name, root) as here, opened(words()[other], root) as there:
             yield here, there
 
     chosen = "" if named is None or named.path.resolve() == own else named.path.name
@@ -259,7 +250,6 @@ def metrics(
     once: Annotated[
         bool, typer.Option("--once", help="Print the metrics instead, and end.")
     ] = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
@@ -270,7 +260,7 @@ def metrics(
     from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
     from dora_pipe.observe.run_stats import RunStats
 
-    with opened(run, root, archive) as found:
+    with opened(run, root) as found:
         exporter = Exporter(found.topics.run, found.contributions)
         if once:
             stats = RunStats(found.topics.run)
@@ -287,7 +277,6 @@ def metrics(
 
 def topics(
     run: RunArgument,
-    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -295,7 +284,7 @@ def topics(
     from dora_pipe.cli.records import topic_rows
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as open_run:
+    with opened(run, root) as open_run:
         rows = topic_rows(open_run)
     emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
 
@@ -306,7 +295,6 @@ def sql(
         str | None,
         typer.Argument(help="One statement of DuckDB's SQL; without it the tables are listed."),
     ] = None,
-    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -330,7 +318,7 @@ def sql(
     else:
         phase = "reading the log"
         with (
-            opened(run, root, archive) as open_run,
+            opened(run, root) as open_run,
             progress(phase) as report,
             closing(open_run.tables(lambda share: report(phase, share, 1.0))) as tables,
         ):
@@ -359,7 +347,6 @@ def cat(
     offset: Annotated[int, typer.Option("--from", help="From this offset on.")] = 0,
     limit: Annotated[int, typer.Option(help="Stop after so many; 0 does not.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
-    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -376,5 +363,5 @@ def cat(
         limit=limit,
         follow=follow,
     )
-    with opened(run, root, archive) as open_run:
+    with opened(run, root) as open_run:
         print_records(open_run, wanted, as_json=as_json)

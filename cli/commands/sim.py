@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.lazy import lazy_app
-from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS
@@ -21,14 +21,13 @@ def mismatch(
         int | None, typer.Option(metavar="N", help="Which step; default the last committed.")
     ] = None,
     as_json: JsonOption = False,
-    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Say how much of a batch's ratios comes from staleness, numerics, sampling, tokenisation."""
     from dora_pipe.cli.mismatch import measure_step, print_mismatch
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (looked, report):
+    with opened(run, root) as found, watched(found) as (looked, report):
         measured = measure_step(looked, step, report)
     if as_json:
         emit_json(measured.plain())

@@ -49,7 +49,7 @@ class RunSource:
     bus: Bus
     topics: Topics
     policies: PolicyStore | None
-    """None where there is none: an archive may have been made without."""
+    """None where there is none."""
     decode: Decode | None
     """None where there is no tokenizer."""
     redact: bool = False

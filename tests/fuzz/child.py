@@ -15,8 +15,6 @@ from typing import Final
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 MODULES: Final = (
-    "dora_pipe.bus.archive.manifest",
-    "dora_pipe.bus.archive.segment",
     "dora_pipe.config",
     "dora_pipe.store",
     "dora_pipe.schemas",

@@ -15,27 +15,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import zstandard
 
-from dora_pipe.bus.archive.manifest import (
-    SEGMENT_BYTES_MAX,
-    Entry,
-    Manifest,
-    chain_of,
-    decode_manifest,
-    file_name,
-    genesis,
-    problems_of,
-)
-from dora_pipe.bus.archive.segment import decode_segment, records_of, write_segment
-from dora_pipe.bus.checks import PARTITIONS_MAX
-from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import (
     MESSAGE_CHARACTERS_MAX,
     DoraError,
-    InvariantBroken,
     PolicyError,
     SchemaError,
 )
@@ -271,92 +256,6 @@ def _integers(one: Trajectory) -> tuple[Sequence[int], Sequence[int]]:
     return one.token_ids, one.loss_mask
 
 
-def _read_archive(data: bytes) -> Any:
-    """A manifest under a chain that holds, so that what lies behind the chain is reached."""
-    manifest = decode_manifest(data)
-    if all(1 <= count <= PARTITIONS_MAX for count in manifest.topics.values()):
-        manifest = _chained(manifest)
-    for problem in problems_of(manifest):
-        raise InvariantBroken(problem)
-    return manifest
-
-
-def _chained(manifest: Manifest) -> Manifest:
-    chain, entries = genesis(manifest.run, manifest.topics), []
-    for entry in manifest.entries:
-        chain = chain_of(chain, entry)
-        entries.append(msgspec.structs.replace(entry, chain=chain))
-    return msgspec.structs.replace(manifest, entries=tuple(entries))
-
-
-_RECORDS: Final = tuple(
-    Record(
-        topic="a.control",
-        partition=0,
-        offset=offset,
-        key=b"k",
-        value=bytes(range(offset, offset + 9)),
-        headers=(("run", b"a"), ("x", b"")),
-    )
-    for offset in (3, 4, 9)
-)
-
-
-def _segment() -> tuple[Entry, bytes]:
-    tp = TopicPartition("a.control", 0)
-    path = _scratch() / file_name(tp, 2)
-    made = write_segment(path, _RECORDS)
-    data = path.read_bytes()
-    return _entry(made.bytes), data
-
-
-def _entry(size: int) -> Entry:
-    tp = TopicPartition("a.control", 0)
-    return Entry(
-        topic=tp.topic,
-        partition=tp.partition,
-        start=2,
-        end=12,
-        records=len(_RECORDS),
-        bytes=size,
-        file=file_name(tp, 2),
-        file_bytes=0,
-        sha256="0" * 64,
-    )
-
-
-def _read_segment(data: bytes) -> Any:
-    """With an entry that speaks of this file: what follows is Arrow's."""
-    entry = _entry(_content_bytes(data))
-    return [records_of(batch, entry.at) for batch in decode_segment(data, entry)]
-
-
-def _content_bytes(data: bytes) -> int:
-    """What the frame says, or holds; 1 for what is none."""
-    try:
-        if (size := zstandard.frame_content_size(data)) >= 0:
-            return min(size, SEGMENT_BYTES_MAX)
-        with zstandard.ZstdDecompressor(max_window_size=1 << 23).stream_reader(data) as reader:
-            return len(reader.read(1 << 20))
-    except zstandard.ZstdError:
-        return 1
-
-
-def _manifests() -> list[bytes]:
-    entry = msgspec.structs.replace(
-        _segment()[0], start=0, file=file_name(TopicPartition("a.control", 0), 0)
-    )
-    empty = msgspec.structs.replace(entry, partition=1, records=0, file="", bytes=0, odd=(1,))
-    manifest = Manifest(
-        format=1,
-        run="a",
-        topics={"a.control": 2},
-        cut={"a.control": (12, 10)},
-        entries=(entry, empty),
-    )
-    return [msgspec.json.encode(_chained(manifest))]
-
-
 _ALL: Final = (
     Target(
         name="control",
@@ -387,18 +286,6 @@ _ALL: Final = (
         read=_glance,
         shape="frame",
         seeds=lambda: [one for one in _golden("trajectories/") if one[:4] == b"\x28\xb5\x2f\xfd"],
-    ),
-    Target(
-        name="archive",
-        read=_again(_read_archive, msgspec.json.encode),
-        shape="json",
-        seeds=_manifests,
-    ),
-    Target(
-        name="segment",
-        read=_read_segment,
-        shape="frame",
-        seeds=lambda: [_segment()[1]],
     ),
     Target(
         name="progress",

@@ -1,4 +1,4 @@
-"""A whole run with trajectories above what its topics take: proved, archived, damaged, pruned."""
+"""A whole run with trajectories above what its topics take: proved, damaged, pruned."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from dora_pipe.audit.archive import Archiver
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import AGE_MIN_S, PrunePlan, plan_claims, prune_claims
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.archive.tiered import tiered
-from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, claim_of
+from dora_pipe.bus.claim_check import ClaimFiles, claim_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import replay as replay_command
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.core.errors import BusError
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.arrow_files import ArrowFiles
 from dora_pipe.store.log_location import SharedClaims
 from dora_pipe.store.store import PolicyStore
-from tests.support.bus_archive import log_in_memory
+from tests.support.bus_harness import log_in_memory
 from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
 from tests.support.inline_tasks import InlineTasks
@@ -193,34 +191,22 @@ def test_run_with_trajectories_above_the_limit_is_proved(run: Path) -> None:
     assert {digest for _, digest in claims(run)} < values(run).keys()
 
 
-def test_every_command_reads_large_values_from_log_and_archive(
+def test_every_command_reads_large_values_from_the_log(
     call: Call, copy: Path, tmp_path: Path
 ) -> None:
-    place = tmp_path / "kept"
     record, _ = next(claims(copy))
     name = dict(record.headers)["trajectory"].decode()
     commands: list[tuple[object, ...]] = [
-        ("audit", "RUN", "--json", "--fresh"),
-        ("show", "RUN", name, "--json"),
-        ("cat", "RUN", "trajectories", "--partition", record.partition, "--json"),
+        ("audit", copy, "--json", "--fresh"),
+        ("show", copy, name, "--json"),
+        ("cat", copy, "trajectories", "--partition", record.partition, "--json"),
     ]
 
-    def answers(where: Path) -> list[tuple[int, str]]:
-        filled = [[where if one == "RUN" else one for one in command] for command in commands]
-        return [call(*command)[:2] for command in filled]
-
-    of_the_log = answers(copy)
-    assert [code for code, _ in of_the_log] == [0, 0, 0]
-    assert f'"{name}"' in of_the_log[2][1] and "unreadable" not in of_the_log[2][1]
-    assert call("archive", copy, "--to", place, "--with-policies")[0] == 0
-    kept = {path.name for path in (place / CLAIMS).iterdir()}
-    assert kept == {digest for _, digest in claims(copy)}, "what nobody claims is not archived"
-    code, out, _ = call("archive", "--verify", place)
-    assert (code, f"{len(kept)} claimed values" in out) == (0, True)
-    shutil.rmtree(copy)
-    assert answers(place) == of_the_log
-    assert call("replay", place)[0] == 0
-    assert call("export", place, "--parquet", tmp_path / "all.parquet")[0] == 0
+    answers = [call(*command)[:2] for command in commands]
+    assert [code for code, _ in answers] == [0, 0, 0]
+    assert f'"{name}"' in answers[2][1] and "unreadable" not in answers[2][1]
+    assert call("replay", copy)[0] == 0
+    assert call("export", copy, "--parquet", tmp_path / "all.parquet")[0] == 0
     tokens = pq.read_table(tmp_path / "all.parquet", columns=["token_ids"]).column(0)
     assert max(len(one) for one in tokens.to_pylist()) * 4 > RECORD_BYTES_MAX
 
@@ -261,13 +247,13 @@ def trained(run: Path) -> tuple[Record, str]:
     )
 
 
-def plan(run: Path, *, hours: float = 2.0, archive: Path | None = None) -> PrunePlan:
+def plan(run: Path, *, hours: float = 2.0) -> PrunePlan:
     """What would be pruned so many hours from now."""
     clock = VirtualClock()
     latest = max(path.stat().st_mtime_ns for path in values(run).values())
     clock.ns += latest + int(hours * HOUR_NS) - clock.wall_ns()
     with closing(opened(run)) as bus:
-        return plan_claims(bus, TOPICS, PolicyStore(run / "policies"), clock=clock, archive=archive)
+        return plan_claims(bus, TOPICS, PolicyStore(run / "policies"), clock=clock)
 
 
 def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Path) -> None:
@@ -312,15 +298,10 @@ def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Pa
     assert len(candidates) == 2
 
 
-def test_values_of_records_that_retention_deleted_stay_while_an_archive_names_them(
-    copy: Path, tmp_path: Path
-) -> None:
+def test_values_of_records_that_retention_deleted_stay(copy: Path) -> None:
     named = {digest for _, digest in claims(copy)}
-    (unclaimed,) = values(copy).keys() - named
-    store, place, clock = PolicyStore(copy / "policies"), tmp_path / "kept", VirtualClock()
+    store, clock = PolicyStore(copy / "policies"), VirtualClock()
     clock.ns += max(one.modified_ns for one in store.claims()) + 2 * HOUR_NS - clock.wall_ns()
-    with closing(opened(copy)) as bus, closing(Archiver(bus, TOPICS, place)) as archiver:
-        archiver.once()
     with closing(SqliteBus(copy / "log.sqlite")) as bus:
         log = log_in_memory(bus)
     live = MemoryBus(log)
@@ -330,13 +311,6 @@ def test_values_of_records_that_retention_deleted_stay_while_an_archive_names_th
     assert found.candidates == ()
     assert f"{len(named) + 1} claimed values are left as they are: " in found.note
     assert "the records from offset 0 on were deleted" in found.note
-    both = tiered(ClaimBus(live, ClaimFiles(store.root / CLAIMS)), place)
-    found = plan_claims(both, TOPICS, store, clock=clock, archive=place)
-    assert [one.file.name for one in found.candidates] == [f"{CLAIMS}/{unclaimed}"]
-    segment = next((place / "segments").glob("claimed.trajectories-*"))
-    segment.write_bytes(segment.read_bytes()[:-1])
-    with pytest.raises(InvariantBroken, match=segment.name):
-        plan_claims(both, TOPICS, store, clock=clock, archive=place)
 
 
 def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:

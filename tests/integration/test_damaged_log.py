@@ -39,7 +39,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "replay": ("replay", "."),
     "replay --trajectory": ("replay", ".", "--trajectory", "g0000000003-001"),
     "export --parquet": ("export", ".", "--parquet", "rows"),
-    "archive": ("archive", ".", "--to", "kept"),
     "prune": ("prune", "."),
     "mismatch": ("mismatch", "."),
     "tell": ("tell", ".", "pause"),

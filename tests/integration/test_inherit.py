@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.audit.archive import POLICIES, Archiver, copy_policies
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune
 from dora_pipe.bus.port import Append, Bus
@@ -126,16 +125,6 @@ def test_pruning_leaves_the_state_that_a_run_begins_with(
         assert plan.candidates == ()
         history = read_history(bus, topics, CLOCK)
     assert history.checkpoint_of(0) == started.optimizer.sha256
-
-
-def test_an_archive_with_policies_has_the_state_that_a_run_begins_with(
-    root: Path, store: PolicyStore, tmp_path: Path
-) -> None:
-    started, to = child_of(root, store), tmp_path / "archive"
-    with log_of(started, root, tmp_path) as bus, closing(Archiver(bus, Topics(CHILD), to)) as over:
-        over.once()
-    assert not copy_policies(to, Topics(CHILD), store).absent
-    assert first_step_is_the_sources(root, PolicyStore(to / POLICIES), started)
 
 
 def test_audit_misses_a_state_that_is_gone(root: Path, store: PolicyStore, tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.audit.archive import POLICIES, Archiver, copy_policies
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.reading import records_of
@@ -149,19 +147,6 @@ def test_audit_names_what_is_wrong_with_a_patch(over: Cluster, tmp_path: Path, c
     subject = "version 4" if case == "whole lost" else "patch of version 3"
     assert subject in said[0]
     assert len(said) == 1, said
-
-
-def test_an_archive_has_the_patches_and_is_audited_by_itself(over: Cluster, tmp_path: Path) -> None:
-    with closing(Archiver(over.bus, over.topics, tmp_path)) as archiver:
-        archiver.once()
-    copied = copy_policies(tmp_path, over.topics, over.store)
-    assert not copied.absent
-    assert not copy_policies(tmp_path, over.topics, over.store).files
-    store = PolicyStore(tmp_path / POLICIES)
-    for digest in digests_of(over):
-        assert store.verify(digest).digest == digest
-    wholes = len(list((tmp_path / POLICIES / "weights").glob("*.safetensors")))
-    assert wholes == 1 + sum(one.whole for one in commits(over))
 
 
 def test_prune_takes_copies_and_leaves_what_versions_are_made_of(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.archive import Archiver, copy_policies
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
@@ -86,21 +84,6 @@ def test_every_version_that_is_gone_is_made_again_bit_for_bit(over: Cluster) -> 
     assert again.weights(gone[0]).is_file() and len(told) == len(gone)
     for version in gone:  # as they were, for the other tests
         over.store.drop_weights(history.digest_of(version))
-
-
-def test_an_archive_says_in_one_line_what_was_dropped_and_names_what_is_lost(
-    over: Cluster, tmp_path: Path
-) -> None:
-    history, gone = read_history(over.bus, over.topics, VirtualClock()), missing(over)
-    with closing(Archiver(over.bus, over.topics, tmp_path)) as archiver:
-        archiver.once()
-    kept = over.store.weights_path(history.digest_of(8))
-    away = kept.rename(tmp_path / "away")
-    lines = copy_policies(tmp_path, over.topics, over.store).absent
-    away.rename(kept)
-    dropped = f"what was dropped: {len(gone)} of the versions {gone[0]} to {gone[-1]}; "
-    dropped += "`dora-pipe export kept --policy N DIR` makes any of them again"
-    assert lines == ["weights of version 8", dropped]
 
 
 def test_machine_that_makes_other_bytes_writes_nothing(over: Cluster) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.audit.archive import POLICIES, Archiver, copy_policies
 from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
@@ -31,7 +30,6 @@ from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode, sha256_hex
-from dora_pipe.store.store import PolicyStore
 from tests.support.command_line import caller
 from tests.support.recorded_run import RecordedRun
 from tests.support.retrained import (
@@ -96,23 +94,6 @@ def test_such_a_run_holds_and_can_be_replayed_from_its_own_store(root: Path) -> 
     assert (report.source, report.first, report.last, report.steps) == (NAME, FIRST, LAST, 3)
     assert all(line.looked for line in report.checks)
     assert [line.equal for line in replayed(root, AGAIN, FIRST, LAST + 1)] == [True] * 3
-
-
-def test_an_archive_with_policies_has_what_a_retrained_run_begins_with(
-    root: Path, tmp_path: Path
-) -> None:
-    change = BatchChange(without=frozenset({commits(root, AGAIN)[0].groups[0].group}))
-    retrained(root, "archived", change=change)
-    with opened("archived", root) as run, closing(Archiver(run.bus, run.topics, tmp_path)) as over:
-        over.once()
-        copied = copy_policies(tmp_path, run.topics, run.policies)
-        begun = policy_after(run.bus, run.topics, 0)[0].retrained
-    assert copied.absent == ["its trajectories, which the log of `recorded` has"]
-    assert begun is not None and begun.optimizer is not None and begun.change is not None
-    store = PolicyStore(tmp_path / POLICIES)
-    assert store.has_whole(begun.policy.digest)
-    assert store.has_blob("optimizer", begun.optimizer.sha256)
-    assert store.has_blob("change", begun.change.sha256)
 
 
 def test_the_sources_log_is_never_written_to(

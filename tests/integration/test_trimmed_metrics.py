@@ -1,4 +1,4 @@
-"""A run whose statuses are gone, all or the older half, is proved, archived and shown as ever.
+"""A run whose statuses are gone, all or the older half, is proved and shown as ever.
 
 Nothing but a picture of that time has ever needed them.
 """
@@ -16,11 +16,10 @@ import pytest
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.catalogue.statuses import read_statuses, role_costs
 from dora_pipe.cli import replay as replay_command
-from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.status_schedule import WHOLE_EVERY
@@ -29,7 +28,7 @@ from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.why.summary import summarise
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.schemas.metrics import WorkerStatus, merged
-from tests.support.bus_archive import log_in_memory
+from tests.support.bus_harness import log_in_memory
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
@@ -90,12 +89,7 @@ def trim(
             log = log_in_memory(bus)
             at = TopicPartition(recorded.topics.metrics, 0)
             request.param(log, at, bus.end(at))
-        opened = rundir.RunDir.open_bus
-
-        def open_bus(directory: rundir.RunDir, config: Config) -> Bus:
-            return opened(directory, config) if directory.is_archive else MemoryBus(log)
-
-        monkeypatch.setattr(rundir.RunDir, "open_bus", open_bus)
+        monkeypatch.setattr(rundir.RunDir, "open_bus", lambda directory, config: MemoryBus(log))
         return MemoryBus(log)
 
     return shorten
@@ -119,22 +113,6 @@ def test_a_run_is_proved_without_its_statuses_as_with_them(
     assert answers() == whole
     assert recover(shortened, recorded.topics, None).state.digest() == state
     assert call("replay", recorded.directory, "--from", 0, "--to", STEPS)[0] == 0
-
-
-def test_a_run_without_its_statuses_is_archived_and_its_archive_audited(
-    call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus], tmp_path: Path
-) -> None:
-    bus, place = trim(), tmp_path / "kept"
-    at = TopicPartition(recorded.topics.metrics, 0)
-    begin = bus.begin(at)
-    code, out, err = call("archive", recorded.directory, "--to", place, "--with-policies")
-    assert code == 0
-    assert f"{at.topic}/0: offsets 0 to {begin - 1} were deleted before they were" in out + err
-    assert call("archive", "--verify", place)[0] == 0
-    for run in (place, recorded.directory):  # the second is spliced with its archive
-        code, out, _ = call("audit", run, "--json", "--fresh")
-        assert (code, json.loads(out)["violations"]) == (0, [])
-        assert call("why", run, "--summary")[0] == 0
 
 
 @pytest.mark.parametrize("command", PICTURES, ids=lambda command: "-".join(map(str, command)))

@@ -271,20 +271,6 @@ def _replay_line() -> str:
     )
 
 
-def test_archive_of_a_run_is_looked_at_as_the_run_is(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    own = recorded.copy(tmp_path / "own")
-    kept = tmp_path / "kept"
-    code, _, err = call("archive", own.directory, "--to", kept)
-    assert code == 0, err
-    path = tmp_path / "archive.html"
-    code, _, err = call("ui", kept, "--export", path)
-    assert code == 0, err
-    pages = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert pages["pages"]["0/overview"]["run"]["steps"] == STEPS
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [(("nothing",), "no run"), (("--port", "99999"), "--port"), (("--replay", "none"), "replay")],

@@ -220,7 +220,7 @@ def test_a_comparison_that_takes_long_says_how_far_it_is_and_ends_with_its_page(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diffs, "WAIT_S", 0.0)
-    others = other_runs("one", stage.root, None, "")
+    others = other_runs("one", stage.root, "")
     running = RunDiffs("recorded", others)
     found = running.ask("diff", "two", 1)
     assert found["comparing"] == "two"
@@ -249,8 +249,8 @@ def test_file_holds_these_pages_and_what_they_lead_to(
 def test_a_run_beside_it_from_elsewhere_can_be_compared_too(stage: Stage, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(stage.root / "two", elsewhere)
-    others = other_runs("one", stage.root, None, str(elsewhere))
+    others = other_runs("one", stage.root, str(elsewhere))
     assert (list(others.names()), others.beside) == (["two", "elsewhere"], "elsewhere")
-    assert other_runs("one", stage.root, None, "one").beside == ""
+    assert other_runs("one", stage.root, "one").beside == ""
     with others.opened("elsewhere") as (_, there):
         assert there.topics.run == "recorded"

@@ -10,7 +10,6 @@ from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 
 FILES = (("export", "--parquet"), ("export", "--traces"), ("ui", "--export"))
-FOLDERS = (("export", "--policy", "3"), ("archive", "--to"))
 
 
 @pytest.mark.parametrize("words", FILES)
@@ -35,34 +34,25 @@ def test_a_file_that_is_there_is_replaced_when_told_and_whole(
     assert call(command, recorded.directory, *rest, tmp_path / "folder", "--force")[0] == 2
 
 
-@pytest.mark.parametrize("words", FOLDERS)
 def test_a_folder_with_something_in_it_is_written_into_when_told(
-    words: tuple[str, ...], recorded: RecordedRun, call: Call, tmp_path: Path
+    recorded: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
-    copy = recorded.copy(tmp_path / "copy")  # An archive leaves its address in the run.
     target = tmp_path / "mine"
     target.mkdir()
     (target / "config.json").write_text("mine")
     (target / "notes").write_text("mine")
-    command, *rest = words
-    code, _, err = call(command, copy.directory, *rest, target)
+    words = ("export", recorded.directory, "--policy", "3", target)
+    code, _, err = call(*words)
     assert code == 2
     assert err.startswith(f"error: {target} holds something already\nhint: name another, or --fo")
     assert {one.name: one.read_text() for one in target.iterdir()} == {
         "config.json": "mine",
         "notes": "mine",
     }
-    code, _, err = call(command, copy.directory, *rest, target, "--force")
+    code, _, err = call(*words, "--force")
     assert code == 0, err
     assert (target / "notes").read_text() == "mine"
     assert len(list(target.iterdir())) > 2
-
-
-def test_an_archive_goes_on_where_it_ends_without_being_told(
-    copy: RecordedRun, call: Call, tmp_path: Path
-) -> None:
-    for _ in range(2):
-        assert call("archive", copy.directory, "--to", tmp_path / "there")[0] == 0
 
 
 def test_what_fails_leaves_the_old_file(copy: RecordedRun, call: Call, tmp_path: Path) -> None:

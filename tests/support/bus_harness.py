@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.kafka.bus import KafkaBus, KafkaWriter
 from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, Bus, Writer
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
 from dora_pipe.core.errors import OutcomeUnknown
 
@@ -169,3 +170,16 @@ def leave_open(writer: Writer, record: Append) -> int:
     assert isinstance(writer, KafkaWriter) and writer._producer is not None
     writer._producer.begin_transaction()
     return int(send(writer._producer, record).get(30).offset)
+
+
+def log_in_memory(bus: Bus) -> MemoryLog:
+    """Copy a log with its offsets and ends; the beginning of the copy can be deleted."""
+    log = MemoryLog()
+    names = {topic: bus.partitions(topic) for topic in bus.topics()}
+    MemoryBus(log).create([TopicSpec(name=name, partitions=count) for name, count in names.items()])
+    for tp in (TopicPartition(name, part) for name in names for part in range(names[name])):
+        records = list(records_of(bus, {tp: bus.end(tp)}, start=bus.begin(tp)))
+        held = log._partitions[tp]
+        held.records, held.offsets = records, [record.offset for record in records]
+        held.visible_ms, held.end = [0] * len(records), bus.end(tp)
+    return log

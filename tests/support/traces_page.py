@@ -28,7 +28,7 @@ HEAD: Final = """# Traces
 
 Every group of a run has a trace, from the decision that dispatched it to the optimizer step that
 trained it, and every training step has one. They are made from the log alone, so they can be looked
-at without any backend, sent while the run lives, or rebuilt from a log or an archive years later.
+at without any backend, sent while the run lives, or rebuilt from a log years later.
 This page is printed from the code (`python -m tests.support.traces_page >
 docs/reference/traces.md`); a test compares the two.
 
@@ -62,7 +62,7 @@ An endpoint that answers 429, 502, 503 or 504 is busy, not wrong: it is left alo
 asks (`Retry-After`, seconds or a date), else for 1, 2, 4 ... 30 s with some chance in it, and every
 wait is told. After 600 s in which it took nothing the command ends with one line. What was sent is
 remembered in `traces-sent/` of the run's directory (of `$XDG_CACHE_HOME/dora-pipe` where that is
-not here, or is an archive), a file for each address and share: the same command goes on where the
+not here), a file for each address and share: the same command goes on where the
 last one ended, and sends nothing twice. Remove the file to send everything again, under the same
 ids. Any other answer, or none at all from an address that never gave one, ends the command at once
 and says which it was.

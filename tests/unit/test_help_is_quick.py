@@ -120,7 +120,7 @@ def test_errors_of_usage_import_nothing_heavy() -> None:
     wrong += [["shwo"], ["show"], ["topics"], ["run", "--steps", "many"], ["sim", "--seed", "-1"]]
     wrong += [["top", "r", "--every", "0"], ["ui", "r", "--port", "-1"], ["export", "r"]]
     wrong += [["why", "r", "--summary", "--step", "1"], ["audit", "r", "--follow", "--json"]]
-    wrong += [["archive", "r"], ["run", "a.toml", "--resume", "--from", "r@1"]]
+    wrong += [["run", "a.toml", "--resume", "--from", "r@1"]]
     codes, modules = asked(*wrong)
     assert codes == [2] * len(wrong)
     assert heavy(modules) == set()

@@ -57,7 +57,7 @@ def test_what_would_lose_records_or_refuse_them_all_is_refused(
 @pytest.mark.parametrize(
     ("facts", "text", "hint"),
     [
-        (topic(retention_ms="604800000"), "beyond 7 days", "dora-pipe archive"),
+        (topic(retention_ms="604800000"), "beyond 7 days", "retention.ms=-1"),
         (topic(retention_bytes="1000"), "beyond 1000 bytes", "retention.bytes=-1"),
         (topic(unclean_leader_election_enable="true"), "lacks records", "enable=false"),
         (topic(min_insync_replicas="1"), "on one machine only", "min.insync.replicas=2"),

@@ -241,7 +241,7 @@ def other_rewards(view: RunView, source: RunSource, name: str) -> dict[str, Any]
         return {"columns": [], "rows": []}
     source.files.lay(view.catalogue)
     rows = view.catalogue.keyed(
-        "reward_digest, asked, r.reward, parts, error",
+        "reward_digest, asked, r.reward, parts, r.error",
         _OF_TRAJECTORY,
         "trajectory_id",
         name,

@@ -30,6 +30,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import (
     AccessRefused,
     BusError,
+    ConfigError,
     DoraError,
     PolicyError,
     TopicMissing,
@@ -41,7 +42,7 @@ from dora_pipe.launch.run_dir import FREE_BYTES_MIN, RunDir, opened
 from dora_pipe.schemas.topics import Topics
 
 if TYPE_CHECKING:
-    from dora_pipe.launch.prompt_lengths import PromptLengths
+    from dora_pipe.launch.prompt_check import PromptsSeen
 
 _SLOW = "Kafka would be 88 times slower"
 _CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
@@ -216,7 +217,7 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
         return
     from dora_pipe.launch.local_roles import worker_engines
     from dora_pipe.launch.model_checks import check_model, templated
-    from dora_pipe.launch.prompt_lengths import prompt_lengths
+    from dora_pipe.launch.prompt_check import seen_by_doctor
     from dora_pipe.producers.worker.role import sampling_by_source
 
     engines = {config.workers.engine, *worker_engines(config).values()}
@@ -229,19 +230,30 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
     samplings = sampling_by_source(config)
     try:
         with templated(config, model) as directory:
-            for one in prompt_lengths(config, directory):
-                yield _prompts(one, context, samplings[one.source].max_tokens)
-    except PolicyError as error:  # of the chat template: the run is refused, too
+            for seen in seen_by_doctor(config, directory):
+                yield _prompts(seen, context, samplings[seen.source].max_tokens)
+    except (ConfigError, PolicyError) as error:  # the run is refused, too
         yield _failed("prompts", error)
     except DoraError as error:
         yield CheckResult("note", "prompts", f"not looked at: {_failed('', error).detail}")
 
 
-def _prompts(found: PromptLengths, context: int, max_tokens: int) -> CheckResult:
+def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
+    """The lengths of a source's prompts, and rows that make none."""
+    state, what, detail = _lengths(found, context, max_tokens)
+    notes = "; ".join(found.notes())
+    if found.hopeless:
+        return CheckResult("fail", what, notes)
+    if notes:
+        return CheckResult("fail" if state == "fail" else "note", what, f"{notes}; {detail}")
+    return CheckResult(state, what, detail)
+
+
+def _lengths(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
     """A prompt needs room for one token behind it; where it leaves less than `max_tokens`, the
     context ends the answer."""
-    longest = max(found.tokens, default=0)
-    what, looked = f"prompts, {found.source}", len(found.tokens)
+    longest = max(found.lengths, default=0)
+    what, looked = f"prompts, {found.source}", found.looked_at
     said = f"{looked} of {found.rows} looked at, up to {longest} tokens"
     unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
     hint = f"workers.context_tokens = {longest + max_tokens} has room for all"

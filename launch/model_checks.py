@@ -14,6 +14,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.config.several import PoolSpec
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.template import FILE, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
@@ -67,11 +68,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
-def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> None:
-    """Raise ConfigError or PolicyError where prompts are messages and the model's chat template
-    does not do for them; say where it does not read the tool calls of an agent."""
+def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Chat] | None:
+    """Return the chats of a task's sources; None where there are no tokenizers here.
+
+    Raises ConfigError or PolicyError where prompts are messages and the model's chat template
+    does not do for them; says where it does not read the tool calls of an agent."""
     if not _has_tokenizers():
-        return
+        return None
     opened, tokenizer = [(spec, pool)], Tokenizer(directory)
     chats = chats_of(opened, time.time_ns(), directory, tokenizer, stop=lambda: False)
     unread = (one.calls_unread and one.template_renderer.features.tools for one in chats.values())
@@ -80,6 +83,7 @@ def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> None:
             "note: nothing reads the tool calls of this model's chat template: calls of the agent's"
             " tools arrive as text (hint: set task.tool_parser, see docs/chat.md)"
         )
+    return chats
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import worker_engines
 from dora_pipe.launch.model_checks import check_chat, check_model, templated
+from dora_pipe.launch.prompt_check import check_first
 from dora_pipe.launch.run_dir import (
     BEGINS_WITH,
     RunDir,
@@ -357,14 +358,16 @@ def run_started(
 
 def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
     """What every source (`GroupSpec.source`) is made of. With `model`, its chat template must do
-    for the tasks. Raises ConfigError, TaskError, PolicyError."""
+    for the tasks, and the first prompts are checked. Raises ConfigError, TaskError, PolicyError."""
     found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
         with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
             facts = processes.wait()
             if model is not None:
                 with templated(config, model) as directory:
-                    check_chat(pool, processes, directory)
+                    chats = check_chat(pool, processes, directory)
+                    for note in check_first(pool, processes, directory, chats):
+                        say(note)
         for source in pool.sources:
             found[source] = facts
             if source.startswith("train") and not facts.data(source).rows:

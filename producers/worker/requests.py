@@ -166,7 +166,8 @@ class Requests(ProgressRecords):
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
         tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
         if not 1 <= tokens < context_tokens:
-            message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
+            unfit = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
+            message = f"row {request.place.spec.index}: {unfit}"
             self.give_up(request, now, "PromptUnfit", message, retryable=False)
             return
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
@@ -182,7 +183,8 @@ class Requests(ProgressRecords):
         self.ask(FetchProgress(request=request.key, resume=request.resume))
 
     def _prompt_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
-        self.give_up(request, now, event.error, event.message, retryable=False)
+        message = f"row {request.place.spec.index}: {event.message}"
+        self.give_up(request, now, event.error, message, retryable=False)
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]

@@ -13,7 +13,11 @@ import pytest
 from dora_pipe.cli.doctor import CheckResult, context_findings
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
-from dora_pipe.launch.prompt_lengths import LOOKED_AT, spread
+from dora_pipe.config.several import pool_specs
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.launch.model_checks import check_chat
+from dora_pipe.launch.prompt_check import FIRST_ROWS, check_first, look, spread
+from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_qwen2
 
@@ -97,9 +101,9 @@ def test_what_is_not_here_is_not_looked_at(tmp_path: Path, model: Path) -> None:
 
 
 def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last() -> None:
-    assert spread(3) == [0, 1, 2]
-    some = spread(10**6)
-    assert (len(some), some[0], some[-1]) == (LOOKED_AT, 0, 10**6 - 1)
+    assert spread(3, FIRST_ROWS) == [0, 1, 2]
+    some = spread(10**6, FIRST_ROWS)
+    assert (len(some), some[0], some[-1]) == (FIRST_ROWS, 0, 10**6 - 1)
     assert some == sorted(set(some))
 
 
@@ -114,6 +118,61 @@ def test_prompts_that_are_messages_are_as_long_as_the_chat_template_makes_them(
     (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
     rendered = found(wanted)["prompts, train"].detail
     assert tokens_in(rendered) > tokens_in(plain) + 5, "its control tokens and roles are counted"
+
+
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def asked(text: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}, {"role": "user", "content": "7"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "state", "said"),
+    [
+        ([asked("7"), asked("7", "system")], "note", "row 1: TaskError: the model's chat template"),
+        ([asked("7", "system")] * 2, "fail", "the first row's prompt: the model's chat template"),
+        ([asked("7"), asked("<|im_start|>user\n7")], "note", "row 1: TaskError: the text is rend"),
+        (["7", "<|im_start|>user\n7<|im_end|>\n"], "note", "row 1: TaskError: the text is rend"),
+        (["<|im_start|>user\n7<|im_end|>\n"], "fail", 'task.special_tokens = "parse"'),
+        ([asked("7"), asked("a <|im_end|> b")], "note", "become letters: row 1: <|im_end|>"),
+        (["7", "7 </think>"], "note", "become letters: row 1: </think>"),
+    ],
+)
+def test_every_row_that_makes_no_prompt_or_another_one_is_named(
+    prompts: list[Any], state: str, said: str, tmp_path: Path
+) -> None:
+    chat = write_chat_model(tmp_path, text=REFUSES)
+    wanted = config(chat, tmp_path / "d.jsonl", [9])
+    rows = [json.dumps({"prompt": prompt, "answer": "7"}) for prompt in prompts]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows) + "\n")
+    rows_seen = found(wanted)
+    row = rows_seen.get("prompts, train") or rows_seen["prompts"]
+    assert (row.state, said in row.detail) == (state, True), row.detail
+    (spec,) = pool_specs(wanted)
+    with TaskPool(spec.task) as pool:
+        pool.wait()
+        if state == "fail":
+            with pytest.raises(ConfigError, match="row"):
+                list(check_first(spec, pool, chat, check_chat(spec, pool, chat)))
+        else:
+            (note,) = check_first(spec, pool, chat, check_chat(spec, pool, chat))
+            assert note.startswith("prompts, train: 1 of 2 rows") and said in note
+
+
+def test_of_many_rows_a_bounded_part_is_looked_at_before_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    wanted = config(model, tmp_path / "d.jsonl", [3] * 10)
+    (spec,) = pool_specs(wanted)
+    with TaskPool(spec.task) as pool:
+        pool.wait()
+        (some,) = look(spec, pool, model, {}, rows_max=4, seconds=60)
+        (none,) = look(spec, pool, model, {}, rows_max=None, seconds=-1)
+    assert (some.looked_at, none.looked_at, none.hopeless) == (4, 0, False)
 
 
 def tokens_in(detail: str) -> int:

@@ -158,7 +158,7 @@ def test_prompt_that_raises_fails_the_request_for_good() -> None:
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
     (failure,) = world.facts(RequestFailed)
-    assert (failure.error, failure.message, failure.retryable) == ("KeyError", "'q'", False)
+    assert (failure.error, failure.message, failure.retryable) == ("KeyError", "row 0: 'q'", False)
 
 
 def test_prompt_longer_than_the_context_fails_the_request_for_good() -> None:

@@ -1,0 +1,207 @@
+"""Prompts of a run's rows before it starts: their lengths, and the rows that make none.
+
+They are asked of the task's own process and become tokens as in a worker, by the model's tokenizer
+or chat template. Prompts of an environment or an agent are not asked for: that would begin its
+episodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config.model import Config, Task
+from dora_pipe.config.several import PoolSpec, pool_specs
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import ConfigError, DoraError
+from dora_pipe.producers.chat.chat import Chat, Conversation
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskEvent, TaskFailed
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.worker.chats import chats_of
+from dora_pipe.producers.worker.ports import prompt_of
+from dora_pipe.schemas.control import INFRASTRUCTURE
+
+FIRST_ROWS: Final = 256
+"""Prompts of each source that are looked at before a run starts, spread evenly over its rows."""
+
+FIRST_S: Final = 10.0
+"""Seconds for them; then the run starts."""
+
+ASKED_MAX: Final = 64
+"""Prompts that a task's process is asked for at a time."""
+
+ANSWERS_S: Final = 60.0
+"""Seconds that `doctor` looks at the rows of a source."""
+
+POLL_S: Final = 0.05
+
+_NS: Final = 1_000_000_000
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptsSeen:
+    """Prompts of a source (`GroupSpec.source`)."""
+
+    source: str
+    rows: int
+    """Rows of the source."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each prompt."""
+    failed: list[tuple[int, str, str]] = field(default_factory=list)
+    """Rows that make no prompt, with the error and its hint."""
+    spelled: list[tuple[int, str]] = field(default_factory=list)
+    """Rows in which the name of a control token becomes letters, with the token."""
+    outside: int = 0
+    """Failures of something outside the task's code."""
+
+    @property
+    def looked_at(self) -> int:
+        """Rows that were asked for their prompt."""
+        return len(self.lengths) + len(self.failed)
+
+    def beyond(self, tokens: int) -> int:
+        """Prompts that are longer than this."""
+        return sum(length > tokens for length in self.lengths)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no row makes a prompt, for a reason that stays."""
+        return bool(self.failed) and not self.lengths and not self.outside
+
+    def notes(self) -> Iterator[str]:
+        """Sentences about rows that make no prompt, or another one than was meant."""
+        if self.failed:
+            row, error, hint = min(self.failed)
+            yield (
+                f"{len(self.failed)} of {self.looked_at} rows looked at make no prompt, their"
+                f" groups fail: row {row}: {error}" + (f" ({hint})" if hint else "")
+            )
+        if self.spelled:
+            row, token = min(self.spelled)
+            yield (
+                f"{len(self.spelled)} of {self.looked_at} rows looked at name control tokens, which"
+                f" become letters: row {row}: {token} (task.special_tokens)"
+            )
+
+
+def spread(rows: int, count: int) -> list[int]:
+    """All row numbers, or `count` of them from the first to the last."""
+    if rows <= count:
+        return list(range(rows))
+    return [number * (rows - 1) // (count - 1) for number in range(count)]
+
+
+def seen_by_doctor(config: Config, model: Path) -> Iterator[PromptsSeen]:
+    """The prompts of every source, for `ANSWERS_S` each. Raises ConfigError, PolicyError,
+    TaskError."""
+    for spec in pool_specs(config):
+        with TaskPool(msgspec.structs.replace(spec.task, processes=1)) as pool:
+            pool.wait()
+            opened, stop = [(spec, pool)], lambda: False
+            chats = chats_of(opened, time.time_ns(), model, Tokenizer(model), stop=stop)
+            yield from look(spec, pool, model, chats, rows_max=None, seconds=ANSWERS_S)
+
+
+def check_first(
+    spec: PoolSpec, pool: TaskPool, model: Path, chats: Mapping[str, Chat] | None
+) -> Iterator[str]:
+    """Yield what a run says of its prompts before it starts; nothing where `chats` are not known.
+
+    Raises ConfigError where a source has no prompt, PolicyError, TaskError."""
+    if chats is None:
+        return
+    for seen in look(spec, pool, model, chats, rows_max=FIRST_ROWS, seconds=FIRST_S):
+        if seen.hopeless:
+            row, error, hint = min(seen.failed)
+            raise ConfigError(
+                f"no row of {seen.source} makes a prompt: row {row}: {error}",
+                hint=hint or "dora-pipe doctor --config FILE looks at every row",
+            )
+        yield from (f"prompts, {seen.source}: {note}" for note in seen.notes())
+
+
+def look(
+    spec: PoolSpec,
+    pool: TaskPool,
+    model: Path,
+    chats: Mapping[str, Chat],
+    *,
+    rows_max: int | None,
+    seconds: float,
+    clock: Clock | None = None,
+) -> Iterator[PromptsSeen]:
+    """The prompts of a task that is open: of all rows or `rows_max` of each source, as far as
+    `seconds` go. Raises PolicyError, TaskError."""
+    clock, facts = clock or SystemClock(), pool.facts
+    if facts is None or not _asks_nothing(spec.task, single_turn=facts.single_turn):
+        return
+    tokenizer = Tokenizer(model).reading(spec.task.special_tokens)
+    for source in spec.sources:
+        rows = facts.data(source).rows
+        if not rows:
+            continue
+        seen = PromptsSeen(source=source, rows=rows)
+        until_ns = clock.now_ns() + int(seconds * _NS)
+        order = list(dict.fromkeys([*spread(rows, FIRST_ROWS), *range(rows)]))[:rows_max]
+        for row, event in _answers(pool, source, order, clock, until_ns):
+            _read(seen, row, event, tokenizer, chats.get(source))
+        yield seen
+
+
+def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
+    """Whether asking for a prompt begins no episode of the user's code."""
+    tools_alone = task.kind in ("dataset", "jsonl") and not task.mcp
+    return not task.has_agent and (single_turn or tools_alone)
+
+
+def _answers(
+    pool: TaskPool, source: str, rows: Sequence[int], clock: Clock, until_ns: int
+) -> Iterator[tuple[int, TaskEvent]]:
+    """Each row's answer, as they come, until the time is over."""
+    split: Split = "train" if source.startswith("train") else "eval"
+    left, asked = iter(rows), dict[str, int]()
+    while True:
+        while len(asked) < ASKED_MAX and (row := next(left, None)) is not None:
+            request = f"{source} {row}"
+            pool.start(PromptCall(request=request, split=split, index=row, source=source))
+            asked[request] = row
+        if not asked or clock.now_ns() > until_ns:
+            break
+        for event in pool.poll(POLL_S):
+            if event.request in asked:
+                yield asked.pop(event.request), event
+                pool.start(Forget(request=event.request, source=source))
+    for request in asked:
+        pool.start(Forget(request=request, source=source))
+
+
+def _read(
+    seen: PromptsSeen, row: int, event: TaskEvent, tokenizer: Tokenizer, chat: Chat | None
+) -> None:
+    """Note what a row's answer is as a prompt."""
+    if not isinstance(event, PromptReady):
+        named = f"{event.error}: " if isinstance(event, TaskFailed) else ""
+        seen.outside += not isinstance(event, TaskFailed) or event.error in INFRASTRUCTURE
+        seen.failed.append((row, f"{named}{getattr(event, 'message', '')}", ""))
+        return
+    texts = [message["content"] for message in event.messages] or [event.text]
+    try:
+        prompt = prompt_of(event, tokenizer, chat)
+    except DoraError as error:
+        seen.failed.append((row, f"{type(error).__name__}: {error.message}", error.hint or ""))
+        return
+    ids = prompt.prompt_ids if isinstance(prompt, Conversation) else prompt
+    if not ids:
+        seen.failed.append((row, "PromptUnfit: the prompt has no tokens", ""))
+        return
+    seen.lengths.append(len(ids))
+    token = next(filter(None, map(tokenizer.spelled, texts)), "")
+    if token:
+        seen.spelled.append((row, token))

@@ -166,10 +166,9 @@ class Requests(ProgressRecords):
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
         tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
         if not 1 <= tokens < context_tokens:
-            unfit = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
-            message = f"row {request.place.spec.index}: {unfit}"
-            self.give_up(request, now, "PromptUnfit", message, retryable=False)
-            return
+            message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
+            failed = TaskFailed(request=request.key, error="PromptUnfit", message=message)
+            return self._prompt_failed(request, failed, now)
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
         request.replayable = event.episode and (event.replayable or event.kept)

@@ -142,8 +142,7 @@ class Requests(ProgressRecords):
     def place(self, place: PlacedRequest, now: Now) -> None:
         """Take a request; the same placement twice is one.
 
-        Its prompt is asked for at once, not when a slot is free: a refill must not wait for it.
-        """
+        Its prompt is asked for at once: a refill must not wait for it."""
         request = self.new_state(place, now)
         if request is not None:
             self.insert(request)
@@ -166,9 +165,10 @@ class Requests(ProgressRecords):
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
         tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
         if not 1 <= tokens < context_tokens:
-            message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
-            failed = TaskFailed(request=request.key, error="PromptUnfit", message=message)
-            return self._prompt_failed(request, failed, now)
+            why = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
+            failed = TaskFailed(request=request.key, error="PromptUnfit", message=why)
+            self._prompt_failed(request, failed, now)
+            return
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
         request.replayable = event.episode and (event.replayable or event.kept)

@@ -78,11 +78,7 @@ from dora_pipe.producers.worker.request import (
     engine_request_of,
     key_of,
 )
-from dora_pipe.producers.worker.request_records import (
-    logged_of,
-    released_of,
-    trajectory_of,
-)
+from dora_pipe.producers.worker.request_records import logged_of, released_of, trajectory_of
 from dora_pipe.producers.worker.resume import chain_error, prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume

@@ -18,8 +18,6 @@ COMMANDS: Final[Panels] = {
         "task": ("cli.app:task", "Serve a task to workers on other machines."),
         "cassette": ("cli.app:cassette", "Have a recording answer an agent's command or server."),
         "create-topics": ("cli.commands.start:create_topics", "Create or check a run's topics."),
-        "up": ("cli.commands.machine:up", "Start a broker and dashboards in containers."),
-        "down": ("cli.commands.machine:down", "Stop what `up` started."),
         "tell": ("cli.commands.start:tell", "Ask a run to change a setting, pause or stop."),
         "doctor": ("cli.commands.machine:doctor", "Check this machine, and a log."),
         "config": ("cli.app:config", "Print a configuration as it will be used."),

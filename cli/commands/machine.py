@@ -1,4 +1,4 @@
-"""Commands about this machine: services in containers, what it lacks, a configuration."""
+"""Commands about this machine: what it lacks, a configuration."""
 
 from __future__ import annotations
 
@@ -8,81 +8,8 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.options import JsonOption, OverrideOption, ParadigmOption
-from dora_pipe.cli.output import emit_json, emit_rows, emit_table, emit_text, takes_unicode
-from dora_pipe.core.console import say
-from dora_pipe.core.errors import ResourceError, UsageError
-
-
-def up(
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="Three brokers in place of one.")
-    ] = False,
-    demo: Annotated[bool, typer.Option("--demo", help="The demo too, every role apart.")] = False,
-    no_observe: Annotated[
-        bool, typer.Option("--no-observe", help="No metrics, dashboards and traces.")
-    ] = False,
-    kafka_ui: Annotated[bool, typer.Option("--kafka-ui", help="Topics in a browser too.")] = False,
-    run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="The run to observe; default demo.")
-    ] = "",
-    build: Annotated[
-        bool, typer.Option("--build", help="Build the images anew, after a change of the code.")
-    ] = False,
-) -> None:
-    """Start a broker and what shows a run on it, in containers, and say which page is where."""
-    from dora_pipe.cli.up import (
-        CLUSTER,
-        DEMO,
-        LOOK_HINT,
-        PAGES_LIMIT_S,
-        RUN_VARIABLE,
-        SINGLE,
-        asked_of,
-        check_docker,
-        compose_file,
-        compose_words,
-        pages_of,
-        profiles_of,
-        refuse_clash,
-        run_compose,
-        silent_of,
-    )
-    from dora_pipe.core.clock import SystemClock
-    from dora_pipe.schemas.topics import RULE, is_name
-
-    if run and not is_name(run):
-        raise UsageError(f"--run {run!r} is no name of a run", hint=RULE)
-    profiles = profiles_of(cluster=cluster, demo=demo, observe=not no_observe, kafka_ui=kafka_ui)
-    file = compose_file()
-    check_docker()
-    running = asked_of([*compose_words(file, (SINGLE, CLUSTER)), "ps", "--services"]).split()
-    refuse_clash(profiles, running)
-    if DEMO in profiles:
-        say("the demo warms its model up first, which takes minutes")
-    words = [*compose_words(file, profiles), "up", "--detach", *(["--build"] if build else [])]
-    run_compose(words, {RUN_VARIABLE: run} if run else {})
-    pages = pages_of(profiles)
-    silent = silent_of(pages, SystemClock())
-    emit_table(("what", "where"), [(page.what, page.where) for page in pages])
-    if silent:
-        raise ResourceError(
-            f"no answer within {PAGES_LIMIT_S:.0f} s: {', '.join(page.where for page in silent)}",
-            hint=LOOK_HINT,
-        )
-
-
-def down(
-    volumes: Annotated[
-        bool, typer.Option("--volumes", help="Delete the log, the store and all other data too.")
-    ] = False,
-) -> None:
-    """Stop what `up` started; the log and everything else is kept unless --volumes says so."""
-    from dora_pipe.cli.up import PROFILES, check_docker, compose_file, compose_words, run_compose
-
-    file = compose_file()
-    check_docker()
-    run_compose([*compose_words(file, PROFILES), "down", *(["--volumes"] if volumes else [])], {})
-    say("all data is deleted" if volumes else "stopped; `dora-pipe up` goes on with the same data")
+from dora_pipe.cli.output import emit_json, emit_rows, emit_text, takes_unicode
+from dora_pipe.core.errors import UsageError
 
 
 def doctor(

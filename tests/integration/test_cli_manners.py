@@ -245,7 +245,7 @@ def test_every_command_that_takes_a_run_takes_where_runs_lie() -> None:
     taking = {
         name: {option for param in one.params for option in param.opts}
         for name, one in commands.items()
-        if name != "up" and any(param.name == "run" for param in one.params)
+        if any(param.name == "run" for param in one.params)
     }
     assert {"show", "audit", "tell", "bench moves"} <= set(taking)
     assert [name for name, options in taking.items() if "--runs" not in options] == []

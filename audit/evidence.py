@@ -13,9 +13,11 @@ MessagePack. A helper that is ahead waits until its pipe is read, so that nothin
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import select
 import struct
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import IO, Final, Protocol, cast
@@ -359,11 +361,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     opened: bool
 
 
-Start = Callable[[Request], int]
-"""Begins a helper and gives the end of the pipe that it writes to, a file descriptor.
-
-It belongs to the caller; the helper ends when it is closed. Raises ResourceError.
-"""
+Start = Callable[[Request], subprocess.Popen[bytes]]
+"""Starts a helper, which writes frames to its standard output (a pipe). Raises ResourceError."""
 
 
 class HelperFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -459,7 +458,9 @@ class _Helper:
     def __init__(self, start: Start, request: Request) -> None:
         self.at = dict(request.positions)
         self._decoder = msgspec.msgpack.Decoder(HelperFrame)
-        self._out = os.fdopen(start(request), "rb", buffering=0)
+        self._process = start(request)
+        assert self._process.stdout is not None
+        self._out = cast("io.RawIOBase", self._process.stdout)
         if _SET_PIPE_SIZE is not None:
             with suppress(OSError):
                 fcntl.fcntl(self._out, _SET_PIPE_SIZE, PIPE_BYTES)
@@ -495,5 +496,7 @@ class _Helper:
         return data
 
     def close(self) -> None:
-        """The process ends at its next write."""
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
         self._out.close()

@@ -25,17 +25,18 @@ from uuid import uuid4
 import msgspec
 
 from dora_pipe.audit.auditor import Auditor, AuditProgress
-from dora_pipe.audit.evidence import EvidenceSource, Helpers, Start, helpers_for
+from dora_pipe.audit.evidence import EvidenceSource, Helpers, helpers_for
+from dora_pipe.audit.helper import start_helper
 from dora_pipe.audit.index import open_index
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
-from dora_pipe.bench.dataplane.procfs import tree_cpu_s
 from dora_pipe.bench.dataplane.raw import RawReader
 from dora_pipe.bench.peak import peak_bytes
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.errors import BusError, InvariantBroken
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.log_location import LogLocation
 
 MILLIONS: Final = 10_000_000
 """Trajectories to which memory is extrapolated."""
@@ -90,12 +91,8 @@ def bench_audit(
     tokens: Sequence[int],
     trajectories: int,
     repeats: int,
-    starting: Callable[[str], Start],
-    helpers_pid: int,
 ) -> list[AuditFigure]:
     """Figures of every log and length. `urls` are addresses; topics get fresh names and stay.
-
-    `starting` gives helpers to the audits of an address; they are children of `helpers_pid`.
 
     Raises BusError, InvariantBroken when an audit finds anything.
     """
@@ -105,7 +102,7 @@ def bench_audit(
             for length in tokens:
                 run = f"audit-{uuid4().hex[:12]}"
                 written = write_log(bus, LogPlan(trajectories=trajectories, tokens=length, run=run))
-                bench = _Bench(url, bus, Topics(run), length, written, starting(url), helpers_pid)
+                bench = _Bench(url, bus, Topics(run), length, written)
                 figures += bench.figures(repeats)
     return figures
 
@@ -123,8 +120,6 @@ class _Bench:
     topics: Topics
     tokens: int
     written: Written
-    start: Start
-    helpers_pid: int
 
     def __post_init__(self) -> None:
         self.records = self.by_bus()  # What the machine reads first is nobody's to measure.
@@ -165,8 +160,7 @@ class _Bench:
         return _Spent(time.perf_counter() - start_s, self._cpu_s() - cpu_s)
 
     def _cpu_s(self) -> float:
-        now = os.times()
-        return now.user + now.system + tree_cpu_s(self.helpers_pid)
+        return sum(os.times()[:4])  # of helpers that have ended, too
 
     def by_bus(self) -> int:
         """Read everything; how many records there are."""
@@ -203,8 +197,9 @@ class _Bench:
             count = helpers_for(way, len(positions))
             if not count:
                 return None
-            topic = self.topics.trajectories
-            return Helpers(self.start, topic, positions, ends, count=count, opened=whole)
+            topic, log = self.topics.trajectories, LogLocation(run="", url=self.url)
+            start = partial(start_helper, log)
+            return Helpers(start, topic, positions, ends, count=count, opened=whole)
 
         return source
 

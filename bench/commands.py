@@ -109,19 +109,14 @@ def audit(
 ) -> None:
     """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
     from dora_pipe.bench.audit import AuditFigure, MemoryFigure, bench_audit, bench_memory
-    from dora_pipe.cli.audit import help_audit, starting
-    from dora_pipe.launch.fork_server import ForkedHelpers
-    from dora_pipe.store.log_location import LogLocation
 
     place = tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-")
-    with ForkedHelpers(help_audit) as forks, place as folder:
+    with place as folder:
         figures = bench_audit(
             [f"sqlite:{folder}/bench.sqlite", *(bus or ())],
             tokens=tokens or AUDITED_TOKENS,
             trajectories=trajectories,
             repeats=repeats,
-            starting=lambda url: starting(forks, LogLocation(run="", url=url)),
-            helpers_pid=forks.pid,
         )
         names = [one.name for one in fields(AuditFigure)]
         emit_rows(names, [asdict(one) for one in figures], as_json=as_json)

@@ -42,9 +42,9 @@ from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.launch.children import share_cores
 from dora_pipe.launch.examples import example_config, make_model
 from dora_pipe.launch.plan import plan_new
+from dora_pipe.launch.roles import share_cores
 from dora_pipe.launch.run_dir import opened
 
 FIGURES: Final[Sequence[tuple[str, Callable[[ParadigmRun], float | None]]]] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +13,6 @@ import typer
 from dora_pipe.cli.demo import TASK, warm
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
-from dora_pipe.launch.children import Children
 from dora_pipe.launch.examples import example_config
 from dora_pipe.launch.plan import Plan
 from dora_pipe.launch.run import supervise
@@ -45,8 +44,7 @@ def warm_start(start: Path, task: str = TASK) -> Path:
     start.mkdir(parents=True)
     config = start / "demo.toml"
     config.write_text(example_config(task))
-    with closing(Children({"warm start": lambda: warm(start, task)})) as children:
-        children.run("warm start")
+    warm(start, task)
     return config
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Final
-
-import msgspec
+from typing import Final
 
 from dora_pipe.audit.auditor import Auditor, check_catalogue
-from dora_pipe.audit.evidence import EvidenceSource, Helpers, Request, Start, helpers_for, serve
+from dora_pipe.audit.evidence import EvidenceSource, Helpers, helpers_for
+from dora_pipe.audit.helper import start_helper
 from dora_pipe.audit.index import FILE_NAME, look_up, open_index
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.report import AuditReport
@@ -24,10 +24,8 @@ from dora_pipe.cli.progress import CommandProgress, progress
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
-from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
-from dora_pipe.store.log_location import LogLocation
 
 FOLLOW_S: Final = 1.0
 """How often a run that goes on is looked at."""
@@ -42,30 +40,6 @@ COLLECT_AFTER: Final = 50_000
 """Objects after which Python looks for cycles: ledgers have few, and many objects."""
 
 _SQLITE: Final = "sqlite:"
-
-
-class HelperStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a helper is forked with."""
-
-    log: LogLocation
-    request: Request
-
-
-_HELPER_START = msgspec.json.Decoder(HelperStart)
-
-
-def help_audit(words: bytes, out: IO[bytes]) -> None:
-    """Read a log in a process of its own, with the words of a `HelperStart`.
-
-    Raises whatever opening the log does.
-    """
-    start = _HELPER_START.decode(words)
-    with closing(start.log.open()) as bus:
-        serve(bus, start.request, out)
-
-
-def starting(forks: ForkedHelpers, log: LogLocation) -> Start:
-    return lambda request: forks.start(msgspec.json.encode(HelperStart(log=log, request=request)))
 
 
 def log_file(run: OpenRun) -> Path | None:
@@ -116,14 +90,13 @@ class AuditSession:
     def __init__(
         self,
         run: OpenRun,
-        forks: ForkedHelpers,
         index: Path | None,
         *,
         store: bool,
         quick: bool,
         fresh: bool,
     ) -> None:
-        self._run, self._whole, self._forks = run, not quick, forks
+        self._run, self._whole = run, not quick
         self._mark = file_identity(run)
         files = store
         self._opened = open_index(
@@ -244,7 +217,7 @@ class AuditSession:
         if not count:
             return None
         return Helpers(
-            starting(self._forks, self._run.log),
+            partial(start_helper, self._run.log),
             self._run.topics.trajectories,
             positions,
             ends,

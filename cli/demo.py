@@ -20,10 +20,9 @@ from dora_pipe.cli.output import emit_table
 from dora_pipe.config.load import load_config
 from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import UsageError
-from dora_pipe.launch.children import Children
 from dora_pipe.launch.examples import example_config, example_file, make_model
 from dora_pipe.launch.plan import plan_new
-from dora_pipe.launch.roles import be_torch_role
+from dora_pipe.launch.roles import share_cores
 from dora_pipe.launch.run import supervise
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.launch.supervisor import RunFailed, Supervisor
@@ -55,27 +54,18 @@ def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
     (start / "demo.toml").write_text(example_config(TASK, engine))
     steps = load_config(start / "demo.toml", override).run.steps
     killer = _Killer()
-    works = {
-        "warm start": lambda: warm(start),
-        "replay": lambda: replay(str(directory.path), first=steps - REPLAYED_STEPS, last=steps),
-    }
-
-    def role(name: str) -> int:
-        return be_torch_role(directory, directory.config(), name)
-
-    with closing(Children(works, role=role)) as children:
-        say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
-        children.run("warm start")
-        overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *override]
-        plan = plan_new(load_config(start / "demo.toml", overrides), root)
-        workers = plan.config.workers.count
-        say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
-        if not supervise(plan, killer, torch=children.fork_server):
-            raise typer.Exit(130)
-        say("3. what the log says")
-        _report(str(directory.path), killer)
-        say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} once more, from the log alone")
-        children.run("replay")
+    say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
+    warm(start)
+    overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *override]
+    plan = plan_new(load_config(start / "demo.toml", overrides), root)
+    workers = plan.config.workers.count
+    say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
+    if not supervise(plan, killer):
+        raise typer.Exit(130)
+    say("3. what the log says")
+    _report(str(directory.path), killer)
+    say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} once more, from the log alone")
+    replay(str(directory.path), first=steps - REPLAYED_STEPS, last=steps)
     look = typed("show", name, runs=root)
     say(f"done in {time.monotonic() - began_s:.0f} s; look around: {look}")
     first, last = killer.rewards[0], killer.rewards[-1]
@@ -144,6 +134,7 @@ def _costs(run: OpenRun) -> None:
 def warm(start: Path, task: str = TASK) -> None:
     """The model of an example's task under `start`, random and warmed up; `demo.toml` lies there.
     Needs torch."""
+    share_cores()
     make_model(start / "random", task)
     sft(
         start / "demo.toml",

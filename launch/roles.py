@@ -1,4 +1,4 @@
-"""What a forked or started process does to be one role; the only place that joins all parts."""
+"""Makes a process one role of a run; the only place that joins all parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import platform
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib import import_module
 from random import random
 from typing import Final
 
@@ -20,6 +21,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import complain, log_to_stderr, name_process, say
 from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
+from dora_pipe.core.own_code import importable
 from dora_pipe.launch.local_roles import (
     ORCHESTRATOR,
     TRACES,
@@ -34,7 +36,7 @@ from dora_pipe.launch.supervisor import WAITED_OUT
 from dora_pipe.observe.traces.follow import Checkpoint, Follower
 from dora_pipe.observe.traces.sinks import HttpSink
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
-from dora_pipe.producers.engines.registry import open_engine
+from dora_pipe.producers.engines.registry import engine_kind, open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -51,8 +53,8 @@ TRAINER_PRELOAD = (
     "dora_pipe.consumers.trainer.role",
     "dora_pipe.consumers.learners.torch.learner",
 )
-"""What the trainer needs, with what transformers would else import when it makes a model: seconds
-of CPU at every restart."""
+"""Modules that the trainer's process imports before its loop, so that the CPU seconds of its
+statuses are those of training."""
 
 
 TRACES_NICE: Final = 5
@@ -87,10 +89,7 @@ def settle(name: str, run: str) -> StopFlag:
 
 
 def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
-    """Run a role with its talk in a file; the exit code says how it ended.
-
-    A fault of its own is the fork server's to log, into that file too.
-    """
+    """Run a role with its output in a log file; return its exit code."""
     directory.logs.mkdir(exist_ok=True)
     log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
@@ -113,13 +112,31 @@ def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool =
     def start() -> None:
         if name == TRAINER:
             show_gpus(config, name)
+            _preload(TRAINER_PRELOAD)
             trainer(directory, config, adopt=adopt)
             return
-        own = with_engine(config, worker_engine(config, name), address=worker_address(config, name))
+        engine = worker_engine(config, name)
+        own = with_engine(config, engine, address=worker_address(config, name))
         show_gpus(own, name)
+        with importable(config.task.directory):
+            _preload(engine_kind(engine).preload)
         worker(directory, own, name)
 
     return be_role(name, directory, start)
+
+
+def share_cores() -> None:
+    """Bound how long idle threads of torch spin, before it is imported.
+
+    By default they spin for longer than a pass takes: beside other work two threads are ten times
+    slower than one. Threads that sleep at once make two no faster than one.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _preload(modules: Iterable[str]) -> None:
+    for module in modules:
+        import_module(module)
 
 
 def talk(name: str) -> None:

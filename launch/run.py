@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import importlib.util
 import shutil
+import subprocess
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,18 +28,17 @@ from dora_pipe.core.errors import (
     TaskError,
 )
 from dora_pipe.core.extras import install_hint
-from dora_pipe.core.own_code import importable
-from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch import local_roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
-from dora_pipe.launch.fork_server import ForkServer
 from dora_pipe.launch.local_roles import need_gpus
 from dora_pipe.launch.plan import Plan
+from dora_pipe.launch.processes import RoleStart, start_role
 from dora_pipe.launch.run_dir import RunDir, locked, run_dir
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.orchestrator.curriculum import Samplers
-from dora_pipe.producers.engines.registry import check_engines, engine_kind, need_engines
+from dora_pipe.producers.engines.registry import check_engines, need_engines
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.open import need_transfers
 
@@ -52,82 +52,55 @@ Watch = Callable[[RunProgress, Supervisor], None]
 
 
 def supervise(
-    plan: Plan,
-    watch: Watch | None = None,
-    *,
-    report: Callable[[str], None] = say,
-    torch: ForkServer | None = None,
+    plan: Plan, watch: Watch | None = None, *, report: Callable[[str], None] = say
 ) -> bool:
     """Start every role, `report` of it until all have ended; False when the user stopped it.
 
-    `torch` has imported what the torch engine and the trainer need, and forks `be_torch_role`; it
-    stays the caller's. Without it each of the two has a process of its own for that. Raises
-    UsageError where the run is running already.
+    Raises UsageError where the run is running already.
     """
     with locked(plan.directory):
-        return _supervise(plan, watch, report, torch)
+        return _supervise(plan, watch, report)
 
 
-def _supervise(
-    plan: Plan, watch: Watch | None, report: Callable[[str], None], torch: ForkServer | None
-) -> bool:
-    names = local_roles.worker_names(plan.config)
+def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -> bool:
     directory, config = plan.directory, plan.config
     name_process("run", config.run.name)
-    engines = local_roles.worker_engines(config)
     need_parts(config)
     shutil.rmtree(directory.handover, ignore_errors=True)
-    own: list[ForkServer] = []
-
-    def forking(preload: Sequence[str] = ()) -> ForkServer:
-        own.append(ForkServer(lambda name: _be(plan, name), preload=preload))
-        return own[-1]
-
-    slim = forking()
-    serving = {} if torch is None else {"torch": torch}
-    with importable(config.task.directory):
-        for engine in sorted(set(engines.values()) - serving.keys()):
-            serving[engine] = forking(engine_kind(engine).preload)
-    fork_servers = {
-        local_roles.ORCHESTRATOR: slim,
-        local_roles.TRAINER: torch or forking(roles.TRAINER_PRELOAD),
-    }
-    fork_servers |= {name: serving[engine] for name, engine in engines.items()}
+    workers = local_roles.worker_names(config)
+    names = [local_roles.ORCHESTRATOR, local_roles.TRAINER, *workers]
     if config.telemetry.traces != "off":
-        fork_servers[local_roles.TRACES] = slim
-    try:
-        with (
-            closing(directory.open_bus(config)) as bus,
-            BrokerWatch(config, directory.open_bus) as brokers,
-        ):
-            progress = progress_of(bus, config, directory.logs)
-            console = RunConsole(progress, report)
-            disk = disk_watch(directory, config, brokers, report)
+        names.append(local_roles.TRACES)
+    with (
+        closing(directory.open_bus(config)) as bus,
+        BrokerWatch(config, directory.open_bus) as brokers,
+    ):
+        progress = progress_of(bus, config, directory.logs)
+        console = RunConsole(progress, report)
+        disk = disk_watch(directory, config, brokers, report)
 
-            def turn() -> None:
-                disk.turn()
-                progress.stopping = supervisor.stopping
-                console.turn()
-                if watch is not None:
-                    watch(progress, supervisor)
+        def turn() -> None:
+            disk.turn()
+            progress.stopping = supervisor.stopping
+            console.turn()
+            if watch is not None:
+                watch(progress, supervisor)
 
-            supervisor = Supervisor(
-                fork_servers,
-                stop_order=stop_order(names, fork_servers),
-                spare=(local_roles.TRACES,),
-                workers=workers_of(progress, names),
-                timing=config.timing,
-                logs=directory.logs,
-                watch=turn,
-                held_up=lambda: disk.full,
-            )
-            finished = supervisor.run()
-            turn()
-            progress.close()
-            return finished
-    finally:
-        for fork_server in own:
-            fork_server.close()
+        supervisor = Supervisor(
+            names,
+            lambda name: _start(plan, name),
+            stop_order=stop_order(workers, names),
+            spare=(local_roles.TRACES,),
+            workers=workers_of(progress, workers),
+            timing=config.timing,
+            logs=directory.logs,
+            watch=turn,
+            held_up=lambda: disk.full,
+        )
+        finished = supervisor.run()
+        turn()
+        progress.close()
+        return finished
 
 
 def progress_of(bus: Bus, config: Config, logs: Path) -> RunProgress:
@@ -187,17 +160,17 @@ def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tupl
     return tuple(names for names in order if all(name in started for name in names))
 
 
-def _be(plan: Plan, name: str) -> int:
-    directory, config = plan.directory, plan.config
-    slim: dict[str, Callable[[], None]] = {
-        local_roles.ORCHESTRATOR: lambda: roles.orchestrator(
-            directory, config, plan.first, resumed_by=getpass.getuser() if plan.resumed else ""
-        ),
-        local_roles.TRACES: lambda: roles.traces(directory, config),
-    }
-    if name in slim:
-        return roles.be_role(name, directory, slim[name])
-    return roles.be_torch_role(directory, config, name, adopt=plan.adopt)
+def _start(plan: Plan, name: str) -> subprocess.Popen[bytes]:
+    return start_role(
+        RoleStart(
+            name=name,
+            directory=str(plan.directory.path),
+            config=plan.config,
+            first=plan.first,
+            adopt=plan.adopt,
+            resumed_by=getpass.getuser() if plan.resumed else "",
+        )
+    )
 
 
 def load_wanted(config: Path, overrides: Sequence[str], paradigm: str = "") -> Config:

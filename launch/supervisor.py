@@ -7,22 +7,18 @@ others said. Nothing is cancelled: `--resume` goes on exactly there. A second Ct
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from dora_pipe.config.model import Timing
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import DoraError
-from dora_pipe.launch.fork_server import Ended, ForkServer, Report, Started
 
 TICK_S: Final = 0.1
 BACKOFF_FIRST_S: Final = 0.2
@@ -76,12 +72,21 @@ class Workers:
     """How often a worker has loaded a version so far."""
 
 
+Start = Callable[[str], subprocess.Popen[bytes]]
+"""Starts the process of a role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A role's process ended with an exit code, or negative: by that signal."""
+
+    name: str
+    code: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Role:
-    fork_server: ForkServer
-    pid: int | None = None
-    starting: bool = False
-    """The fork server was asked to start it, and has not said yet that it did."""
+    process: subprocess.Popen[bytes] | None = None
     asked_to_end: bool = False
     done: bool = False
     starts_s: deque[float] = field(default_factory=deque)
@@ -102,7 +107,8 @@ class Supervisor:
 
     def __init__(
         self,
-        roles: Mapping[str, ForkServer],
+        names: Collection[str],
+        start: Start,
         *,
         stop_order: tuple[tuple[str, ...], ...],
         timing: Timing,
@@ -112,7 +118,8 @@ class Supervisor:
         workers: Workers | None = None,
         held_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._roles = {name: _Role(fork_server=fork_server) for name, fork_server in roles.items()}
+        self._roles = {name: _Role() for name in names}
+        self._start = start
         self._stop_order = stop_order
         self._timing = timing
         self._logs = logs
@@ -123,7 +130,10 @@ class Supervisor:
         self._interrupts = 0
 
     def run(self) -> bool:
-        """Until every role has ended in order; False when the user stopped it. Raises RunFailed."""
+        """Until every role has ended in order; False when the user stopped it. Raises RunFailed.
+
+        No role outlives this call.
+        """
         previous = {
             number: signal.signal(number, self._interrupt)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -136,6 +146,10 @@ class Supervisor:
                     return False
             return True
         finally:
+            for role in self._roles.values():
+                if role.process is not None:
+                    role.process.kill()
+                    role.process.wait()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -146,36 +160,31 @@ class Supervisor:
 
     def pid(self, name: str) -> int | None:
         """The process id of a running role."""
-        return self._roles[name].pid
+        process = self._roles[name].process
+        return None if process is None else process.pid
 
     def _turn(self, *, restart: bool) -> None:
         now_s = time.monotonic()
         for name, role in self._roles.items():
-            if restart and not role.done and role.pid is None and role.due_s <= now_s:
+            if restart and not role.done and role.process is None and role.due_s <= now_s:
                 role.due_s = float("inf")
-                role.starting = True
                 role.starts_s.append(now_s)
-                role.fork_server.spawn(name)
-        pause_s = TICK_S
-        reports: list[Report] = []
-        for fork_server in {
-            id(role.fork_server): role.fork_server for role in self._roles.values()
-        }.values():
-            reports += fork_server.reports(pause_s)
-            pause_s = 0.0
-        for report in reports:  # all, before one of them ends the run: nobody reports twice
-            self._update(report)
-        for report in reports:
-            if isinstance(report, Ended):
-                self._role_ended(report, restart=restart)
+                role.process = self._start(name)
+        ended = self._ends()
+        if not ended:
+            time.sleep(TICK_S)
+        for one in ended:
+            self._role_ended(one, restart=restart)
         self._watch()
 
-    def _update(self, report: Report) -> None:
-        role = self._roles[report.name]
-        if isinstance(report, Started):
-            role.pid, role.starting = report.pid, False
-        else:
-            role.pid = None
+    def _ends(self) -> list[Ended]:
+        """Roles whose process has ended since the last call: all, before one ends the run."""
+        ended = []
+        for name, role in self._roles.items():
+            if role.process is not None and (code := role.process.poll()) is not None:
+                role.process = None
+                ended.append(Ended(name, code))
+        return ended
 
     def _role_ended(self, report: Ended, *, restart: bool) -> None:
         role = self._roles[report.name]
@@ -184,7 +193,7 @@ class Supervisor:
             return
         waited_out = report.code - WAITED_OUT in PATIENT_CODES
         if waited_out:
-            report = msgspec.structs.replace(report, code=report.code - WAITED_OUT)
+            report = replace(report, code=report.code - WAITED_OUT)
         may_be_lost = report.name in self._workers.names or report.name in self._spare
         if (waited_out and not may_be_lost and not self._held_up()) or report.code in BROKEN_CODES:
             self._fail(report)
@@ -268,7 +277,7 @@ class Supervisor:
     def _end(self, roles: list[_Role]) -> None:
         """Ask these roles to end, wait for them, and kill what takes too long."""
         until_s = time.monotonic() + self._timing.stop_timeout_s
-        while any(role.pid is not None or role.starting for role in roles):
+        while any(role.process is not None for role in roles):
             _signal([role for role in roles if not role.asked_to_end], signal.SIGTERM)
             if self._interrupts > 1 or time.monotonic() > until_s:
                 _signal(roles, signal.SIGKILL)
@@ -289,7 +298,6 @@ def how(code: int) -> str:
 
 def _signal(roles: list[_Role], number: int) -> None:
     for role in roles:
-        if role.pid is not None:
+        if role.process is not None:
             role.asked_to_end = True
-            with suppress(ProcessLookupError):
-                os.kill(role.pid, number)
+            role.process.send_signal(number)

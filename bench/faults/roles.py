@@ -1,4 +1,4 @@
-"""What the forked processes of a kill round are: rigged roles, the maker of the model, the judge.
+"""The processes of a kill round: rigged roles, the maker of the model, the judge.
 
 A rigged role is the production role, handed a bus, a policy store, an engine or a trainer that
 `bench.faults.inject` has wrapped.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -33,7 +34,9 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.console import die_with
 from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch.processes import end_process
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.registry import open_engine
@@ -56,6 +59,14 @@ _TRAINER_MARKS: Final = {
     "save_weights": "writing weights",
     "save_optimizer": "writing a checkpoint",
 }
+
+
+class FaultStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The message to such a process: JSON on its standard input."""
+
+    name: str
+    directory: str
+    parent_pid: int
 
 
 def first_of(directory: RunDir) -> Path:
@@ -197,3 +208,12 @@ def _judge(directory: RunDir) -> None:
             walked = walked_once(bus, topics, files.walked, hits, text)
             verdict = msgspec.structs.replace(verdict, walked=walked)
     verdict_of(directory).write_bytes(msgspec.json.encode(verdict))
+
+
+def _be(start: FaultStart) -> int:
+    die_with(start.parent_pid)
+    return be(start.name, RunDir(Path(start.directory)))
+
+
+if __name__ == "__main__":
+    end_process(lambda: _be(msgspec.json.decode(sys.stdin.buffer.read(), type=FaultStart)))

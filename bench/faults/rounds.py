@@ -1,4 +1,4 @@
-"""Plays kill rounds: real roles as processes, forked from one fork server that has torch imported.
+"""Plays kill rounds: real roles, each in a process of its own.
 
 A role here is the production role with its ports wrapped (`bench.faults.inject`); who is killed
 when was decided by `bench.faults.order`, and random moments are met by `fault_hunt`. The
@@ -8,12 +8,15 @@ watch. When the run has ended, one more process judges it (`bench.faults.judge`)
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,22 +51,14 @@ from dora_pipe.bench.faults.order import (
 from dora_pipe.bench.faults.servers import Servers
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import DoraError, ResourceError
-from dora_pipe.launch import local_roles, roles
-from dora_pipe.launch.fork_server import Ended, ForkServer
+from dora_pipe.launch import local_roles
 from dora_pipe.launch.plan import plan_new
+from dora_pipe.launch.processes import start_process
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import RunFailed, Supervisor, how
-from dora_pipe.producers.engines.registry import engine_kind
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.copies import MADE
-
-PRELOAD: Final = (
-    *engine_kind("torch").preload,
-    *roles.TRAINER_PRELOAD,
-    "transformers.models.llama.modeling_llama",
-    "dora_pipe.orchestrator.role",
-)
 
 MAX_TOKENS: Final = 48
 STEPS: Final = 6
@@ -128,7 +123,7 @@ class RoundResult:
 
 
 class Session:
-    """A folder of rounds, and the fork server of their roles. Make it before anything is open.
+    """A folder of rounds.
 
     With `brokers` rounds are played on Kafka: so many of them, started here. With `episodes` their
     runs have an agent, an environment on servers and tools, and several are struck in each.
@@ -138,16 +133,13 @@ class Session:
     def __init__(self, root: Path, *, brokers: int = 0, episodes: bool = False) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
-        self._current = root / "current"
         self._brokers = Brokers(root / "brokers", brokers) if brokers else None
-        self._fork_server = ForkServer(self._be, preload=PRELOAD)
         self._servers = Servers(root / "servers") if episodes else None
         if self._brokers is not None:
             self._brokers.start()
 
     def close(self) -> None:
-        """End the fork server and whatever it forked, the brokers and the servers."""
-        self._fork_server.close()
+        """End the brokers and the servers."""
         if self._servers is not None:
             self._servers.close()
         if self._brokers is not None:
@@ -224,7 +216,6 @@ class Session:
 
     def _run(self, directory: RunDir, config: Config, order: Order, watch: Watch | None) -> str:
         """Let the run happen; what was wrong with it, or ""."""
-        self._current.write_text(str(directory.path))
         until_s = time.monotonic() + ROUND_LIMIT_S
         files = Files(directory.path)
         copies = directory.store(config) / MADE
@@ -244,7 +235,8 @@ class Session:
                 watch(supervisor, files)
 
         supervisor = Supervisor(
-            dict.fromkeys(NAMES, self._fork_server),
+            NAMES,
+            partial(_start, directory),
             stop_order=(WORKERS, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,)),
             timing=config.timing,
             logs=directory.logs,
@@ -284,22 +276,25 @@ class Session:
         return msgspec.json.decode(written, type=Verdict), ""
 
     def _call(self, name: str, directory: RunDir) -> None:
-        """Run something in a fork to its end. Raises ResourceError if it fails."""
-        self._current.write_text(str(directory.path))
-        self._fork_server.spawn(name)
-        until_s = time.monotonic() + CHILD_LIMIT_S
-        while time.monotonic() < until_s:
-            for report in self._fork_server.reports(1.0):
-                if not isinstance(report, Ended) or report.name != name:
-                    continue
-                if report.code:
-                    log = directory.logs / f"{name}.log"
-                    raise ResourceError(f"{name} {how(report.code)}", hint=f"see {log}")
-                return
-        raise ResourceError(f"{name} did not end within {CHILD_LIMIT_S:.0f} s")
+        """Run a process to its end. Raises ResourceError if it fails."""
+        process = _start(directory, name)
+        try:
+            code = process.wait(CHILD_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(f"{name} did not end within {CHILD_LIMIT_S:.0f} s") from None
+        finally:
+            process.kill()
+            process.wait()
+        if code:
+            log = directory.logs / f"{name}.log"
+            raise ResourceError(f"{name} {how(code)}", hint=f"see {log}")
 
-    def _be(self, name: str) -> int:
-        return fault_roles.be(name, RunDir(Path(self._current.read_text())))
+
+def _start(directory: RunDir, name: str) -> subprocess.Popen[bytes]:
+    """Start a role of a round, the maker of its model or its judge."""
+    start = fault_roles.FaultStart(name=name, directory=str(directory.path), parent_pid=os.getpid())
+    log = directory.logs / f"{name}.log"
+    return start_process(fault_roles.__name__, msgspec.json.encode(start), log)
 
 
 def _joined(hits: Sequence[Hit]) -> Hit | None:

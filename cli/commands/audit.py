@@ -92,9 +92,8 @@ def audit(
         raise UsageError("--follow talks line by line: it gives no JSON")
     from dora_pipe.audit.auditor import raise_if_broken
     from dora_pipe.audit.report import plain
-    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, audit_again, help_audit
+    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, audit_again
     from dora_pipe.cli.audit_tables import print_report
-    from dora_pipe.launch.fork_server import ForkedHelpers
     from dora_pipe.launch.run_dir import opened
 
     if cassette:
@@ -104,11 +103,11 @@ def audit(
             audit_cassette(open_run, cassette, root, as_json=as_json)
         return
     gc.set_threshold(COLLECT_AFTER, 20, 20)
-    with ForkedHelpers(help_audit) as forks, opened(run, root) as open_run:
+    with opened(run, root) as open_run:
         if open_run.directory.lender:
             raise_if_broken(audit_again(open_run, store=store, follow=follow, as_json=as_json))
             return
-        session = AuditSession(open_run, forks, index, store=store, quick=quick, fresh=fresh)
+        session = AuditSession(open_run, index, store=store, quick=quick, fresh=fresh)
         found = session.follow() if follow else session.once()
     emit_json(plain(found)) if as_json else print_report(found)
     raise_if_broken(found)

@@ -141,8 +141,8 @@ def sft(
     With `lora.rank` only an adapter is trained: the folder has merged weights, and the adapter.
     """
     from dora_pipe.config.load import load_config
-    from dora_pipe.launch.children import share_cores
     from dora_pipe.launch.model_checks import check_tokenizer
+    from dora_pipe.launch.roles import share_cores
     from dora_pipe.launch.warm_start import data_rows, demonstrations, sft_options, warm_up
 
     if schedule not in SCHEDULES:

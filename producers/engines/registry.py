@@ -55,7 +55,7 @@ class EngineKind:
     hint: str = ""
     """What to do where one is missing."""
     preload: tuple[str, ...] = (ROLE,)
-    """What its workers need, imported once per machine before they are forked."""
+    """Modules that a worker's process imports before its loop."""
     check_model: Callable[[Path, Config], None] | None = None
     """Raises PolicyError for a model directory that it does not take, ConfigError for keys that do
     not go with it, before anything starts."""

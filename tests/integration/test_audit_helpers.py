@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.audit.auditor import Auditor, audit
 from dora_pipe.audit.evidence import Helpers, OwnReader, Request, helpers_for, serve
+from dora_pipe.audit.helper import start_helper
 from dora_pipe.audit.reading import ends_of
 from dora_pipe.audit.report import plain
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli.audit import help_audit, starting
 from dora_pipe.core.errors import BusError
-from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation
 
@@ -36,17 +36,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def forks() -> Iterator[ForkedHelpers]:
-    """Made before the test opens anything."""
-    with ForkedHelpers(help_audit) as found:
-        yield found
-
-
-def _helpers(
-    forks: ForkedHelpers, log: Path, positions: dict[int, int], ends: dict[int, int], count: int
-) -> Helpers:
-    start = starting(forks, LogLocation(run="synthetic", url=f"sqlite:{log}"))
+def _helpers(log: Path, positions: dict[int, int], ends: dict[int, int], count: int) -> Helpers:
+    start = partial(start_helper, LogLocation(run="synthetic", url=f"sqlite:{log}"))
     return Helpers(start, TOPICS.trajectories, positions, ends, count=count)
 
 
@@ -60,13 +51,13 @@ def test_run_that_never_happened_holds(log: Path) -> None:
     assert found.one_version_share == 1.0
 
 
-def test_audit_with_helpers_says_what_one_without_says(log: Path, forks: ForkedHelpers) -> None:
+def test_audit_with_helpers_says_what_one_without_says(log: Path) -> None:
     bus = SqliteBus(log)
     expected = plain(audit(bus, TOPICS, None))
     used = []
 
     def source(positions: dict[int, int], ends: dict[int, int]) -> Helpers:
-        used.append(_helpers(forks, log, positions, ends, 2))
+        used.append(_helpers(log, positions, ends, 2))
         return used[-1]
 
     auditor = Auditor(bus, TOPICS, None, source=source)
@@ -94,8 +85,8 @@ def test_helper_writes_what_it_has_read_and_where_it_is(log: Path) -> None:
     assert out.getvalue().count(b"synthetic") >= 200
 
 
-def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path, forks: ForkedHelpers) -> None:
-    helpers = _helpers(forks, tmp_path / "none.sqlite", {0: 0}, {0: 5}, 1)
+def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path) -> None:
+    helpers = _helpers(tmp_path / "none.sqlite", {0: 0}, {0: 5}, 1)
     with pytest.raises(BusError, match="helps audit ended before its work was done"):
         helpers.poll(0, 20.0)
     helpers.close()
@@ -103,11 +94,9 @@ def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path, forks: Fork
 
 @pytest.mark.parametrize("written", [b"x" * 100, b"\xff" * 4, b"\x01\0\0\0\xc1", b"\x01\0", b""])
 def test_helper_that_writes_nonsense_or_nothing_is_one_line(written: bytes) -> None:
-    def start(_: Request) -> int:
-        read, write = os.pipe()
-        os.write(write, written)
-        os.close(write)
-        return read
+    def start(_: Request) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", f"import os; os.write(1, {written!r})"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
 
     helpers = Helpers(start, TOPICS.trajectories, {0: 0}, {0: 5}, count=1)
     with pytest.raises(BusError, match="helps audit"):

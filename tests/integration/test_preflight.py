@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, LogTruncated, UsageError
 from dora_pipe.launch import plan
-from dora_pipe.launch.fork_server import ForkServer
 from dora_pipe.launch.plan import check_data, check_log, run_started
 from dora_pipe.launch.run import load_again
 from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
@@ -250,9 +251,7 @@ def test_the_lock_is_gone_with_its_holder_however_it_died(tmp_path: Path) -> Non
     pid = os.fork()
     if pid == 0:
         with locked(directory):
-            fork_server = ForkServer(lambda name: 0)
-            fork_server.spawn("w0")
-            fork_server.reports(10.0)
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
             os.write(tell, b"x")
             signal.pause()
         os._exit(1)

@@ -51,7 +51,7 @@ ALSO: Final = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 )
-"""Besides what fork servers of a run import."""
+"""Besides what roles preload."""
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -129,13 +129,12 @@ def _server() -> socket.socket:
 
 def serve() -> None:
     """Fork what is asked for until nobody asks; in a child this is the command itself."""
-    from dora_pipe.launch.fork_server import CUDA_BY_NVML
     from dora_pipe.launch.roles import TRAINER_PRELOAD
     from dora_pipe.producers.engines.registry import engine_kind
 
     sys.path[0] = str(PROGRAM.parent)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault(*CUDA_BY_NVML)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import starts no CUDA
     # vLLM's first: it wants its environment set before torch is there.
     engines = ("vllm", "torch") if importlib.util.find_spec("vllm") else ("torch",)
     preload = [module for engine in engines for module in engine_kind(engine).preload]

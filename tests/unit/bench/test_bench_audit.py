@@ -10,10 +10,7 @@ from dora_pipe.audit.auditor import PIECE_RECORDS, audit
 from dora_pipe.bench.audit import bench_audit, bench_memory
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.cli.audit import help_audit, starting
-from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.store.log_location import LogLocation
 
 GROWTH_BYTES_MAX = 40
 """Of memory, per trajectory: what has ended lies on the disk."""
@@ -40,15 +37,8 @@ def test_synthetic_run_holds_from_the_first_record_to_the_last(plan: LogPlan) ->
 
 
 def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
-    with ForkedHelpers(help_audit) as forks:
-        figures = bench_audit(
-            [f"sqlite:{tmp_path / 'log.sqlite'}"],
-            tokens=[64],
-            trajectories=128,
-            repeats=1,
-            starting=lambda url: starting(forks, LogLocation(run="", url=url)),
-            helpers_pid=forks.pid,
-        )
+    url = f"sqlite:{tmp_path / 'log.sqlite'}"
+    figures = bench_audit([url], tokens=[64], trajectories=128, repeats=1)
     ways = {one.way: one for one in figures}
     assert list(ways) == [
         "raw consumption",

@@ -1,0 +1,97 @@
+"""Processes of a run: how one is started, and what the process of a role does first.
+
+    python -m dora_pipe.launch.processes      started by `run`, of no use by hand
+
+A role is executed, never forked: libraries that hold descriptors, threads or locks of their own
+(those of object stores, Arrow, CUDA) do not survive in a forked child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.core.console import die_with
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.schemas.control import RunStarted
+
+LOG = logging.getLogger(__name__)
+
+
+class RoleStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to the process of a role: JSON on its standard input."""
+
+    name: str
+    directory: str
+    config: Config
+    first: RunStarted
+    adopt: bool = False
+    resumed_by: str = ""
+    parent_pid: int = msgspec.field(default_factory=os.getpid)
+
+
+def start_role(start: RoleStart) -> subprocess.Popen[bytes]:
+    """Start a role's process. Raises ResourceError."""
+    log = RunDir(Path(start.directory)).logs / f"{start.name}.log"
+    return start_process(__name__, msgspec.json.encode(start), log)
+
+
+def start_process(module: str, message: bytes, log: Path) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE` in a session of its own, with `message` on its standard input and
+    its output in `log`. Raises ResourceError."""
+    log.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-P", "-m", module]
+    with log.open("ab") as out:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+            )
+        except OSError as error:
+            raise ResourceError(f"cannot start a process: {error.strerror}") from None
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # its exit code says why it ended
+        process.stdin.write(message)
+    return process
+
+
+def end_process(work: Callable[[], int]) -> NoReturn:
+    """Do the work of this process and end it with the exit code, without waiting for the threads
+    and exit handlers of libraries."""
+    code = 1
+    try:
+        code = work()
+    finally:
+        if sys.exc_info()[0] is not None:
+            LOG.error("ended by a fault of its own", exc_info=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _be(start: RoleStart) -> int:
+    die_with(start.parent_pid)
+    directory, config, name = RunDir(Path(start.directory)), start.config, start.name
+    if name == local_roles.ORCHESTRATOR:
+        return roles.be_role(
+            name,
+            directory,
+            lambda: roles.orchestrator(directory, config, start.first, resumed_by=start.resumed_by),
+        )
+    if name == local_roles.TRACES:
+        return roles.be_role(name, directory, lambda: roles.traces(directory, config))
+    return roles.be_torch_role(directory, config, name, adopt=start.adopt)
+
+
+if __name__ == "__main__":
+    end_process(lambda: _be(msgspec.json.decode(sys.stdin.buffer.read(), type=RoleStart)))

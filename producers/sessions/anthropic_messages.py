@@ -16,7 +16,6 @@ from dora_pipe.producers.sessions.calls import (
     decoded,
     messages_of,
     most_tokens,
-    settings_of,
     stops_of,
     tools_of,
 )
@@ -35,7 +34,7 @@ _CHOICES: Final = {"any": "required", "tool": "tool"}
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """What of a body is read."""
+    """The keys of a body that are obeyed."""
 
     messages: list[dict[str, Any]]
     max_tokens: int
@@ -46,18 +45,20 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    thinking: Any = None
 
 
 def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
     """A request and what it wants. Raises Refused."""
-    request: MessagesRequest = decoded(body, MessagesRequest)
-    settings = dict(settings_of(request))
-    if isinstance(request.thinking, Mapping) and request.thinking.get("type") == "disabled":
-        settings.pop("thinking", None)
+    request, settings = decoded(body, MessagesRequest)
+    thinking = settings.get("thinking")
+    if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
+        del settings["thinking"]
+    if request.messages and request.messages[-1].get("role") == "assistant":
+        raise Refused(
+            400,
+            "unsupported",
+            "a last message of the assistant (prefill) is not offered",
+        )
     choice = (request.tool_choice or {}).get("type")
     user = (request.metadata or {}).get("user_id")
     wanted = CallRequest(

@@ -154,7 +154,7 @@ class Endpoint:
             caller=_caller(request),
         )
         _, sampled = await self._sampled(session, wanted, len(body))
-        with_logprobs = asked.sampling_params.logprobs is not None
+        with_logprobs = asked.sampling_params.get("logprobs") is not None
         number = self._number()
         return _json(
             token_generate.generated(

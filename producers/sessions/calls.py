@@ -1,12 +1,15 @@
-"""A call in the form that all dialects are translated to, and what becomes of it; decides what in a
-request is refused, and which settings of it the run does not follow."""
+"""A call in the form that all dialects are translated to, and what becomes of it.
+
+Every key of a body is obeyed (the fields of a dialect's request, `NO_EFFECT`), refused (`REFUSED`),
+or recorded: all others, known or not, which `task.sampling_asked = "refuse"` refuses too.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -30,26 +33,96 @@ ASKED_BYTES_MAX: Final = 1024
 Api = Literal["chat", "responses", "messages", "generate"]
 
 NEUTRAL: Final[Mapping[str, Any]] = {
+    "add_generation_prompt": True,
+    "background": False,
+    "best_of": 1,
+    "continue_final_message": False,
+    "detokenize": True,
+    "documents": [],
+    "echo": False,
     "frequency_penalty": 0,
+    "functions": [],
+    "ignore_eos": False,
+    "include": [],
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "mcp_servers": [],
+    "min_tokens": 0,
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
     "presence_penalty": 0,
     "repetition_penalty": 1,
     "response_format": {"type": "text"},
-    "parallel_tool_calls": True,
-    "logit_bias": {},
-    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "stream": False,
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "use_beam_search": False,
 }
-"""Settings that change nothing when they are so; the run follows none of them otherwise."""
+"""Values with which a key changes nothing; null is one for every key."""
 
-UNKNOWN_TO_RUNS: Final = (
-    *NEUTRAL,
-    "seed",
-    "reasoning_effort",
-    "reasoning",
-    "thinking",
-    "verbosity",
+NO_EFFECT: Final = frozenset(
+    (
+        "betas",
+        "cache_control",
+        "cache_salt",
+        "inference_geo",
+        "metadata",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    )
 )
+"""Keys that are obeyed by every answer: none changes a prompt or what is sampled."""
+
+REFUSED: Final = frozenset(
+    (
+        "add_generation_prompt",
+        "add_special_tokens",
+        "audio",
+        "background",
+        "best_of",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "echo",
+        "function_call",
+        "functions",
+        "mcp_servers",
+        "modalities",
+        "previous_response_id",
+        "prompt",
+        "prompt_embeds",
+        "stream",
+        "top_logprobs",
+        "truncate_prompt_tokens",
+        "truncation",
+        "web_search_options",
+    )
+)
+"""Keys that would change the prompt, or the form of the answer: without them a call means another
+thing. Every other key that a dialect does not read is recorded, or refused by
+`task.sampling_asked`."""
+
 FOLLOWED: Final = ("temperature", "top_p", "top_k", "min_p")
-"""Settings that a run has too ([sampling])."""
+"""Recorded where a run has another value ([sampling])."""
+
+SETTINGS_MAX: Final = 64
+"""Keys that one call may have recorded."""
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Refused(Exception):
@@ -78,7 +151,9 @@ class CallRequest:
     stop_ids: tuple[int, ...] = ()
     """Beside those of the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the sampling, as they were written."""
+    """Of the sampling, as they were written, and keys that are not known."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that the chat template is to have."""
     caller: str = ""
     model: str = ""
 
@@ -100,14 +175,9 @@ class Sampled:
 def asked_of(settings: Mapping[str, Any], run: model.Sampling) -> dict[str, Any]:
     """The settings that a call asks for and that the run does not follow."""
     found: dict[str, Any] = {}
-    for name in FOLLOWED:
-        value = settings.get(name)
+    for name, value in settings.items():
         off = -1 if name == "top_k" else None  # vLLM's word for every token
-        if value is not None and value not in (off, getattr(run, name)):
-            found[name] = _short(value)
-    for name in UNKNOWN_TO_RUNS:
-        value = settings.get(name)
-        if value is not None and value != NEUTRAL.get(name):
+        if name not in FOLLOWED or value not in (off, getattr(run, name)):
             found[name] = _short(value)
     return found
 
@@ -119,12 +189,55 @@ def _short(value: Any) -> Any:
     return f"{len(written)} bytes, sha256 {hashlib.sha256(written).hexdigest()}"
 
 
-def decoded(body: bytes, kind: type[Any]) -> Any:
-    """A request's body. Raises Refused, naming the place in it."""
+def decoded(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+    """A request's body as `obeyed_of` has it. Raises Refused, naming the place in it."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return obeyed_of(msgspec.json.decode(body), kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, "invalid_request", f"the body is no such request: {error}") from None
+
+
+def obeyed_of(plain: Any, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+    """The keys that a dialect obeys, and its settings. Raises Refused."""
+    try:
+        return msgspec.convert(plain, kind), settings_of(plain, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise Refused(400, "invalid_request", f"the body is no such request: {error}") from None
+
+
+def settings_of(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The keys that a dialect does not read, but for those without an effect. Raises Refused."""
+    settings = {
+        key: value
+        for key, value in plain.items()
+        if key not in kind.__struct_fields__
+        and key not in NO_EFFECT
+        and value is not None
+        and (key not in NEUTRAL or value != NEUTRAL[key])
+    }
+    for key, value in settings.items():
+        if key in REFUSED:
+            raise Refused(400, "unsupported", f"{key}: {_short(value)!r} is not offered")
+    if len(settings) > SETTINGS_MAX or any(len(key) > CALLER_CHARACTERS_MAX for key in settings):
+        raise Refused(400, "invalid_request", f"more than {SETTINGS_MAX} unknown keys")
+    return settings
+
+
+def template_of(kwargs: Mapping[str, Any] | None, thinking: bool | None) -> dict[str, Any]:
+    """The variables that a call wants its chat template to have."""
+    return {**(kwargs or {}), **({} if thinking is None else {"enable_thinking": thinking})}
+
+
+def check_template(wanted: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Raises Refused for variables of a chat template that are not the run's."""
+    others = [name for name, value in wanted.items() if name not in run or run[name] != value]
+    if others:
+        raise Refused(
+            400,
+            "unsupported",
+            f"chat_template_kwargs: {', '.join(others)} not as in the run:"
+            " set task.chat_template_kwargs",
+        )
 
 
 def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
@@ -186,10 +299,3 @@ def caller_of(*given: str | None) -> str:
     """What the caller calls itself, by the first of these that says so."""
     named = next((one for one in given if one), "")
     return "".join(one if one.isprintable() else "?" for one in named)[:CALLER_CHARACTERS_MAX]
-
-
-def settings_of(request: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    for name in (*FOLLOWED, *UNKNOWN_TO_RUNS):
-        value = getattr(request, name, None)
-        if value is not None:
-            yield name, value

@@ -20,8 +20,8 @@ from dora_pipe.producers.sessions.calls import (
     decoded,
     messages_of,
     most_tokens,
-    settings_of,
     stops_of,
+    template_of,
     tools_of,
 )
 
@@ -29,7 +29,7 @@ FINISH: Final = {"stop": "stop", "length": "length"}
 
 
 class ChatRequest(msgspec.Struct, kw_only=True):
-    """What of a body is read; what else stands in it is left alone."""
+    """The keys of a body that are obeyed."""
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -42,34 +42,23 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
     return_token_ids: bool | None = None
     user: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Any = None
-    reasoning: Any = None
-    thinking: Any = None
-    verbosity: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+
+
+_OF_MESSAGES: Final = ("audio", "function_call", "partial", "prefix")
+"""Keys of a message that no template renders as they are meant."""
 
 
 def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
     """A request and what it wants. Raises Refused."""
-    request: ChatRequest = decoded(body, ChatRequest)
-    if request.top_logprobs:
-        raise Refused(
-            400, "unsupported", f"top_logprobs: {request.top_logprobs} is not offered, only 0"
-        )
+    request, settings = decoded(body, ChatRequest)
+    for at, one in enumerate(request.messages):
+        for key in _OF_MESSAGES:
+            if one.get(key):
+                raise Refused(400, "unsupported", f"messages[{at}].{key} is not offered")
     wanted = CallRequest(
         api="chat",
         messages=messages_of(request.messages),
@@ -77,7 +66,8 @@ def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
         max_tokens=most_tokens(request.max_tokens, request.max_completion_tokens),
         choices=choices_of(request.n),
         stop=stops_of(request.stop),
-        settings=dict(settings_of(request)),
+        settings=settings,
+        template=template_of(request.chat_template_kwargs, request.enable_thinking),
         caller=caller_of(caller, request.user),
         model=request.model,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.producers.sessions.calls import (
+    NEUTRAL,
     CallRequest,
     Refused,
     Sampled,
@@ -18,13 +19,12 @@ from dora_pipe.producers.sessions.calls import (
     decoded,
     messages_of,
     most_tokens,
-    settings_of,
     tools_of,
 )
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """What of a body is read."""
+    """The keys of a body that are obeyed; of `text` the format is a setting."""
 
     input: str | list[dict[str, Any]]
     model: str = ""
@@ -32,29 +32,18 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_output_tokens: int | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
     user: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Any = None
 
 
 def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
     """A request and what it wants. Raises Refused."""
-    request: ResponsesRequest = decoded(body, ResponsesRequest)
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name):
-            raise Refused(
-                400, "unsupported", f"{name} is not offered: send the whole conversation as `input`"
-            )
-    settings = dict(settings_of(request))
-    form = (request.text or {}).get("format")
-    if form:
-        settings["response_format"] = form
+    request, settings = decoded(body, ResponsesRequest)
+    for key, value in (request.text or {}).items():
+        name = "response_format" if key == "format" else key
+        if value is not None and value != NEUTRAL.get(name):
+            settings[name] = value
     wanted = CallRequest(
         api="responses",
         messages=messages_of(list(chat_messages(request))),
@@ -152,10 +141,10 @@ def response(
         "model": request.model,
         "output": _output(sampled.turn.message(), number, status),
         "parallel_tool_calls": True,
-        "temperature": request.temperature,
+        "temperature": None,
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
         "tools": request.tools or [],
-        "top_p": request.top_p,
+        "top_p": None,
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0},

@@ -14,7 +14,13 @@ from dora_pipe.config import model
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.addresses import check_key, session_name
-from dora_pipe.producers.sessions.calls import CallRequest, Refused, Sampled, asked_of
+from dora_pipe.producers.sessions.calls import (
+    CallRequest,
+    Refused,
+    Sampled,
+    asked_of,
+    check_template,
+)
 from dora_pipe.producers.sessions.conversations import Conversations, Prompt
 from dora_pipe.producers.sessions.frames import (
     Answer,
@@ -140,6 +146,7 @@ class Sessions:
         if self._open.get(session.name) is not session:
             raise ended()
         sampling = session.source.sampling
+        check_template(wanted.template, session.source.task.chat_template_kwargs)
         asked = asked_of(wanted.settings, sampling)
         if asked and session.source.task.sampling_asked == "refuse":
             names = ", ".join(asked)

@@ -16,36 +16,27 @@ from dora_pipe.producers.sessions.calls import (
     choices_of,
     decoded,
     most_tokens,
-    settings_of,
+    obeyed_of,
     stops_of,
 )
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """What of `sampling_params` is read. `stop_token_ids` and `stop` end a call beside what ends a
-    turn of the run."""
+    """The keys of `sampling_params` that are obeyed. `stop_token_ids` and `stop` end a call as what
+    ends a turn of the run does."""
 
     max_tokens: int | None = None
     n: int | None = None
     logprobs: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """What of a body is read."""
+    """The keys of a body that are obeyed."""
 
     token_ids: list[int]
-    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    sampling_params: dict[str, Any] = {}
     model: str = ""
     request_id: str = ""
 
@@ -54,13 +45,13 @@ def read(
     body: bytes, *, vocabulary: int, stop_ids: frozenset[int], caller: str = ""
 ) -> tuple[GenerateRequest, CallRequest]:
     """A request and what it wants. Raises Refused for ids that the model has not."""
-    request: GenerateRequest = decoded(body, GenerateRequest)
-    params, ids = request.sampling_params, request.token_ids
+    request, unread = decoded(body, GenerateRequest)
+    params, settings = obeyed_of(request.sampling_params, SamplingParams)
+    ids = request.token_ids
     if not ids:
         raise Refused(400, "invalid_request", "token_ids is empty")
     if not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(400, "invalid_request", f"token_ids: not all are below {vocabulary}")
-    settings = dict(settings_of(params))
     others = sorted(set(params.stop_token_ids or ()) - stop_ids)
     if len(others) > STOPS_MAX or (others and not 0 <= others[0] <= others[-1] < vocabulary):
         message = f"stop_token_ids: more than {STOPS_MAX}, or not all below {vocabulary}"
@@ -72,7 +63,7 @@ def read(
         choices=choices_of(params.n),
         stop=stops_of(params.stop),
         stop_ids=tuple(others),
-        settings=settings,
+        settings={**unread, **settings},
         caller=caller_of(caller),
         model=request.model,
     )

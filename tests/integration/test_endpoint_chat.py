@@ -108,6 +108,42 @@ def test_settings_that_are_not_the_runs_are_recorded(hi: Stage) -> None:
     assert hi.calls[-1].stop == ("END",)
 
 
+def test_every_key_is_obeyed_recorded_or_refused(assets: Path) -> None:
+    obeyed = {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "continue_final_message": False,
+        "functions": [],
+        "metadata": {"a": "b"},
+        "modalities": ["text"],
+        "store": True,
+    }
+    recorded = {
+        "guided_json": {"type": "object"},
+        "logit_bias": {"5": -100},
+        "no_such_key": 1,
+        "response_format": {"type": "json_object"},
+    }
+    run = {"enable_thinking": False}
+    with (
+        stage(assets, says(assets, "hi<|im_end|>"), chat_template_kwargs=run) as one,
+        client_of(one.open("g-0/0")) as client,
+    ):
+        create(client, extra_body={**obeyed, **recorded})
+        assert one.calls[-1].asked == recorded
+        with pytest.raises(openai.BadRequestError, match="more than 64 unknown keys"):
+            create(client, extra_body={f"key-{at}": at for at in range(65)})
+
+
+@pytest.mark.parametrize("key", ["guided_json", "logit_bias", "no_such_key", "response_format"])
+def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: str) -> None:
+    with (
+        stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
+        client_of(one.open("g-0/0")) as client,
+        pytest.raises(openai.BadRequestError, match=key),
+    ):
+        create(client, extra_body={key: {"type": "object"}})
+
+
 def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
     with (
         stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
@@ -189,6 +225,22 @@ def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(assets: 
         ({"tools": [ADD], "tool_choice": "required"}, "required"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "custom"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        *(
+            ({"extra_body": {key: value}}, key)
+            for key, value in {
+                "add_generation_prompt": False,
+                "audio": {"voice": "x"},
+                "chat_template": "{{ messages }}",
+                "continue_final_message": True,
+                "documents": [{"text": "x"}],
+                "function_call": "auto",
+                "functions": [{"name": "add"}],
+                "modalities": ["text", "audio"],
+            }.items()
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "set task.chat_template_kwargs"),
+        ({"extra_body": {"enable_thinking": False}}, "enable_thinking"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x", "prefix": True}]}, "prefix"),
         ({"n": 1000}, "n: 1000"),
         ({"stop": ["x" * 257]}, "stop: more than"),
         ({"stop": [str(one) for one in range(33)]}, "stop: more than"),

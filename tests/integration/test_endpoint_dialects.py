@@ -102,6 +102,26 @@ def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
     goes_on(one, assets)
 
 
+def test_anthropics_keys_are_obeyed_recorded_or_refused(one: Stage) -> None:
+    url, key = one.open("g-2/keys")
+    user = {"role": "user", "content": "1 and 2?"}
+    given: dict[str, Any] = {"model": "any", "max_tokens": 50, "metadata": {"user_id": "me"}}
+    base = url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
+
+        def create(messages: list[Any], **more: Any) -> None:
+            client.messages.create(messages=messages, extra_body=more, **given)
+
+        create([user], temperature=0.5, top_k=-1, thinking={"type": "disabled"}, no_such_key=1)
+        assert one.calls[-1].asked == {"temperature": 0.5, "no_such_key": 1}
+        create([user], service_tier="auto", thinking=None)
+        assert one.calls[-1].asked == {}
+        with pytest.raises(anthropic.BadRequestError, match="prefill"):
+            create([user, {"role": "assistant", "content": "It is"}])
+        with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
+            create([user], mcp_servers=[{"url": "http://127.0.0.1"}])
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_anthropics_messages_say_at_which_string_they_end(one: Stage, streamed: bool) -> None:
     url, key = one.open(f"g-5/{int(streamed)}")

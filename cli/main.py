@@ -25,8 +25,10 @@ def _run() -> None:
     from dora_pipe.cli.app import app
     from dora_pipe.core.console import complain, log_to_stderr, speak
     from dora_pipe.core.errors import DoraError
+    from dora_pipe.core.proxies import bypass_proxies
 
     speak()
+    bypass_proxies()
     log_to_stderr(logging.WARNING)
     try:
         app()

@@ -217,8 +217,13 @@ def _check_staleness(config: Config) -> Iterator[str]:
 
 def _check_lengths(config: Config) -> Iterator[str]:
     context = config.workers.context_tokens
+    tasks = {"sampling": config.tasks} | {
+        "evaluation.sampling": tuple(map(config.task_of, config.evaluations))
+    }
     for key, sampling in _samplings(config):
-        if sampling.max_tokens >= context:
+        # An agent's limit is over all its conversations, each of which has its own context.
+        whole = not all(task.has_agent for task in tasks[key])
+        if whole and sampling.max_tokens >= context:
             yield (
                 f"{key}.max_tokens: {sampling.max_tokens} leaves no room for a prompt in"
                 f" workers.context_tokens, {context}"

@@ -62,6 +62,7 @@ _COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.sessions.server")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Agents run on this machine."""
 
 SessionEffect = OpenSession | AnswerCall | RefuseCall | CloseSession
 
@@ -97,9 +98,9 @@ class SessionPort:
         self._setup = setup
         self._door = _listening(setup.listen)
         host, port = self._door.getsockname()[:2]
-        if host in _ANYWHERE:  # agents run on this machine
-            host = _ANYWHERE[host]
-        self.addresses = Addresses(host=host, port=port, secret=os.urandom(SECRET_BYTES))
+        self.addresses = Addresses(
+            host=_ANYWHERE.get(host, host), port=port, secret=os.urandom(SECRET_BYTES)
+        )
         self._open: dict[str, str] = {}
         """The source of every open session, by request."""
         self._opening: Counter[str] = Counter()
@@ -283,6 +284,14 @@ def _listening(where: str) -> socket.socket:
             hint="port 0 is any that is free; workers of one machine cannot share another",
         ) from None
     return door
+
+
+def host_of_agents(where: str) -> str:
+    """The address, in numbers, by which agents reach an endpoint that listens here. Raises
+    ConfigError."""
+    with _listening(f"{where.rpartition(':')[0]}:0") as door:
+        host = str(door.getsockname()[0])
+    return _ANYWHERE.get(host, host)
 
 
 def host_and_port(where: str) -> tuple[str, int]:

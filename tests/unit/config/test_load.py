@@ -297,6 +297,13 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
     assert refusal(file) == ("run.name: not a name", RULE)
 
 
+@pytest.mark.parametrize("key", ["sampling", "evaluation.sampling"])
+def test_an_agents_limit_is_over_several_conversations(file: Path, key: str) -> None:
+    overrides = [f"{key}.max_tokens=2000", "task.kind=dataset", "task.data=rows.jsonl"]
+    assert "2000 leaves no room" in refusal(file, *overrides)[0]
+    load_config(file, [*overrides, "task.agent=agent:run"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

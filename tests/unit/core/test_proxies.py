@@ -1,0 +1,74 @@
+"""Connections to this machine bypass the proxies of the environment, with every client."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+import pytest
+import requests.utils
+
+from dora_pipe.core.proxies import bypass_proxies
+from dora_pipe.producers.sessions.port import host_of_agents
+
+PROXY = "http://192.0.2.1:3128"
+BYPASSED = ["127.0.0.1", "localhost", "[::1]", "10.0.0.5", "inside.example"]
+
+
+@pytest.fixture(autouse=True)
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy for everything but one host, which only the lower-case variable names."""
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, PROXY)
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "inside.example")
+
+
+def proxied_by_requests(url: str) -> bool:
+    return bool(requests.utils.get_environ_proxies(url))
+
+
+def proxied_by_httpx(url: str) -> bool:
+    with httpx.Client() as client:
+        return client._transport_for_url(httpx.URL(url)) is not client._transport
+
+
+def proxied_by_urllib(url: str) -> bool:
+    host = httpx.URL(url).host
+    return "http" in getproxies() and not proxy_bypass(host)
+
+
+@pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx, proxied_by_urllib])
+def test_clients_of_every_kind_bypass_proxies(proxied: object) -> None:
+    assert callable(proxied)
+    bypass_proxies("10.0.0.5")
+    assert [host for host in BYPASSED if proxied(f"http://{host}:8000/v1")] == []
+    assert proxied("http://outside.example/v1")
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
+
+
+def test_bypassing_twice_names_each_host_once() -> None:
+    bypass_proxies()
+    before = os.environ["NO_PROXY"]
+    bypass_proxies("127.0.0.1")
+    assert os.environ["NO_PROXY"] == before == "inside.example,127.0.0.1,localhost,::1"
+
+
+def test_every_command_bypasses_proxies() -> None:
+    code = (
+        "import os; from dora_pipe.cli import app, main; "
+        "app.app = lambda: print(os.environ['NO_PROXY']); main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "inside.example,127.0.0.1,localhost,::1"
+
+
+@pytest.mark.parametrize(
+    ("listen", "host"),
+    [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("localhost:8100", "127.0.0.1")],
+)
+def test_agents_reach_an_endpoint_by_an_address_in_numbers(listen: str, host: str) -> None:
+    assert host_of_agents(listen) == host

@@ -343,7 +343,7 @@ class EvidenceBuffer:
 
 HELPERS_MAX: Final = 8
 
-RECORDS_MIN: Final = 4000
+RECORDS_MIN: Final = 8000
 """Fewer records are read before a helper would have started."""
 
 PIPE_BYTES: Final = 1 << 20

@@ -83,7 +83,13 @@ class _Cut:
 
 
 def s3_files(request: pytest.FixtureRequest) -> ArrowFiles:
-    """A bucket of its own on moto's server; the test is skipped where moto is not installed."""
+    """A folder of its own on moto's server."""
+    # A bucket of this process outlives its server.
+    return open_files(s3_address(request), folder=f"run-{next(_COUNTER)}")
+
+
+def s3_address(request: pytest.FixtureRequest) -> str:
+    """A bucket on moto's server; the test is skipped where moto is not installed."""
     server = pytest.importorskip("moto.server", reason="moto is not installed: no S3 to test on")
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
@@ -98,8 +104,7 @@ def s3_files(request: pytest.FixtureRequest) -> ArrowFiles:
     bucket = "policies"
     system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?{options}&allow_bucket_creation=true")
     system.create_dir(bucket)
-    folder = f"run-{next(_COUNTER)}"  # A bucket of this process outlives its server.
-    return open_files(f"s3://{bucket}/prefix?{options}", folder=folder)
+    return f"s3://{bucket}/prefix?{options}"
 
 
 class Walk:

@@ -112,14 +112,10 @@ def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool =
     def start() -> None:
         if name == TRAINER:
             show_gpus(config, name)
-            _preload(TRAINER_PRELOAD)
             trainer(directory, config, adopt=adopt)
             return
-        engine = worker_engine(config, name)
-        own = with_engine(config, engine, address=worker_address(config, name))
+        own = with_engine(config, worker_engine(config, name), address=worker_address(config, name))
         show_gpus(own, name)
-        with importable(config.task.directory):
-            _preload(engine_kind(engine).preload)
         worker(directory, own, name)
 
     return be_role(name, directory, start)
@@ -180,6 +176,8 @@ def orchestrator(
 
 def worker(directory: RunDir, config: Config, name: str) -> None:
     """Be a rollout worker until the run ends or it is drained."""
+    with importable(config.task.directory):
+        _preload(engine_kind(config.workers.engine, config.task.directory).preload)
     from dora_pipe.producers.worker.kv_handover import KvHandover
     from dora_pipe.producers.worker.role import run_worker
 
@@ -232,6 +230,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     from dora_pipe.consumers.trainer.role import run_trainer
 
     need_learner(config)
+    _preload(TRAINER_PRELOAD)
     log = directory.log_location(config)
     if follows(config, log, directory.policies(config)):
         return

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dora_pipe.core.console import own_name
 from dora_pipe.core.errors import ConfigError, ResourceError
+from dora_pipe.core.proxies import bypass_proxies
 from dora_pipe.producers.sessions.addresses import SECRET_BYTES, Addresses
 from dora_pipe.producers.sessions.frames import (
     UP,
@@ -284,6 +285,12 @@ def _listening(where: str) -> socket.socket:
             hint="port 0 is any that is free; workers of one machine cannot share another",
         ) from None
     return door
+
+
+def reach_directly(where: str) -> None:
+    """Have agents of this process bypass proxies to an endpoint that listens here. Raises
+    ConfigError."""
+    bypass_proxies(host_of_agents(where))
 
 
 def host_of_agents(where: str) -> str:

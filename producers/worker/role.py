@@ -37,7 +37,6 @@ from dora_pipe.core.errors import (
     ResourceError,
     TopicMissing,
 )
-from dora_pipe.core.proxies import bypass_proxies
 from dora_pipe.core.retry import retry_bus
 from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
 from dora_pipe.core.runtime import Meter, Port, Runtime
@@ -50,7 +49,7 @@ from dora_pipe.producers.engines.registry import capabilities, check_capabilitie
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.sessions.frames import SourceSetup
-from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort, host_of_agents
+from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort, reach_directly
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import (
@@ -294,8 +293,7 @@ def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
 def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
     """One role epoch from joining to its end: (epoch, outcome); (-1, "left") if it never joined."""
     with ExitStack() as stack:
-        if any(one.task.has_agent for one in here.pools):
-            bypass_proxies(host_of_agents(here.config.workers.endpoint))
+        reach_directly(here.config.workers.endpoint)
         # The order: task processes import and read their data while the engine is made.
         run = f"{here.topics.run}@{here.run.at_ns}"
         pools = [

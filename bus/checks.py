@@ -161,8 +161,9 @@ def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
     if position < begin and not is_trimmed(tp.topic):
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {position} on "
-            "were deleted",
-            hint="bring the log back from a copy; topics of a run need retention.ms=-1",
+            "were deleted, and a run needs them",
+            hint="was retention.ms or retention.bytes set on this topic, or were records deleted? "
+            "set both to -1 for all topics of a run; restore the log, or start a new run",
         )
     return max(position, begin)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from dora_pipe.bus.checks import first_kept, is_trimmed
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError
@@ -42,6 +44,9 @@ BUS_TURN_NS: Final = 100_000_000
 """A loop reads and appends once in so many ns. What comes in between is gathered, because a durable
 append costs about as much for one record as for ten; requests placed ahead hide the wait."""
 
+
+KEPT_EVERY_NS: Final = 1_000_000_000
+"""A loop looks so often whether the beginning of a partition was deleted; each time at one."""
 
 WAITING_NS: Final = 20_000_000
 """A wait this long has room for what is not urgent."""
@@ -220,6 +225,7 @@ class Runtime:
     would hold back everybody's behind it if its writer died in there. What it cannot append is
     left out. Without one, statuses go with the other records. `waiting` is called where the loop
     would wait for `WAITING_NS` or more: what takes time and is not urgent has its place there.
+    `kept` are partitions whose records nobody may delete; by default those that the machine reads.
     """
 
     def __init__(
@@ -235,8 +241,10 @@ class Runtime:
         status: Writer | None = None,
         turn_ns: int = BUS_TURN_NS,
         waiting: Callable[[], None] | None = None,
+        kept: Sequence[TopicPartition] | None = None,
     ) -> None:
         self._machine = machine
+        self._bus = bus
         self._waiting = waiting
         self._writer = writer
         self._status = status
@@ -254,6 +262,8 @@ class Runtime:
         self._held: list[Publish] = []
         self._turn_ns = turn_ns
         self._next_turn_ns = clock.now_ns()
+        self._kept = deque(tp for tp in (kept or positions) if not is_trimmed(tp.topic))
+        self._next_kept_ns = clock.now_ns()
         self._port_of = {kind: port for port in ports for kind in port.effects}
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -324,6 +334,7 @@ class Runtime:
         if not turn:
             return inputs
         with self._meter.spend("bus"):
+            self._check_kept()
             poll = partial(self._reader.poll, timeout_s=0.0)
             inputs.extend(retry_bus("reading", poll, self._clock))
         held_back = tuple(self._reader.held_back())
@@ -334,6 +345,16 @@ class Runtime:
             self._ends = {}
             inputs.append(CaughtUp())
         return inputs
+
+    def _check_kept(self) -> None:
+        """Raises LogTruncated when the beginning of a partition was deleted."""
+        now_ns = self._clock.now_ns()
+        if self._kept and now_ns >= self._next_kept_ns:
+            self._next_kept_ns = now_ns + KEPT_EVERY_NS
+            self._kept.rotate(-1)
+            at = self._kept[-1]
+            begin = partial(self._bus.begin, at)
+            first_kept(at, 0, retry_bus("reading the log's beginning", begin, self._clock))
 
     def _pause(self) -> None:
         """Nothing to do before the next turn: let time pass."""

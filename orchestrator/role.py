@@ -114,6 +114,11 @@ def run_orchestrator(
             exclusive=True,
             status=status,
             waiting=Tidying(),
+            kept=[
+                TopicPartition(topic, number)
+                for topic in topics.all()
+                for number in range(bus.partitions(topic))
+            ],
         )
         try:
             runtime.run(stop)

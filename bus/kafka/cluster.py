@@ -170,7 +170,7 @@ def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
             amount = f"{limit / 1000 / _S_PER_DAY:.3g} days" if unit == "ms" else f"{limit} bytes"
             yield TopicProblem(
                 f"topic {topic.name} forgets records beyond {amount} ({name}={limit})",
-                f"{_alter(topic)} {name}=-1",
+                f"a run ends when records of it are deleted: {_alter(topic)} {name}=-1",
             )
     if topic.settings.get("unclean.leader.election.enable") == "true":
         yield TopicProblem(

@@ -10,11 +10,12 @@ import pytest
 
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.core.errors import BusFull, Fenced, OutcomeUnknown
+from dora_pipe.core.errors import BusFull, Fenced, LogTruncated, OutcomeUnknown
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
 from dora_pipe.core.runtime import (
     BUS_TURN_NS,
     COST_DIGITS,
+    KEPT_EVERY_NS,
     WAITING_NS,
     CaughtUp,
     HeldBack,
@@ -142,6 +143,39 @@ def test_a_machine_without_input_is_left_alone_until_it_asked_to_be_woken() -> N
     clock.ns = 5_000
     assert runtime.tick()
     assert machine.reactions == 2
+
+
+@pytest.mark.parametrize(("topic", "ends"), [("out", True), ("metrics", False)])
+def test_a_role_ends_when_records_that_it_must_keep_are_deleted(topic: str, ends: bool) -> None:
+    log, clock = MemoryLog(), VirtualClock()
+    bus = MemoryBus(log)
+    kept = [TopicPartition(f"r.{name}", 0) for name in ("in", topic)]
+    bus.create([TopicSpec(name=tp.topic) for tp in kept] + [TopicSpec(name=IN.topic)])
+    bus.writer().append([Append(topic=kept[1].topic, value=b"a")])
+    runtime = Runtime(
+        Recorder(),
+        bus=bus,
+        writer=bus.writer(),
+        ports=[],
+        clock=clock,
+        meter=Meter(),
+        exclusive=False,
+        turn_ns=0,
+        kept=kept,
+    )
+
+    def turns() -> None:
+        for _ in range(1 + len(kept)):
+            runtime.tick()
+            clock.ns += KEPT_EVERY_NS
+
+    turns()
+    log.delete_before(kept[1], 1)
+    if not ends:
+        return turns()
+    with pytest.raises(LogTruncated, match=r"r\.out/0 begins at 1: the records from") as end:
+        turns()
+    assert "retention.ms or retention.bytes" in (end.value.hint or "")
 
 
 def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start() -> None:

@@ -13,6 +13,12 @@ BATCH_ROOM_BYTES = 1024 * 1024
 """A topic on Kafka takes so much more than its largest record: its limit is one of whole batches,
 with their framing."""
 
+FRAME_ROOM_BYTES = 16 * 1024
+"""What Kafka's framing of one large record takes at most, its headers included."""
+
+RECORD_BYTES_LEAST = 64 * 1024
+"""`bus.record_bytes_max` may not be less."""
+
 PARTITIONS_MAX = 4096
 """Of one topic; SQLite packs topic, partition and offset into one integer."""
 
@@ -98,23 +104,42 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
 
 
 def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
-    """Refuse to go on with a topic that exists with other partitions, or for smaller records.
+    """Refuse a topic that exists and does not fit. Raises BusError."""
+    refuse_topics(*misfits([(spec, existing)]))
 
-    Raises BusError. A topic that takes larger records is as good.
+
+def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], list[str]]:
+    """What does not fit of topics (wanted, existing), and what to do about it.
+
+    More partitions and larger records fit as well: those are not used.
     """
-    if spec.partitions != existing.partitions:
-        raise BusError(
-            f"topic {spec.name} exists with {existing.partitions} partitions, not "
-            f"{spec.partitions}",
-            hint=f"set bus.partitions = {existing.partitions}, or choose another run.name",
-        )
-    if spec.record_bytes_max > existing.record_bytes_max:
-        raise BusError(
-            f"topic {spec.name} exists and takes records of at most {existing.record_bytes_max} "
-            f"bytes, not {spec.record_bytes_max}",
-            hint=f"raise its max.message.bytes to {spec.record_bytes_max + BATCH_ROOM_BYTES}, "
-            f"or set bus.record_bytes_max = {existing.record_bytes_max}",
-        )
+    few = [(spec, there) for spec, there in pairs if there.partitions < spec.partitions]
+    small = [
+        (spec, there) for spec, there in pairs if there.record_bytes_max < spec.record_bytes_max
+    ]
+    texts = [
+        f"topic {spec.name} exists with {there.partitions} partitions, not {spec.partitions}"
+        for spec, there in few
+    ] + [
+        f"topic {spec.name} exists and takes records of at most {there.record_bytes_max} bytes, "
+        f"not {spec.record_bytes_max}"
+        for spec, there in small
+    ]
+    hints = []
+    if few:
+        hints.append(f"set bus.partitions = {min(there.partitions for _, there in few)}")
+    if small:
+        limit = max(spec.record_bytes_max for spec, _ in small) + BATCH_ROOM_BYTES
+        least = min(there.record_bytes_max for _, there in small)
+        lower = f"set bus.record_bytes_max = {least}, or " if least >= RECORD_BYTES_LEAST else ""
+        hints.append(f"{lower}raise max.message.bytes to {limit} for each of these topics")
+    return texts, hints
+
+
+def refuse_topics(texts: Sequence[str], hints: Sequence[str]) -> None:
+    """Raises BusError for all that is wrong with topics, if anything is."""
+    if texts:
+        raise BusError("; ".join(texts), hint=f"{'; '.join(hints)}; or choose another run.name")
 
 
 def check_position(tp: TopicPartition, position: int) -> None:

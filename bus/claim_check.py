@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,7 +164,7 @@ class ClaimBus(BusWrapper):
 
 
 class ClaimWriter(Writer):
-    """Claims what its topic refuses as too large; learns each topic's limit from one refusal."""
+    """Claims what its topic refuses as too large; learns each topic's limit from a refusal."""
 
     def __init__(self, bus: ClaimBus, inner: Writer) -> None:
         self.inner = inner
@@ -179,10 +180,10 @@ class ClaimWriter(Writer):
             try:
                 return self.inner.append(self._kept(records))
             except RecordTooLarge as error:
-                known = error.topic in self._limits
-                if error.limit_bytes is None or known or not self._bus.claimed(error.topic):
+                limit, known = error.limit_bytes, self._limits.get(error.topic, sys.maxsize)
+                if limit is None or limit >= known or not self._bus.claimed(error.topic):
                     raise
-                self._limits[error.topic] = error.limit_bytes
+                self._limits[error.topic] = limit
 
     def _kept(self, records: Sequence[Append]) -> list[Append]:
         submit, work = self._pool.submit, self._checked_in

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.checks import check_same
+from dora_pipe.bus.checks import misfits, refuse_topics
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.cluster import (
     WANTED_REPLICAS,
@@ -292,11 +292,10 @@ def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Ite
 def _settings(bus: KafkaBus, config: Config, topics: Sequence[str]) -> Iterator[CheckResult]:
     facts = bus.facts(topics)
     wanted = {spec.name: spec for spec in topic_specs(config)}
-    for topic in facts:
-        try:
-            check_same(wanted[topic.name], topic.spec)
-        except BusError as error:  # What the run itself would refuse.
-            yield _failed("settings", error)
+    try:
+        refuse_topics(*misfits([(wanted[topic.name], topic.spec) for topic in facts]))
+    except BusError as error:  # What the run itself would refuse.
+        yield _failed("settings", error)
     for one in (each for topic in facts for each in problems_of(topic)):
         yield CheckResult("fail" if one.fatal else "note", "settings", f"{one.text}; {one.hint}")
     with suppress(AccessRefused):

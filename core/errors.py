@@ -7,7 +7,8 @@
     │   ├── Fenced              another incarnation owns this exclusive writer
     │   ├── OutcomeUnknown      an append may or may not have happened
     │   ├── AccessRefused       a wrong password, an untrusted certificate, a missing right
-    │   ├── RecordTooLarge      a record is above the limit of its topic
+    │   ├── RecordRefused       the log refuses a record; no retry mends it
+    │   │   └── RecordTooLarge  a record is above the limit of its topic
     │   ├── BusFull             the disk, or a bounded buffer, has no room
     │   ├── TopicMissing        a topic of the run does not exist
     │   └── LogTruncated        something acknowledged is gone
@@ -110,7 +111,13 @@ class AccessRefused(BusError):
     """The log's cluster refuses this client, or is not trusted by it: no wait mends that."""
 
 
-class RecordTooLarge(BusError):
+class RecordRefused(BusError):
+    """The log refuses a record and appended nothing; neither a retry nor a restart mends it."""
+
+    waited_out = True
+
+
+class RecordTooLarge(RecordRefused):
     """A record is above the size limit of its topic, which is told where it is known."""
 
     def __init__(

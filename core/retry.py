@@ -15,7 +15,7 @@ from dora_pipe.core.errors import (
     LogTruncated,
     NoRoom,
     OutcomeUnknown,
-    RecordTooLarge,
+    RecordRefused,
     TopicMissing,
 )
 
@@ -31,7 +31,7 @@ RETRY_PAUSE_S: Final = 0.25
 ROOM_PAUSE_S: Final = 1.0
 """Between two tries where there was no room: each may write all of a policy."""
 
-FINAL_ERRORS: Final = (AccessRefused, Fenced, LogTruncated, RecordTooLarge, TopicMissing)
+FINAL_ERRORS: Final = (AccessRefused, Fenced, LogTruncated, RecordRefused, TopicMissing)
 """Trying again cannot mend these."""
 
 

@@ -30,7 +30,6 @@ from dora_pipe.core.errors import (
     BusError,
     Fenced,
     LogTruncated,
-    RecordTooLarge,
     TopicMissing,
 )
 
@@ -44,7 +43,6 @@ ROLES_HINT = "what each role needs stands in docs/kafka.md"
 FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
 _TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)
 _MISSING = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.UnknownTopicIdError)
-_TOO_LARGE = (kafka_errors.MessageSizeTooLargeError, kafka_errors.RecordListTooLargeError)
 _REFUSED = (
     kafka_errors.SaslAuthenticationFailedError,
     kafka_errors.UnsupportedSaslMechanismError,
@@ -101,8 +99,6 @@ def our_errors(
         raise LogTruncated(f"the log ends before this position: {error}") from error
     except _MISSING as error:
         raise TopicMissing(f"a topic is missing: {error}") from error
-    except _TOO_LARGE as error:
-        raise too_large(error) from error
     except kafka_errors.AuthorizationError as error:
         raise not_allowed(error, security, needs, servers) from error
     except _REFUSED as error:
@@ -197,15 +193,6 @@ def untrusted(why: str, security: KafkaSecurity | None) -> AccessRefused:
         f"the Kafka broker's certificate is signed by an authority that {trusted} do not hold: "
         f"{_after(why, 'failed: ')}",
         hint="set bus.ca_file to the PEM certificate of the authority that signs the brokers'",
-    )
-
-
-def too_large(error: BaseException) -> RecordTooLarge:
-    """The broker's own limit is below the topic's."""
-    return RecordTooLarge(
-        f"the Kafka broker takes no record so large: {one_line(error)}",
-        hint="raise together: the topic's max.message.bytes, and the brokers' "
-        "replica.fetch.max.bytes; or lower bus.record_bytes_max for new runs",
     )
 
 

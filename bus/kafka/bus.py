@@ -57,6 +57,7 @@ from dora_pipe.bus.kafka.client import (
     QUIET_LIMIT_S,
     Admin,
     PatientClient,
+    abort,
     bounded,
     client_settings,
     consumer_settings,
@@ -69,9 +70,17 @@ from dora_pipe.bus.kafka.client import (
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
 from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
+from dora_pipe.bus.kafka.refused import REFUSED, refusal
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
-from dora_pipe.core.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
+from dora_pipe.core.errors import (
+    BusError,
+    Fenced,
+    LogTruncated,
+    OutcomeUnknown,
+    RecordRefused,
+    TopicMissing,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -144,10 +153,10 @@ class KafkaBus(Bus):
             check_spec(spec)
         wanted, existing = {spec.name: spec for spec in topics}, set(self.topics())
         old = [name for name in wanted if name in existing]
-        for name in old:  # before anything is made: what is refused leaves nothing behind
-            check_same(wanted[name], self._spec_soon(name))
-        if old:
-            check_settings(self.facts(old))
+        for name in old:
+            self._spec_soon(name)
+        if old:  # before anything is made: what is refused leaves nothing behind
+            check_settings(self.facts(old), wanted)
         fresh = {name: spec for name, spec in wanted.items() if name not in existing}
         needs = f"CREATE on topic {', '.join(fresh)}"
         with self.errors(needs=needs), self._lock:
@@ -238,6 +247,12 @@ class KafkaBus(Bus):
         found = self.ask(lambda at: described(at, topics, servers=servers), needs=needs)
         needs = f"DESCRIBE_CONFIGS on topic {names}"
         return self.ask(lambda at: with_settings(at, found), needs=needs)
+
+    def refusal(self, error: Exception, record: Append) -> RecordRefused:
+        """Why the cluster refuses a record; its topic is looked at anew."""
+        facts = self.facts([record.topic])[0]
+        self._specs[record.topic] = facts.spec
+        return refusal(error, record, facts.settings, facts.spec.record_bytes_max)
 
     def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
         """What the cluster answers an administrator, one question at a time."""
@@ -410,10 +425,21 @@ class KafkaWriter(Writer):
         self._producer = producer
         try:
             return self._append(producer, records)
+        except RecordRefused:
+            if not self._name:  # the client takes it for fatal; a transaction was aborted
+                self._drop()
+            raise
         except BusError as error:
+            delay_s = throttle_s(producer._sender._client._manager)
             self._drop()
             if was_fenced(producer):
                 raise Fenced(f"a newer writer {self._name} took over") from error
+            if delay_s:
+                raise type(error)(
+                    "a quota of the Kafka cluster (producer_byte_rate or request_percentage) "
+                    f"delays appends by {delay_s:.0f} s: {error.message}",
+                    hint=QUOTA_HINT,
+                ) from error
             raise
 
     def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:
@@ -421,15 +447,21 @@ class KafkaWriter(Writer):
 
         A transaction that failed before its commit left nothing, but its producer cannot go on
         without fencing its own successor; so that too is an unknown outcome, and ends the writer.
+        Only where the broker answered that it refuses a record, the transaction can be aborted.
         """
         with self._bus.errors(OutcomeUnknown, needs=self._needs(records)):
             until_s = time.monotonic() + self._bus.delivery_limit_s
             if self._name:
                 producer.begin_transaction()
             in_flight = InFlight(producer, self._bus.delivery_limit_s)
-            for record in records:
-                in_flight.send(record)
-            offsets = in_flight.wait()
+            try:
+                for record in records:
+                    in_flight.send(record)
+                offsets = in_flight.wait()
+            except REFUSED as error:
+                if self._name:
+                    abort(producer, self._bus.delivery_limit_s)
+                raise self._bus.refusal(error, in_flight.last or records[0]) from error
             if self._name:
                 left_s = max(COMMIT_LIMIT_S_MIN, until_s - time.monotonic())
                 bounded(producer.commit_transaction, left_s)
@@ -475,7 +507,9 @@ class InFlight:
     def __init__(self, producer: KafkaProducer, limit_s: float) -> None:
         self._producer = producer
         self._limit_s = limit_s
-        self._sent: deque[tuple[Any, int, float]] = deque()  # future, bytes, deadline
+        self._sent: deque[tuple[Any, Append, int, float]] = deque()  # future, bytes, deadline
+        self.last: Append | None = None
+        """The record that was waited for last: the refused record, after an error."""
         self._offsets: list[int] = []
         self.bytes = 0
         """On their way."""
@@ -489,7 +523,7 @@ class InFlight:
         if len(self._sent) >= IN_FLIGHT_RECORDS_MAX or self.bytes + size > IN_FLIGHT_BYTES_MAX:
             self.wait()
         deadline_s = time.monotonic() + self._limit_s
-        self._sent.append((send(self._producer, record), size, deadline_s))
+        self._sent.append((send(self._producer, record), record, size, deadline_s))
         self.bytes += size
 
     def wait(self) -> list[int]:
@@ -497,13 +531,13 @@ class InFlight:
         if self._sent:
             # The producer lingers, so that a call makes a few large batches and not many small
             # ones; now there is nothing more to wait for. A driven one moves only here.
-            self._producer.flush(_left(self._sent[0][2]))
+            self._producer.flush(_left(self._sent[0][3]))
         while self._sent:
             self._wait_for_oldest()
         return self._offsets
 
     def _wait_for_oldest(self) -> None:
-        future, size, deadline_s = self._sent.popleft()
+        future, self.last, size, deadline_s = self._sent.popleft()
         # Asking is cheaper than waiting: most come with the batch of the one before them.
         acknowledged = future.value if future.succeeded() else future.get(_left(deadline_s))
         self._offsets.append(int(acknowledged.offset))

@@ -172,6 +172,8 @@ def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
             "min.insync.replicas": str(max(1, replicas - 1)),
             "max.message.bytes": str(spec.record_bytes_max + BATCH_ROOM_BYTES),
             "cleanup.policy": "delete",
+            # By the broker's clock: it refuses what a clock that is hours ahead stamps.
+            "message.timestamp.type": "LogAppendTime",
             "retention.ms": "-1",
             "retention.bytes": "-1",
             "unclean.leader.election.enable": "false",
@@ -213,6 +215,25 @@ def bounded(call: Callable[[], None], limit_s: float) -> None:
 
     threading.Thread(target=run, name="kafka-commit", daemon=True).start()
     done.result(limit_s)
+
+
+def abort(producer: KafkaProducer, limit_s: float) -> None:
+    """Abort a transaction of which the broker refused a record, so that another can begin.
+
+    The client counts the refused record and the broker does not, so its epoch must rise; a broker
+    refuses that to a fenced producer. Raises the client's errors, TimeoutError.
+    """
+    until_s = time.monotonic() + limit_s
+    bounded(producer.abort_transaction, limit_s)
+    state = producer._transaction_manager
+    state.bump_producer_id_and_epoch()
+    producer._sender.wakeup()
+    while state.is_bumping_epoch():
+        if time.monotonic() > until_s:
+            raise kafka_errors.KafkaTimeoutError("no new epoch after an aborted append")
+        time.sleep(RETRY_MS / 1000)
+    if state.has_error():
+        raise state.last_error
 
 
 def throttle_s(manager: Any) -> float:

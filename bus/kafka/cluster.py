@@ -22,7 +22,15 @@ from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from dora_pipe.bus.checks import BATCH_ROOM_BYTES, is_trimmed, topic_missing
+from dora_pipe.bus.checks import (
+    BATCH_ROOM_BYTES,
+    FRAME_ROOM_BYTES,
+    RECORD_BYTES_LEAST,
+    is_trimmed,
+    misfits,
+    refuse_topics,
+    topic_missing,
+)
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import AccessRefused, BusError
 
@@ -57,12 +65,17 @@ class TopicFacts:
 
     @property
     def spec(self) -> TopicSpec:
-        """What it was asked for as: a whole batch, with its framing, must fit into its limit."""
+        """What it was asked for as: a whole batch, with its framing, must fit into its limit.
+
+        A topic that somebody else made, with a limit near Kafka's default, has room for the framing
+        of one record.
+        """
         limit = int(self.settings["max.message.bytes"])
+        room = BATCH_ROOM_BYTES
+        if limit < BATCH_ROOM_BYTES + RECORD_BYTES_LEAST:
+            room = FRAME_ROOM_BYTES
         return TopicSpec(
-            name=self.name,
-            partitions=self.partitions,
-            record_bytes_max=max(1, limit - BATCH_ROOM_BYTES),
+            name=self.name, partitions=self.partitions, record_bytes_max=max(1, limit - room)
         )
 
 
@@ -121,14 +134,18 @@ def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list
     ]
 
 
-def check_settings(topics: Sequence[TopicFacts]) -> None:
-    """Refuse topics that would lose records, and tell of those that are weak. Raises BusError."""
-    found = [one for topic in topics for one in problems_of(topic)]
-    for one in found:
-        if one.fatal:
-            raise BusError(one.text, hint=one.hint)
-    for one in found:
-        _log.warning("warning: %s; %s", one.text, one.hint)
+def check_settings(topics: Sequence[TopicFacts], wanted: Mapping[str, TopicSpec]) -> None:
+    """Refuse topics that do not fit or would lose records, with all that has to change; warn of
+    those that are weak. Raises BusError."""
+    texts, hints = misfits([(wanted[topic.name], topic.spec) for topic in topics])
+    problems = [problem for topic in topics for problem in problems_of(topic)]
+    fatal = [problem for problem in problems if problem.fatal]
+    refuse_topics(
+        [*texts, *(problem.text for problem in fatal)],
+        [*hints, *(problem.hint for problem in fatal)],
+    )
+    for problem in problems:
+        _log.warning("warning: %s; %s", problem.text, problem.hint)
 
 
 def problems_of(topic: TopicFacts) -> list[TopicProblem]:

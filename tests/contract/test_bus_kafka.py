@@ -16,12 +16,13 @@ from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
 
+from dora_pipe.bus.checks import FRAME_ROOM_BYTES
 from dora_pipe.bus.kafka import bus as kafka
 from dora_pipe.bus.kafka import bus as kafka_bus
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
-from dora_pipe.core.errors import BusError, Fenced
+from dora_pipe.core.errors import BusError, Fenced, RecordRefused, RecordTooLarge
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import PATIENCE_S, appends, catch_up, topic_on
 from tests.support.kafka_broker import KafkaBroker, Listener
@@ -133,6 +134,56 @@ def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:
         assert bus.topics() == before
     bus.create([other, made_as_small(made)])
     assert set(bus.topics()) == {*before, other.name}
+
+
+def set_topic(bootstrap: str, topic: str, **settings: str) -> None:
+    """Change settings as an administrator does."""
+    changed = {name.replace("_", "."): value for name, value in settings.items()}
+    with closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
+        admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, changed)])
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_record_that_the_broker_refuses_as_too_large_is_named_and_its_writer_goes_on(
+    harness: KafkaHarness, kafka_broker: KafkaBroker, exclusive: bool
+) -> None:
+    bus = harness.open()
+    topic = topic_on(harness, bus)
+    at = TopicPartition(topic, 0)
+    writer = bus.writer(exclusive=harness.topic("w") if exclusive else None)
+    writer.append(appends(topic, "before"))
+    set_topic(kafka_broker.bootstrap, topic, max_message_bytes="600000")
+    with pytest.raises(RecordTooLarge) as refused:
+        writer.append([*appends(topic, "with"), Append(topic=topic, value=b"x" * 700_000)])
+    assert refused.value.message == (
+        f"the Kafka broker refuses a record of 700000 bytes for topic {topic}, whose "
+        "max.message.bytes is 600000"
+    )
+    assert refused.value.limit_bytes == 600_000 - FRAME_ROOM_BYTES
+    writer.append(appends(topic, "after"))
+    came = [record.value for record in catch_up(bus, bus.reader({at: 0}), at)]
+    assert came == [b"before", b"after"] if exclusive else came[-1] == b"after"
+
+
+def test_a_clock_that_is_hours_ahead_is_named_where_the_broker_refuses_its_time(
+    harness: KafkaHarness, kafka_broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_ahead(producer: Any, record: Append) -> Any:
+        ahead_ms = round((time.time() + 7200) * 1000)
+        return producer.send(record.topic, value=record.value, timestamp_ms=ahead_ms)
+
+    monkeypatch.setattr(kafka_bus, "send", send_ahead)
+    bus = harness.open()
+    topic = topic_on(harness, bus)
+    writer = bus.writer(exclusive=harness.topic("w"))
+    writer.append(appends(topic, "stamped by the broker"))
+    set_topic(kafka_broker.bootstrap, topic, message_timestamp_type="CreateTime")
+    for values in (["a"], ["b", "c"]):
+        with pytest.raises(
+            RecordRefused, match=r"clock is 2\.0 h ahead of the broker's"
+        ) as refused:
+            writer.append(appends(topic, *values))
+        assert "message.timestamp.type=LogAppendTime" in (refused.value.hint or "")
 
 
 def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(

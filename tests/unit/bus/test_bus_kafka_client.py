@@ -58,6 +58,7 @@ def test_topics_are_as_durable_as_the_cluster_allows(
         "min.insync.replicas": str(in_sync),
         "max.message.bytes": str(100 + BATCH_ROOM_BYTES),
         "cleanup.policy": "delete",
+        "message.timestamp.type": "LogAppendTime",
         "retention.ms": "-1",
         "retention.bytes": "-1",
         "unclean.leader.election.enable": "false",

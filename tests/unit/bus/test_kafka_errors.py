@@ -6,7 +6,9 @@ import pytest
 from kafka import errors as kafka_errors
 
 from dora_pipe.bus.kafka.access import ROOM_HINT, our_errors
+from dora_pipe.bus.kafka.refused import refusal
 from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import (
     AccessRefused,
     BusError,
@@ -14,7 +16,6 @@ from dora_pipe.core.errors import (
     Fenced,
     LogTruncated,
     OutcomeUnknown,
-    RecordTooLarge,
     TopicMissing,
 )
 from dora_pipe.core.retry import FINAL_ERRORS
@@ -136,11 +137,39 @@ def test_a_refused_login_does_not_repeat_what_the_broker_said_of_it() -> None:
     assert "`w0` by SCRAM-SHA-512" in error.message
 
 
-def test_a_record_too_large_for_the_broker_names_the_settings_that_go_together() -> None:
-    error = refused(kafka_errors.MessageSizeTooLargeError("9 bytes"))
-    assert isinstance(error, RecordTooLarge)
-    for name in ("max.message.bytes", "replica.fetch.max.bytes", "bus.record_bytes_max"):
-        assert name in (error.hint or "")
+@pytest.mark.parametrize(
+    ("theirs", "words", "hint"),
+    [
+        (
+            kafka_errors.MessageSizeTooLargeError("9 bytes"),
+            "a record of 3 bytes for topic r.t, whose max.message.bytes is 2",
+            "max.message.bytes, and the brokers' replica.fetch.max.bytes",
+        ),
+        (
+            kafka_errors.InvalidRecordError(
+                "Timestamp 7200000 of message with offset 0 is out of range. "
+                "The timestamp should be within [-9, 3600000]."
+            ),
+            "this machine's clock is 2.0 h ahead of the broker's",
+            "message.timestamp.type=LogAppendTime",
+        ),
+        (
+            kafka_errors.InvalidTimestampError(
+                "Timestamp 0 of message with offset 0 is out of range. "
+                "The timestamp should be within [3600000, 9900000]."
+            ),
+            "this machine's clock is 2.0 h behind the broker's",
+            "NTP",
+        ),
+        (kafka_errors.InvalidTimestampError("late"), "differs from the broker's: ", "NTP"),
+        (kafka_errors.InvalidRecordError("no key"), "for topic r.t: [Error 87]", ""),
+    ],
+)
+def test_a_refused_record_is_named_with_the_cause(theirs: Exception, words: str, hint: str) -> None:
+    error = refusal(theirs, Append(topic="r.t", value=b"abc"), {"max.message.bytes": "2"}, 1)
+    assert words in error.message
+    assert hint in (error.hint or "")
+    assert isinstance(error, FINAL_ERRORS) and error.waited_out
 
 
 def test_no_wait_mends_a_refusal_so_it_is_no_unknown_outcome() -> None:

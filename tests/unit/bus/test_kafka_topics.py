@@ -50,8 +50,35 @@ def test_what_would_lose_records_or_refuse_them_all_is_refused(
     facts: TopicFacts, text: str, hint: str
 ) -> None:
     with pytest.raises(BusError, match=text) as refused:
-        check_settings([topic(), facts])
+        check_settings([topic(), facts], {SPEC.name: SPEC})
     assert hint in (refused.value.hint or "") and "r.t" in refused.value.message
+
+
+def test_all_that_has_to_change_is_named_at_once() -> None:
+    """Topics with a company's settings: more partitions fit, and the sizes are Kafka's default."""
+    theirs = topic(max_message_bytes="1048588")
+    control = replace(theirs, name="r.control", partitions=1)
+    many = replace(theirs, name="r.trajectories", partitions=2)
+    wanted = {
+        "r.control": replace(SPEC, name="r.control", partitions=1),
+        "r.trajectories": replace(SPEC, name="r.trajectories"),
+    }
+    with pytest.raises(BusError) as refused:
+        check_settings([control, many], wanted)
+    assert refused.value.message == (
+        "topic r.trajectories exists with 2 partitions, not 4; "
+        "topic r.control exists and takes records of at most 1032204 bytes, not 10485760; "
+        "topic r.trajectories exists and takes records of at most 1032204 bytes, not 10485760"
+    )
+    assert refused.value.hint == (
+        "set bus.partitions = 2; set bus.record_bytes_max = 1032204, or raise max.message.bytes to "
+        "11534336 for each of these topics; or choose another run.name"
+    )
+    fits = {
+        name: replace(spec, partitions=min(2, spec.partitions), record_bytes_max=1032204)
+        for name, spec in wanted.items()
+    }
+    check_settings([replace(control, partitions=6), many], fits)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +95,7 @@ def test_what_is_weaker_than_it_could_be_is_told_and_used(
     facts: TopicFacts, text: str, hint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        check_settings([facts])
+        check_settings([facts], {SPEC.name: SPEC})
     (line,) = [record.getMessage() for record in caplog.records]
     assert text in line and hint in line and "\n" not in line
 

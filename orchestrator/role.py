@@ -114,11 +114,7 @@ def run_orchestrator(
             exclusive=True,
             status=status,
             waiting=Tidying(),
-            kept=[
-                TopicPartition(topic, number)
-                for topic in topics.all()
-                for number in range(bus.partitions(topic))
-            ],
+            kept=_partitions(bus, topics),
         )
         try:
             runtime.run(stop)
@@ -135,6 +131,14 @@ def _ports(
 ) -> Sequence[Port]:
     found: list[Port] = [] if snapshots is None else [SnapshotPort(snapshots, run)]
     return found if trimmed is None else [*found, TrimPort(trimmed.open_bus, sleep=clock.sleep)]
+
+
+def _partitions(bus: Bus, topics: Topics) -> list[TopicPartition]:
+    return [
+        TopicPartition(topic, number)
+        for topic in topics.all()
+        for number in range(bus.partitions(topic))
+    ]
 
 
 def _unless_halted(state: State, run: str) -> State:

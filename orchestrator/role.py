@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -116,10 +117,8 @@ def run_orchestrator(
             waiting=Tidying(),
             kept=_partitions(bus, topics),
         )
-        try:
+        with closing(runtime):
             runtime.run(stop)
-        finally:
-            runtime.close()
         return _unless_halted(machine.state, topics.run)
     finally:
         status.close()

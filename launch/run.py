@@ -52,17 +52,23 @@ Watch = Callable[[RunProgress, Supervisor], None]
 
 
 def supervise(
-    plan: Plan, watch: Watch | None = None, *, report: Callable[[str], None] = say
+    plan: Plan,
+    watch: Watch | None = None,
+    *,
+    report: Callable[[str], None] = say,
+    verbose: bool = False,
 ) -> bool:
     """Start every role, `report` of it until all have ended; False when the user stopped it.
 
-    Raises UsageError where the run is running already.
+    `verbose` shows the figures of each step. Raises UsageError where the run is running already.
     """
     with locked(plan.directory):
-        return _supervise(plan, watch, report)
+        return _supervise(plan, watch, report, verbose=verbose)
 
 
-def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -> bool:
+def _supervise(
+    plan: Plan, watch: Watch | None, report: Callable[[str], None], *, verbose: bool
+) -> bool:
     directory, config = plan.directory, plan.config
     name_process("run", config.run.name)
     need_parts(config)
@@ -75,7 +81,7 @@ def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -
         closing(directory.open_bus(config)) as bus,
         BrokerWatch(config, directory.open_bus) as brokers,
     ):
-        progress = progress_of(bus, config, directory.logs)
+        progress = progress_of(bus, config, directory.logs, verbose=verbose)
         console = RunConsole(progress, report)
         disk = disk_watch(directory, config, brokers, report)
 
@@ -103,12 +109,12 @@ def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -
         return finished
 
 
-def progress_of(bus: Bus, config: Config, logs: Path) -> RunProgress:
+def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
     """What the log says of a run, with lines and alarms from now on."""
     topics = Topics(config.run.name)
     past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
-    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past)
+    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past, verbose=verbose)
 
 
 def disk_watch(

@@ -14,6 +14,7 @@ from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.catalogue.marks import Mark
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
+from dora_pipe.observe.learning import learning_of
 from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import (
@@ -51,10 +52,13 @@ class RunProgress(RunStats):
         alarms: Alarms | None = None,
         logs: Path | None = None,
         past: int = 0,
+        verbose: bool = False,
     ) -> None:
         """`logs`: folder of the logs of the roles of this machine; `past`: end of control when the
-        run was resumed, as nothing before it is a line."""
+        run was resumed, as nothing before it is a line; `verbose`: a second line for each step,
+        with its figures."""
         super().__init__(topics.run)
+        self._verbose = verbose
         self._logs = logs
         self._past = past
         self._errors_shown: set[str] = set()
@@ -185,6 +189,10 @@ class RunProgress(RunStats):
         self._since_step.happened(ended)
         self._say_at = 0
         self._say(_line(self.steps[-1]))
+        if self._verbose:
+            figures = learning_of(ended.fact.figures, ended.fact.settings)
+            named = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            self._say(f"           {named}")
         count = self.without_gradient
         if not self.steps[-1].gradient and count & (count - 1) == 0:
             self._say(

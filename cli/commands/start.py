@@ -183,6 +183,9 @@ def run(
     ] = False,
     adopt: AdoptOption = False,
     paradigm: ParadigmOption = "",
+    verbose: Annotated[
+        bool, typer.Option(help="Show loss, gradient norm, entropy and so on of each step.")
+    ] = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Start orchestrator, workers and trainer on this machine and watch over them."""
@@ -207,7 +210,7 @@ def run(
         plan = plan_new(wanted, root, parent=from_, with_optimizer=with_optimizer, here=True)
     resuming = f"go on with: {typed('run', plan.directory.path, '--resume', runs=root)}"
     try:
-        finished = supervise(replace(plan, adopt=adopt, resumed=resume))
+        finished = supervise(replace(plan, adopt=adopt, resumed=resume), verbose=verbose)
     except (RunFailed, ResourceError) as failed:
         if failed.exit_code in RESUMABLE_CODES:
             say(f"once that is mended, {resuming}")

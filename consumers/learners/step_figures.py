@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
 from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.core.errors import NonFinite
+from dora_pipe.schemas.contexts import counted_places
 from dora_pipe.schemas.trajectory import Trajectory
 
 
@@ -62,6 +65,7 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
         "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
         "staleness_max": float(max((item.staleness for item in items), default=0)),
     }
+    figures |= _sampling_figures([item.trajectory for item in items])
     if rewards:
         figures["reward_mean"] = _mean(rewards)
     if sums.grad_norms:
@@ -89,6 +93,21 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
     if odd:
         raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
     return figures
+
+
+def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Entropy of the policies that sampled, estimated as mean -log-prob of their tokens, in nats;
+    and the share of trajectories that a limit of tokens or turns ended."""
+    if not trajectories:
+        return {}
+    sums, tokens = [], 0
+    for one in trajectories:
+        own = np.asarray(one.logprobs, np.float64)[counted_places(one)]
+        sums.append(math.fsum(own.tolist()))
+        tokens += len(own)
+    truncated = sum(one.meta.finish == "length" for one in trajectories)
+    figures = {"truncated": truncated / len(trajectories)}
+    return figures | ({"entropy": -math.fsum(sums) / tokens} if tokens else {})
 
 
 def turn_value_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:

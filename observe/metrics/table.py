@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
+from dora_pipe.observe.learning import learning_of
 from dora_pipe.observe.metrics.exposition import (
     Metric,
     Read,
@@ -414,9 +415,16 @@ TRAINING: Final = (
     ),
     gauge(
         "step_figure{figure}",
-        "Every figure of the newest commit: `loss`, `grad_norm`, `ratio_mean`, `kl` and so on.",
+        "Every figure of the newest commit: `loss`, `grad_norm`, `entropy`, `truncated`, `kl`, "
+        "`clipped_share` and so on.",
         "step committed",
         lambda t: {} if t.commit is None else t.commit.figures,
+    ),
+    gauge(
+        "step_learning_rate",
+        "Learning rate of the newest step, by its schedule.",
+        "step committed",
+        lambda t: learning_of({}, t.commit.settings).get("learning_rate") if t.commit else None,
     ),
     gauge(
         "step_effective_sample_ratio",

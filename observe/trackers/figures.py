@@ -47,8 +47,14 @@ FIGURES: Final = {
     "staleness/mean": "Mean staleness of the batch's groups.",
     "staleness/max": "The largest of them.",
     "staleness/bound": "`max_staleness` as it stood at the newest dispatch.",
-    "train/*": "Every figure of the commit: `loss`, `grad_norm`, `ratio_mean`, `clipped_share`, "
-    "`kl`, `teacher_kl`, `tokens` and so on.",
+    "train/*": "Every figure of the commit: `loss`, `grad_norm`, `entropy`, `truncated`, "
+    "`ratio_mean`, `clipped_share`, `kl`, `teacher_kl`, `tokens` and so on.",
+    "train/entropy": "Mean -log-prob, in nats, of the batch's sampled tokens under the versions "
+    "that sampled them. It estimates their entropy without bias at the sampling temperature; "
+    '`sampling.top_p`, `top_k` or `min_p` in use, `sampling.logprobs = "raw"` and '
+    "temperature 0 bias it.",
+    "train/truncated": "Share of the batch's trajectories that a limit ended (`finish` is "
+    "`length`): `sampling.max_tokens`, the context, or the turns of an episode.",
     "train/learning_rate": "Of the step, as its batch decision has it.",
     "ratio/effective_sample_ratio": "Effective sample size over the number of trajectories.",
     "ratio/mismatch_staleness_*": "Mean |ln(mean ratio)| of the trajectories of this staleness, "

@@ -12,6 +12,7 @@ import msgspec
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
 from dora_pipe.catalogue.evaluations import figures_of, samples_by_prompt, success_of
+from dora_pipe.observe.learning import LEARNING, learning_of
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, short
@@ -47,6 +48,7 @@ def overview(view: RunView) -> dict[str, Any]:
         "reward": _reward(points),
         "evaluations": _evaluations(view),
         "parts": _parts(view, points),
+        "learning": _learning(view, points),
         "invalid": _invalid(view, points),
         "staleness": _staleness(view, points),
         "timeline": timeline(view),
@@ -200,13 +202,31 @@ def _parts(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return {
         "step": [one["step"] for one in points],
         "series": {
-            name: [
-                short(sum(own) / len(own)) if (own := series.get(at)) else None
-                for at in range(len(points))
-            ]
+            name: [_mean(series.get(at, ())) for at in range(len(points))]
             for name, series in found.items()
         },
     }
+
+
+def _learning(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per point: means of the figures that show whether the policy learns."""
+    found: dict[str, list[list[float]]] = {name: [[] for _ in points] for name in LEARNING}
+    places = _places(points)
+    for step, *texts in view.rows("select step, figures, settings from steps"):
+        for name, value in learning_of(*map(msgspec.json.decode, texts)).items():
+            found[name][places[step]].append(value)
+    return {
+        "step": [one["step"] for one in points],
+        "charts": [
+            {"name": name, "note": LEARNING[name], "y": [_mean(own) for own in series]}
+            for name, series in found.items()
+            if any(series)
+        ],
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return short(sum(values) / len(values)) if values else None
 
 
 def _invalid(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

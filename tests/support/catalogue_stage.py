@@ -248,11 +248,13 @@ class CatalogueStage(ToldRun):
         *specs: GroupSpec,
         parts: tuple[int, ...] = (),
         ahead_s: tuple[float, ...] = (),
+        **changes: Any,
     ) -> None:
-        """A batch is taken and its step committed, a second apart."""
+        """A batch is taken and its step committed, a second apart; `changes` of the commit."""
         groups = self.take(step, *specs, parts=parts)
         self.now_ns += SECOND_NS
-        self.fact(replace(records.committed(step, groups), parts=parts, ahead_s=ahead_s))
+        fact = replace(records.committed(step, groups), parts=parts, ahead_s=ahead_s, **changes)
+        self.fact(fact)
 
     def end(self, spec: GroupSpec, fate: Fate, why: str = "because") -> None:
         self.decide(End(reason=why, group=spec.group, fate=fate))

@@ -21,7 +21,8 @@ export async function overviewPage(run) {
       own.read < 1 ? reading(own.read) : null,
       facts(factsOf(found)),
       h("div", { class: "charts" },
-        reward(found), passed(found), rewardParts(found.parts), withoutReward(found.invalid),
+        reward(found), passed(found), rewardParts(found.parts), ...learning(found.learning),
+        withoutReward(found.invalid),
         staleness(found),
         h("div", { class: "wide" }, workers(run, found.timeline)),
         bars(times(found.times)), later(run, "times", sampled),
@@ -108,6 +109,13 @@ function rewardParts({ step, series }) {
     title: "Parts of the reward", note: "Means of a batch's valid rewards, before their weights.",
     xs: step, series: found, xLabel: "step", yLabel: "mean", floor: null,
   }) : null;
+}
+
+function learning({ step, charts }) {
+  return charts.map(({ name, note, y }) => lines({
+    title: name.replaceAll("_", " "), note, xs: step, series: [{ name, y, thick: true }], xLabel: "step",
+    yLabel: name, floor: name === "truncated" || name === "clipped_share" ? 0 : null,
+  }));
 }
 
 const FAULTS = {

@@ -106,7 +106,7 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
 def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> None:
     bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
-    progress = RunProgress(bus, TOPICS)
+    progress = RunProgress(bus, TOPICS, verbose=True)
     stage = Stage(stats=progress)
     epoch = stage.worker()
     for step, updates in enumerate((0.0, 1.0, 0.0, 0.0)):
@@ -115,8 +115,12 @@ def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> Non
         taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
         stage.decide(TakeBatch(reason="all", step=step, attempt=1, groups=taken, settings={}))
         fact = records.committed(step, taken)
-        stage.fact(msgspec.structs.replace(fact, figures={"updates": updates}))
-    lines = [line for line in progress.lines() if line.startswith("step")]
+        figures = {"updates": updates, "truncated": 0.25, "entropy": 1.0}
+        settings = {"trainer.learning_rate": 1e-5}
+        stage.fact(msgspec.structs.replace(fact, figures=figures, settings=settings))
+    told = progress.lines()
+    assert told.count("           entropy 1  truncated 0.25  learning_rate 1e-05") == 4
+    lines = [line for line in told if line.startswith("step")]
     equal = "the rewards of each group were equal (0.5), so the weights are unchanged"
     assert [line.endswith("  no gradient") for line in lines] == [1, 0, 0, 1, 0, 1]
     assert lines[1] == f"step 0 had no gradient: {equal}"

@@ -139,6 +139,23 @@ def test_parts_and_faults_are_drawn_by_step(stage: CatalogueStage) -> None:
     }
 
 
+def test_figures_of_learning_have_a_chart_each(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    for step, rate in enumerate((1e-3, 2e-3)):
+        spec = stage.group(step)
+        stage.place(spec, epoch)
+        stage.log(spec, epoch, offset=9 * step)
+        figures = {"entropy": 1.5, "updates": 2.0} | ({} if step else {"kl": 0.25})
+        stage.train(step, spec, figures=figures, settings={"trainer.learning_rate": rate})
+    found = _overview(stage)["learning"]
+    assert found["step"] == [0, 1]
+    assert {one["name"]: one["y"] for one in found["charts"]} == {
+        "entropy": [1.5, 1.5],
+        "kl": [0.25, None],
+        "learning_rate": [1e-3, 2e-3],
+    }
+
+
 def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
     epoch = stage.worker()
     spec = stage.group(0, purpose="eval")

@@ -1,0 +1,49 @@
+"""What a step says of the batch it was given, whether or not anything of it had a gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from dora_pipe.consumers.learners.step import items_of
+from dora_pipe.consumers.learners.step_figures import Sums, figures_of
+from dora_pipe.schemas.contexts import counted_places
+from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.trajectory import Trajectory
+from tests.support.batches import make_batch
+from tests.unit.consumers.test_training_contexts import step_of
+
+
+def _ends(one: Trajectory, finish: FinishReason) -> Trajectory:
+    return replace(one, meta=msgspec.structs.replace(one.meta, finish=finish))
+
+
+@pytest.mark.parametrize("reward", [1.0, None])
+def test_entropy_and_truncated_share_are_of_all_trajectories(reward: float | None) -> None:
+    batch = make_batch(seed=5, step=0, groups=2, siblings=4)
+    finishes: tuple[FinishReason, ...] = ("length", "stop", "environment", "length")
+    groups = [
+        replace(
+            group,
+            trajectories=[
+                replace(_ends(one, finish), reward=reward)
+                for one, finish in zip(group.trajectories, finishes, strict=True)
+            ],
+        )
+        for group in batch.groups
+    ]
+    step = step_of()
+    items = [item for group in items_of(replace(batch, groups=groups), step) for item in group]
+    figures = figures_of(items, Sums(), step)
+    sampled = [
+        logprob
+        for item in items
+        for logprob in np.asarray(item.trajectory.logprobs, float)[counted_places(item.trajectory)]
+    ]
+    assert figures["truncated"] == 0.5
+    assert figures["entropy"] == pytest.approx(-math.fsum(sampled) / len(sampled))
+    assert figures["updates"] == 0

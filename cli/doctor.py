@@ -216,7 +216,7 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
         yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
         return
     from dora_pipe.launch.local_roles import worker_engines
-    from dora_pipe.launch.model_checks import check_model, templated
+    from dora_pipe.launch.model_checks import check_model, templated, unassigned_note
     from dora_pipe.launch.prompt_check import seen_by_doctor
     from dora_pipe.producers.worker.role import sampling_by_source
 
@@ -227,6 +227,8 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
         yield _failed("context", error)
     else:
         yield CheckResult("ok", "context", f"{context} tokens, by {', '.join(sorted(engines))}")
+        if note := unassigned_note(model):
+            yield CheckResult("note", "tokenizer", note)
     samplings = sampling_by_source(config)
     try:
         with templated(config, model) as directory:

@@ -22,6 +22,7 @@ from dora_pipe.producers.engines.torch.causal_lm import EXPERTS
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.store.model_dir import embedding_rows, read_config
+from dora_pipe.store.vocabulary import unassigned_ids
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """One of these is in every model directory that has a tokenizer."""
@@ -40,6 +41,17 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
             hint="lower workers.context_tokens",
         )
     check_tokenizer(directory)
+
+
+def unassigned_note(directory: Path) -> str:
+    """What to say of embedding rows that have no token; empty: there are none."""
+    ids = unassigned_ids(directory) if _has_tokenizers() else ()
+    if not ids:
+        return ""
+    return (
+        f"{len(ids)} of the model's {embedding_rows(read_config(directory))} embedding rows have no"
+        f" token in its tokenizer (ids {ids[0]} to {ids[-1]}): they are never sampled or trained"
+    )
 
 
 def check_tokenizer(directory: Path) -> None:

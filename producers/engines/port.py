@@ -44,6 +44,8 @@ LORA = "lora"
 PREFIX_REUSE = "prefix_reuse"
 SLEEP = "sleep"
 ROUTES = "routes"
+UNASSIGNED_LEFT_OUT = "unassigned_left_out"
+"""It never samples token ids without a token (`store.vocabulary`), where a model has some."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -27,9 +27,11 @@ from dora_pipe.producers.engines.port import (
     PREFILL_EXACT,
     ROUTES,
     SLEEP,
+    UNASSIGNED_LEFT_OUT,
     Engine,
 )
 from dora_pipe.producers.engines.requests import Decode
+from dora_pipe.store.vocabulary import unassigned_ids
 
 ROLE: Final = "dora_pipe.producers.worker.role"
 
@@ -138,9 +140,17 @@ def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
     return tuple(sorted(engine.declares | ({MOVES} if goes_on and moves else set())))
 
 
-def check_capabilities(engine: Engine, config: Config, *, elastic: bool = False) -> None:
+def check_capabilities(
+    engine: Engine, config: Config, assets: Path | None = None, *, elastic: bool = False
+) -> None:
     """Raises ConfigError for an engine that cannot do what the run asks for, or what is asked of an
-    elastic worker."""
+    elastic worker, or what the model of these `assets` needs."""
+    if assets is not None and unassigned_ids(assets) and UNASSIGNED_LEFT_OUT not in engine.declares:
+        raise ConfigError(
+            f"the model has embedding rows without a token, and engine {engine.name} may sample"
+            " them",
+            hint=f"an engine that never does declares {UNASSIGNED_LEFT_OUT} (docs/extending.md)",
+        )
     if elastic and SLEEP not in engine.declares:
         raise ConfigError(
             f"workers.elastic: engine {engine.name} cannot let go of its weights between steps",

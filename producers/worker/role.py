@@ -304,7 +304,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         tokenizer = Tokenizer(assets)
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
-        check_capabilities(engine, here.config, elastic=here.elastic)
+        check_capabilities(engine, here.config, assets, elastic=here.elastic)
         if here.config.lora.rank:  # Versions are adapters on the first one.
             policy = here.run.policy
             engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)

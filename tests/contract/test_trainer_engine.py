@@ -8,15 +8,29 @@ import pytest
 from dora_pipe.consumers.learners.port import Learner, TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.producers.engines.port import Engine, EngineRequest, SamplingParams, TokensSampled
+from dora_pipe.producers.engines.port import (
+    UNASSIGNED_LEFT_OUT,
+    Engine,
+    EngineRequest,
+    SamplingParams,
+    TokensSampled,
+)
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.vocabulary import unassigned_ids
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
-from tests.support.models import EOS_ID, make_deepseek_v3, make_glm4_moe, make_llama_gqa, make_qwen2
+from tests.support.models import (
+    EOS_ID,
+    QWEN2_VOCABULARY,
+    make_deepseek_v3,
+    make_glm4_moe,
+    make_llama_gqa,
+    make_qwen2,
+)
 from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
 
 RATIO_DISTANCE_MAX = {"float32": 1e-4, "bfloat16": 0.05}
@@ -36,6 +50,11 @@ def _vllm(model_dir: Path) -> Engine:
     need_vllm()
     engine: Engine = open_vllm(model_dir, slots=16, context_tokens=128)
     return engine
+
+
+def _padded(directory: Path) -> Path:
+    """One whose embedding has rows without a token, which random weights would sample."""
+    return make_qwen2(directory, vocab_size=QWEN2_VOCABULARY + 28)
 
 
 def _mixture(directory: Path) -> Path:
@@ -74,6 +93,9 @@ def _trainer(
     ("make_model", "open_engine"),
     [
         (make_qwen2, _torch),
+        (_padded, _torch),
+        (_padded, _vllm),
+        (_padded, _hosting),
         (make_llama_gqa, _torch),
         (make_llama_gqa, _hosting),
         (make_glm4_moe, _torch),
@@ -85,6 +107,9 @@ def _trainer(
     ],
     ids=[
         "qwen2-torch",
+        "padded-torch",
+        "padded-vllm",
+        "padded-lora",
         "llama_gqa-torch",
         "llama_gqa-lora",
         "glm4_moe-torch",
@@ -158,6 +183,9 @@ def _batch(
                 sampled[event.request] += event.token_ids
                 logprobs[event.request] += event.logprobs
     engine.close()
+    unassigned = unassigned_ids(store.assets_path(assets))
+    assert set(unassigned).isdisjoint(one for some in sampled.values() for one in some)
+    assert (UNASSIGNED_LEFT_OUT in engine.declares) == bool(unassigned)
     return TrainBatch(
         step=step,
         groups=[

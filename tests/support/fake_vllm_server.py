@@ -74,6 +74,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.hosted: set[int] = set()
         """Ids of those that the worker has."""
         self.before: set[int] = set()
+        self.opened: list[str] = []
+        """Words of the last `dora_open`."""
         self.gone: list[str] = []
         """Stays whose experts are not wanted any more."""
         self.loads = 0
@@ -169,6 +171,7 @@ class FakeVllm(ThreadingHTTPServer):
         adapters' tests."""
         method, words = body["method"], body.get("args", [])
         if method == "dora_open":
+            self.opened = words
             return self.facts
         if method == "dora_experts":
             self.gone += json.loads(words[1])

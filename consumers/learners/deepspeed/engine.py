@@ -25,7 +25,7 @@ from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.device_states import tensors_in
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.masters import Masters
-from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions, UnassignedRows
 from dora_pipe.consumers.learners.torch.model import Passage, score
 from dora_pipe.consumers.learners.torch.named_optimizers import MOMENTS
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
@@ -166,6 +166,7 @@ class Engine:
         self._balance = BalanceLoss(network) if options.router_aux_loss else None
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
         self.vocabulary: int = network.config.vocab_size
+        self.unassigned: UnassignedRows = network.unassigned
         self.mlp_width = mlp_width(network)
         self.further = further_layers(network.config.get_text_config().to_dict())
         """Layers that files have and the network has not."""

@@ -356,6 +356,7 @@ class DeepspeedLearner:
             | ({} if dealt == 1 else {"expert_parallel": str(dealt)})
             | balance_numerics(engine.router_aux_loss)
             | temperature_numerics(engine.temperature)
+            | self._engine.unassigned.numerics
             | engine.memory.numerics(
                 self._engine.vocabulary,
                 self._engine.mlp_width,

@@ -296,6 +296,7 @@ class TorchLearner:
             | optimizer_numerics(options.optimizer)
             | balance_numerics(options.router_aux_loss)
             | temperature_numerics(options.temperature)
+            | self._model.unassigned.numerics
             | options.memory.numerics(
                 self._model.vocabulary,
                 self._model.mlp_width,

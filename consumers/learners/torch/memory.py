@@ -7,7 +7,7 @@ copies. So the head is computed for some tokens at a time, and once more when gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -162,6 +162,28 @@ def _offloaded(compute: Callable[..., Any]) -> Callable[..., Any]:
     return checkpointed
 
 
+class UnassignedRows:
+    """Columns of logits whose token ids have no token (`store.vocabulary`)."""
+
+    def __init__(self, ids: Sequence[int], vocabulary: int) -> None:
+        self.count = len(ids)
+        self._mask = torch.zeros(vocabulary, dtype=torch.bool)
+        self._mask[list(ids)] = True
+
+    def leave_out(self, logits: Tensor) -> Tensor:
+        """Logits [N, V], changed in place: those ids have no share of the distribution."""
+        if not self.count:
+            return logits
+        if self._mask.device != logits.device:
+            self._mask = self._mask.to(logits.device)
+        return logits.masked_fill_(self._mask, -torch.inf)
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What they are in a step's fingerprint."""
+        return {"unassigned_ids": str(self.count)} if self.count else {}
+
+
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Log-probs of `targets` [N] under softmax(logits / temperature), logits [N, V]; float32."""
     logits = logits.float()
@@ -171,23 +193,36 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tenso
 
 
 def head_logprobs(
-    head: Any, hidden: Tensor, targets: Tensor, *, temperature: float, chunks: int
+    head: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunks: int,
+    unassigned: UnassignedRows | None = None,
 ) -> Tensor:
     """Log-probs of `targets` [N] under a head on hidden states [N, H], [N] float32; in so many
     chunks, of which some are empty where there are fewer tokens."""
+    unassigned = unassigned or UnassignedRows((), 0)
     if chunks <= 1:
-        return token_logprobs(head(hidden), targets, temperature)
+        return token_logprobs(unassigned.leave_out(head(hidden)), targets, temperature)
     # x W^T + b and nothing else: no adapter, nothing that gathers weights.
     if type(head) is torch.nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
         found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, targets, temperature, chunks
+            hidden, head.weight, head.bias, targets, temperature, chunks, unassigned
         )
         return found
-    return _checkpointed(head, hidden, targets, temperature, chunks)
+    return _checkpointed(
+        lambda some: unassigned.leave_out(head(some)), hidden, targets, temperature, chunks
+    )
 
 
 def _checkpointed(
-    head: Any, hidden: Tensor, targets: Tensor, temperature: float, chunks: int
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunks: int,
 ) -> Tensor:
     """Any head. Beside the gradient of its weights there is that of one chunk."""
 
@@ -240,15 +275,17 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunks: int,
+        unassigned: UnassignedRows,
     ) -> Tensor:
         ctx.temperature, ctx.chunks, ctx.given = temperature, chunks, hidden.dtype
+        ctx.unassigned = unassigned
         computed = computed_in(hidden)
         hidden = hidden.to(computed)
         ctx.save_for_backward(hidden, weight, bias, targets)
         weight, bias = _as(computed, weight, bias)
         found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         for part in chunk_slices(len(targets), chunks):
-            logits = linear(hidden[part], weight, bias)
+            logits = unassigned.leave_out(linear(hidden[part], weight, bias))
             found[part] = token_logprobs(logits, targets[part], temperature)
         return found
 
@@ -268,7 +305,8 @@ class _LinearLogprobs(torch.autograd.Function):
         )
         for part in chunk_slices(len(targets), ctx.chunks):
             with torch.enable_grad():
-                logits = linear(hidden[part], weight, bias).detach().requires_grad_()
+                logits = linear(hidden[part], weight, bias).detach()
+                logits = ctx.unassigned.leave_out(logits).requires_grad_()
                 logprobs = token_logprobs(logits, targets[part], ctx.temperature)
             (by_logits,) = torch.autograd.grad(logprobs, logits, gradient[part])
             del logits, logprobs
@@ -286,5 +324,5 @@ class _LinearLogprobs(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(held.dtype),
             None if of_bias is None else of_bias.to(held_bias.dtype),
-            *(None,) * 3,
+            *(None,) * 4,
         )

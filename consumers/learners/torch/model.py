@@ -25,6 +25,7 @@ from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
 from dora_pipe.consumers.learners.torch.memory import (
     AT_ONCE,
     MemoryOptions,
+    UnassignedRows,
     head_logprobs,
     token_logprobs,
 )
@@ -97,7 +98,8 @@ class Passage:
 class TorchModel:
     """The network of a model directory, with weights loaded from the store.
 
-    Its policy is softmax(logits / `temperature`), as it was sampled from.
+    Its policy is softmax(logits / `temperature`), as it was sampled from, without the token ids
+    that have no token.
 
     Example: ``TorchModel(assets, device="cpu").load(store.weights_path(digest))``
     """
@@ -121,6 +123,7 @@ class TorchModel:
         self._temperature = temperature
         self.network: Any = build(assets, memory, narrow).to(device)
         self.vocabulary: int = self.network.config.vocab_size
+        self.unassigned: UnassignedRows = self.network.unassigned
         self.mlp_width = mlp_width(self.network)
         self._memory = memory
         self._routed: RoutedExperts | None = None
@@ -371,7 +374,8 @@ def score(
     positions: Tensor | None = None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`.
+    """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`
+    without those of `network.unassigned`.
 
     `lean` is what `head_is_all` says of the network: logits are then computed at `places` only, and
     in so many chunks.
@@ -383,9 +387,11 @@ def score(
         hidden = network.base_model(input_ids=ids, use_cache=False, **given)[0]
         chosen = hidden.flatten(0, 1).index_select(0, places)
         head = network.get_output_embeddings()
-        return head_logprobs(head, chosen, targets, temperature=temperature, chunks=chunks)
+        how: Any = {"temperature": temperature, "chunks": chunks, "unassigned": network.unassigned}
+        return head_logprobs(head, chosen, targets, **how)
     logits = network(input_ids=ids, use_cache=False, **given).logits
-    return token_logprobs(logits.flatten(0, 1).index_select(0, places), targets, temperature)
+    chosen = logits.flatten(0, 1).index_select(0, places)
+    return token_logprobs(network.unassigned.leave_out(chosen), targets, temperature)
 
 
 def passages_of(one: Pass, device: str) -> list[Passage]:

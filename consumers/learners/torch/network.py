@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dora_pipe.consumers.learners.torch.chunked_layers import chunk_layers
-from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions, checkpoint_layers
+from dora_pipe.consumers.learners.torch.memory import (
+    AT_ONCE,
+    MemoryOptions,
+    UnassignedRows,
+    checkpoint_layers,
+)
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.vocabulary import unassigned_ids
 
 _PROBE_TOKENS: Final = 4
 
@@ -75,6 +81,7 @@ def build(
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
     network.eval()
+    network.unassigned = UnassignedRows(unassigned_ids(assets), network.config.vocab_size)
     if narrow is not None:
         narrow.widen(network)
     chunk_layers(network, memory)

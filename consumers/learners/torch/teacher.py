@@ -16,12 +16,13 @@ from torch import Tensor
 
 from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.torch.device import deterministic
-from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions
+from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions, UnassignedRows
 from dora_pipe.consumers.learners.torch.model import Passage, score, score_rows
 from dora_pipe.consumers.learners.torch.network import head_is_all
 from dora_pipe.consumers.teachers.port import Row, Scores
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.model_dir import weights_digest
+from dora_pipe.store.vocabulary import unassigned_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,4 +110,5 @@ def _network(directory: Path, options: ModelOptions) -> Any:
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
         raise PolicyError(f"no causal LM can be read from {directory}: {error}") from error
+    network.unassigned = UnassignedRows(unassigned_ids(directory), network.config.vocab_size)
     return network.to(options.device).eval().requires_grad_(False)

@@ -35,6 +35,7 @@ from dora_pipe.producers.engines.port import (
     PREFIX_REUSE,
     ROUTES,
     SLEEP,
+    UNASSIGNED_LEFT_OUT,
     EngineEvent,
     EngineRequest,
     Kv,
@@ -67,6 +68,7 @@ from dora_pipe.producers.engines.torch.weights import (
     tied_tensors,
     weight_files,
 )
+from dora_pipe.store.vocabulary import unassigned_ids
 
 PREFILL_TOKENS_MAX = 512
 """Prompt tokens of one step; a longer prompt is prefilled over several."""
@@ -111,6 +113,7 @@ class TorchEngine(EngineBase[int]):
         versions_resident: int = 1,
         kv_keep: float = 0.0,
         routes: bool = False,
+        unassigned: Sequence[int] = (),
     ) -> None:
         super().__init__(
             slots=slots,
@@ -133,7 +136,8 @@ class TorchEngine(EngineBase[int]):
         self._layout = f"torch-1 {model.family} {model.layers}x{model.kv_heads}x{model.head_dim}"
         self._kv = KvCache(model, slots=slots, context_tokens=context_tokens)
         self._turns = rotations(model, context_tokens)[:, None]
-        self._sampler = Sampler(slots=slots)
+        self._sampler = Sampler(slots=slots, unassigned=unassigned)
+        self.declares |= {UNASSIGNED_LEFT_OUT} if unassigned else set()
         self._routes = _slot_routes(model, slots, context_tokens) if routes else None
         self._table = SlotTable(slots=slots, context_tokens=context_tokens, routes=self._routes)
         self._free = list(range(slots - 1, -1, -1))
@@ -195,6 +199,7 @@ class TorchEngine(EngineBase[int]):
                 versions_resident=versions_resident,
                 kv_keep=kv_keep,
                 routes=routes,
+                unassigned=unassigned_ids(model_dir),
             )
         except MemoryError as error:
             raise ResourceError(

@@ -10,6 +10,8 @@ of the cumulative distribution, in order of token ids, holds that number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -56,7 +58,9 @@ class Sampler:
     Example: ``Sampler(slots=64); set(3, params, seed=99); draw(logits, np.array([3]), ...)``
     """
 
-    def __init__(self, *, slots: int) -> None:
+    def __init__(self, *, slots: int, unassigned: Sequence[int] = ()) -> None:
+        """`unassigned` token ids are never drawn."""
+        self._unassigned = torch.tensor(unassigned, dtype=torch.int64)
         self._streams = np.zeros(slots, np.uint64)
         self._temperature = np.ones(slots, np.float32)
         self._logprob_temperature = np.ones(slots, np.float32)
@@ -78,7 +82,10 @@ class Sampler:
         )
 
     def draw(self, logits: torch.Tensor, slots: Integers, positions: Integers) -> Drawn:
-        """One token for each row of `logits` [rows, vocabulary], for these slots and positions."""
+        """One token for each row of `logits` [rows, vocabulary], for these slots and positions;
+        logits of unassigned token ids are overwritten."""
+        if len(self._unassigned):
+            logits.index_fill_(-1, self._unassigned, -torch.inf)
         recorded = torch.log_softmax(self._at_their_temperature(logits, slots), -1)
         shaped, special = logits, not self._plain[slots].all()
         greedy: Integers = np.zeros(0, np.int64)

@@ -19,6 +19,7 @@ from dora_pipe.producers.engines.port import (
     INTERRUPTIBLE,
     LORA,
     SLEEP,
+    UNASSIGNED_LEFT_OUT,
     EngineRequest,
     Kv,
     SamplingParams,
@@ -98,6 +99,7 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         clock: Clock | None,
         versions: LoraVersions,
         sleeps: bool = False,
+        unassigned: bool = False,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -107,6 +109,7 @@ class VllmEngineBase(EngineBase[VllmRequest]):
             clock=clock,
         )
         self.declares = frozenset({COUNTER_SAMPLING, LORA if versions.adapters else INTERRUPTIBLE})
+        self.declares |= {UNASSIGNED_LEFT_OUT} if unassigned else set()
         self._asleep = False
         if sleeps:
             self.declares |= {SLEEP}

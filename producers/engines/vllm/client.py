@@ -53,10 +53,11 @@ class VllmServerClient:
         self._process = process
         self._aborts: deque[HttpStream] = deque()
 
-    def open(self, *, routes: bool = False) -> wire.ServerFacts:
-        """Prepare it, with `routes` to keep the experts of requests that ask for it; what it has.
-        Raises PolicyError where it cannot be used."""
-        words = ("routes",) if routes else ()
+    def open(self, *, routes: bool = False, unassigned: Sequence[int] = ()) -> wire.ServerFacts:
+        """Prepare it, with `routes` to keep the experts of requests that ask for it, and never to
+        sample `unassigned` token ids; what it has. Raises PolicyError where it cannot be used."""
+        ids = msgspec.json.encode(unassigned).decode()
+        words = ("routes" if routes else "", ids)
         return msgspec.convert(self.rpc("dora_open", *words), wire.ServerFacts)
 
     def experts(self, wanted: Sequence[wire.KeptPart], gone: Sequence[str]) -> list[Routes]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -312,20 +312,44 @@ def check_kernels(model: Any, *, adapters: bool = False) -> None:
         raise ValueError(f"heads of {size} have no kernel on a CPU, only those of {known}")
 
 
-def install_sampler(core: Any) -> Any:
-    """Make vLLM draw by seed and position; the sampler, which knows the last step's draws."""
-    (sampler,) = core.collective_rpc(_replace_sampler)
+def install_sampler(core: Any, unassigned: Sequence[int]) -> Any:
+    """Make vLLM draw by seed and position, and never an `unassigned` token id; the sampler, which
+    knows the last step's draws."""
+    (sampler,) = core.collective_rpc(_replace_sampler, args=(unassigned,))
     return sampler
 
 
-def _replace_sampler(worker: Any) -> Any:
+def _replace_sampler(worker: Any, unassigned: Sequence[int]) -> Any:
     runner = worker.model_runner
-    runner.sampler = sampler_class()(runner)
+    runner.sampler = sampler_class()(runner, unassigned)
     return runner.sampler
 
 
 def sampler_class() -> type[Any]:
-    """A sampler of vLLM's own making that is seeded for every token. Needs vLLM."""
+    """A sampler of vLLM's own making that is seeded for every token, and leaves out token ids
+    without a token. Needs vLLM."""
+    import torch
+
+    base: Any = _position_sampler_class()
+
+    class AssignedSampler(base):  # type: ignore[misc]
+        """See above."""
+
+        def __init__(self, runner: Any, unassigned: Sequence[int]) -> None:
+            super().__init__(runner)
+            self._unassigned = torch.tensor(unassigned, dtype=torch.int64)
+
+        def forward(self, logits: Any, *rest: Any, **named: Any) -> Any:
+            """See vLLM's, which takes log-probs and draws of what is left of `logits`."""
+            if len(self._unassigned):
+                self._unassigned = self._unassigned.to(logits.device)
+                logits.index_fill_(-1, self._unassigned, -torch.inf)
+            return super().forward(logits, *rest, **named)
+
+    return AssignedSampler
+
+
+def _position_sampler_class() -> type[Any]:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 

@@ -38,6 +38,7 @@ from dora_pipe.producers.engines.vllm.base import REASONS, VllmEngineBase, VllmR
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.kv_files import array_of
 from dora_pipe.producers.engines.vllm.wire import SEED_MASK, extra_args
+from dora_pipe.store.vocabulary import unassigned_ids
 
 
 class VllmEngine(VllmEngineBase):
@@ -92,7 +93,8 @@ class VllmEngine(VllmEngineBase):
         )
         self._caches = vllm_kv.Caches(self._core, self.version)
         host = vllm_lora.LocalHost(self._core, self._shapes, rank=lora_rank) if lora_rank else None
-        self._sampler = vllm_core.install_sampler(self._core)
+        unassigned = unassigned_ids(model_dir)
+        self._sampler = vllm_core.install_sampler(self._core, unassigned)
         self._routes = vllm_routes.install(self._core, self._sampler) if routes else None
         self._tasks = self._core.get_supported_tasks()
         super().__init__(
@@ -103,6 +105,7 @@ class VllmEngine(VllmEngineBase):
             clock=clock,
             versions=vllm_lora.LoraVersions(host, most=versions_resident),
             sleeps=settings.sleep,
+            unassigned=bool(unassigned),
         )
         self._layout = self._caches.facts.layout
         self.declares |= ({KV_EXPORT} if self._layout else set()) | ({ROUTES} if routes else set())

@@ -92,9 +92,10 @@ class Extension:
     dora_kept: vllm_routes.KeptRoutes | None = None
     dora_cache: vllm_kv.RankCache | None = None
 
-    def dora_open(self, routes: str = "") -> dict[str, Any]:
-        """Take the place of the sampler, and keep the experts of requests where it is asked for
-        `routes`; what the engine has, or why it cannot be used."""
+    def dora_open(self, routes: str, unassigned: str) -> dict[str, Any]:
+        """Take the place of the sampler, which never samples `unassigned` token ids (JSON), and
+        keep the experts of requests where it is asked for `routes`; what the engine has, or why it
+        cannot be used."""
         config = self.vllm_config
         plain = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
         if not isinstance(plain, TopKTopPSampler):
@@ -106,7 +107,8 @@ class Extension:
         lacking = _lacks_for_adapters(config)
         if lacking:
             return {"error": lacking}
-        self.model_runner.sampler = sampler_class()(self.model_runner)
+        ids = msgspec.json.decode(unassigned, type=list[int])
+        self.model_runner.sampler = sampler_class()(self.model_runner, ids)
         _make_intermediate_tensors(self.model_runner)
         if routes and config.parallel_config.pipeline_parallel_size > 1:
             return {"error": "no process of it knows all experts of a token (pipeline_parallel)"}

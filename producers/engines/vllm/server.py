@@ -66,6 +66,7 @@ from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCac
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.wire import quoted
+from dora_pipe.store.vocabulary import unassigned_ids
 
 STEP_WAIT_MS: Final = 1_000
 """A step waits so long for rows without a token; then it goes on with the others, and does not wait
@@ -135,7 +136,6 @@ class VllmServerEngine(VllmEngineBase):
         routes: bool = False,
     ) -> None:
         """Of a server that runs at `address`, or of one that is started for it.
-
         With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
         that rank on one base. With `routes` requests may ask for the experts of their tokens.
 
@@ -143,7 +143,7 @@ class VllmServerEngine(VllmEngineBase):
         model that vLLM does not take, ResourceError for a server that does not come.
         """
         check_sizes(slots, context_tokens, threads)
-        settings, process = settings or VllmSettings(), None
+        settings, process, ids = settings or VllmSettings(), None, unassigned_ids(model_dir)
         if address is None:
             sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
             adapters = {"lora_rank": lora_rank, "versions_resident": versions_resident}
@@ -158,7 +158,7 @@ class VllmServerEngine(VllmEngineBase):
         self._gone: list[str] = []  # stays that are over, whose experts the server keeps
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
-            self._facts = facts = self._server.open(routes=routes)
+            self._facts = facts = self._server.open(routes=routes, unassigned=ids)
             check_room(facts, slots, context_tokens, lora_rank, versions_resident)
             check_sleep(facts, settings)
             self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
@@ -171,6 +171,7 @@ class VllmServerEngine(VllmEngineBase):
                 clock=clock,
                 versions=LoraVersions(self._host, most=versions_resident),
                 sleeps=settings.sleep,
+                unassigned=bool(ids),
             )
             self._caches = RemoteCaches(self._server)
             undo.callback(self._caches.close)

@@ -19,6 +19,7 @@ from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.memory import (
     HEAD_ELEMENTS,
     MemoryOptions,
+    UnassignedRows,
     checkpoint_layers,
     head_logprobs,
     memory_options,
@@ -68,6 +69,31 @@ def test_head_in_chunks_is_the_head_at_once(
         whole, cut = graded(1, **shape), graded(chunks, **shape)
     for one, other in zip(cut, whole, strict=True):
         assert apart(one, other) < NEAR
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("plain", [True, False], ids=["linear", "with a hook"])
+def test_token_ids_without_a_token_have_no_share_of_the_distribution(
+    chunks: int, plain: bool
+) -> None:
+    chance = torch.Generator().manual_seed(7)
+    head = torch.nn.Linear(8, 20)
+    if not plain:
+        head.register_forward_hook(lambda module, inputs, output: output * 1.0)
+    hidden = torch.randn(9, 8, generator=chance)
+    targets = torch.randint(0, 15, (9,), generator=chance)
+    found = head_logprobs(
+        head,
+        hidden,
+        targets,
+        temperature=0.7,
+        chunks=chunks,
+        unassigned=UnassignedRows(range(15, 20), 20),
+    )
+    kept = torch.log_softmax(head(hidden)[:, :15] / 0.7, -1)
+    assert torch.allclose(found, kept.gather(1, targets[:, None])[:, 0], atol=1e-6)
+    (gradient,) = torch.autograd.grad(found.sum(), [head.weight])
+    assert gradient.isfinite().all() and not gradient[15:].any() and gradient[:15].any()
 
 
 def test_gradients_of_a_half_precision_head_are_added_up_in_float32() -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.port import (
+    UNASSIGNED_LEFT_OUT,
     EngineEvent,
     PromptTokens,
     RequestFinished,
@@ -89,6 +92,17 @@ def test_engine_of_a_server_keeps_the_contract(
 ) -> None:
     server.chunk_s = 0.001
     CHECKS[check](subject)
+
+
+def test_server_is_told_which_ids_have_no_token(
+    server: FakeVllm, subject: Subject, tmp_path: Path
+) -> None:
+    assert UNASSIGNED_LEFT_OUT not in _open(subject).declares
+    assert server.opened == ["", "[]"]
+    Tokenizer(WordLevel({"a": 0, "b": 2}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    assert UNASSIGNED_LEFT_OUT in _open(subject).declares
+    assert server.opened == ["", "[1,3,4]"]
 
 
 def test_request_names_all_that_decides_its_tokens(server: FakeVllm, subject: Subject) -> None:

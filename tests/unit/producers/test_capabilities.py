@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +10,13 @@ import pytest
 
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT, LORA
+from dora_pipe.producers.engines import registry
+from dora_pipe.producers.engines.port import (
+    INTERRUPTIBLE,
+    KV_EXPORT,
+    LORA,
+    UNASSIGNED_LEFT_OUT,
+)
 from dora_pipe.producers.engines.registry import MOVES, capabilities, check_capabilities
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import TaskFacts
@@ -50,6 +57,20 @@ def test_engine_that_cannot_change_weights_under_requests_is_refused_where_that_
     with pytest.raises(ConfigError, match="cannot change weights"):
         check_capabilities(WithAdapters(slots=1, context_tokens=8), asked)
     assert INTERRUPTIBLE not in WithAdapters.declares
+
+
+def test_engine_that_may_sample_ids_without_a_token_is_refused_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "unassigned_ids", lambda assets: (1, 2))
+
+    class Careful(SimulatedEngine):
+        declares = SimulatedEngine.declares | {UNASSIGNED_LEFT_OUT}
+
+    check_capabilities(Careful(slots=1, context_tokens=8), config(), Path())
+    check_capabilities(SimulatedEngine(slots=1, context_tokens=8), config())
+    with pytest.raises(ConfigError, match="engine simulated may sample them"):
+        check_capabilities(SimulatedEngine(slots=1, context_tokens=8), config(), Path())
 
 
 def test_engine_without_adapters_is_refused_in_a_lora_run() -> None:

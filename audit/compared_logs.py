@@ -62,6 +62,7 @@ class ComparedLogs:
             return f"{len(pairs)} differ" if pairs else "the same"
 
         return {
+            "settings": found.settings,
             "configuration": count(found.config),
             "made of": count(found.made_of),
             "versions": found.versions.words("version"),

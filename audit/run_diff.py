@@ -16,6 +16,8 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 
 from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.marks import SETTINGS
+from dora_pipe.config.changes import LOGGED
 from dora_pipe.schemas.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -39,6 +41,9 @@ GROUPS: Final = """
 BATCHES: Final = """
     select step, list(group_id order by group_id) from groups where fate = 'trained'
     group by step order by step"""
+
+LAST: Final = 2**31 - 1
+"""No step comes after it."""
 
 RETRAINED: Final = "select retrained_from from runs"
 
@@ -67,6 +72,8 @@ class ComparedRun:
     """(step, reward, seconds, staleness)."""
     evaluations: Mapping[tuple[str, int], float | None]
     """Mean reward by (evaluation, version)."""
+    changes: Sequence[tuple[int, str]] = ()
+    """(step, change) of settings that changed in the run."""
     borrows: bool = False
     """It was trained again on another run's trajectories: none of its groups is its own."""
 
@@ -98,10 +105,25 @@ class RunDiff:
 
     config: Mapping[str, tuple[Any, Any]]
     """Keys whose values differ; None where one run does not have it."""
+    changes: tuple[Sequence[tuple[int, str]], Sequence[tuple[int, str]]]
+    """Of each run, (step, change) of settings that changed in it."""
     made_of: Mapping[str, tuple[Any, Any]]
     versions: Parting
     dispatched: Parting
     batches: Parting
+
+    @property
+    def settings(self) -> str:
+        """How settings of steps differ: from the start on, or because they changed in a run."""
+        said = [
+            f"{key} {one} and {other}"
+            for key, (one, other) in self.config.items()
+            if key in LOGGED or key.startswith("trainer.")
+        ]
+        if self.changes[0] != self.changes[1]:
+            for who, changes in zip(("the first", "the other"), self.changes, strict=True):
+                said += [f"{who} {change} at step {step}" for step, change in changes]
+        return "; ".join(said) or "the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +153,7 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
         evaluations={
             (name, version): reward for name, version, reward in tables.query(EVALUATIONS)
         },
+        changes=list(tables.query(SETTINGS, [0, LAST])),
         borrows=bool(source),
     )
 
@@ -138,6 +161,7 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
 def diff(one: ComparedRun, other: ComparedRun) -> RunDiff:
     return RunDiff(
         config=_differing(one.config, other.config),
+        changes=(one.changes, other.changes),
         made_of=_made_otherwise(one, other),
         versions=_numbered(one.versions, other.versions),
         dispatched=parting(one.groups, other.groups),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from dora_pipe.config.changes import with_settings
 from dora_pipe.config.logged import logged_config, logged_keys
@@ -63,6 +63,12 @@ class Mark:
                 return f"resumed after {stopped_s:,.1f} s in which the run was stopped"
             case _:
                 return f"{self.subject} {self.kind}" + (f": {self.why}" if self.why else "")
+
+
+SETTINGS: Final = """
+    select step, subject || ' ' || before || ' -> ' || after as change from marks
+    where kind = 'setting' and step between ? and ? order by step, subject"""
+"""Settings that changed, by the step that each is in force from."""
 
 
 def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from dora_pipe.audit.culprits import Explanation, Suspect
 from dora_pipe.audit.measuring import Measuring, look_into
 from dora_pipe.audit.probed_file import BisectFound, KeptSuspect, ProbedFile
 from dora_pipe.catalogue.evaluations import Interval
+from dora_pipe.catalogue.marks import SETTINGS
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.probed_runs import SCRATCH, Subjects, probed_file
 from dora_pipe.cli.probes import opened_probe
@@ -45,6 +47,13 @@ def bisect_run(
     """
     history = read_history(run.bus, run.topics, SystemClock())
     _check(history, good, bad)
+    with closing(run.tables()) as tables:
+        changes = [
+            f"step {step}: {change}" for step, change in tables.query(SETTINGS, [good, bad - 1])
+        ]
+    settings = settings_words(changes, good, bad)
+    if settings and not as_json:
+        emit_line(settings)
     with opened_probe(run, probe, directory, report) as opened:
         file = probed_file(run, history, probe, opened)
         opened.begin(file.folder / SCRATCH)
@@ -61,11 +70,12 @@ def bisect_run(
             steps = len(history.notes)
             found = look_into(fall, measuring, subjects.repeater(), limits, steps=steps)
         subjects.forget()
-    file.keep(_found(fall, found, good=good, bad=bad))
+    said = [fall_words(fall), *([] if found is None else conclusion(found, changes))]
+    file.keep(_found(fall, found, [settings, *said] if settings else said, good=good, bad=bad))
     if as_json:
-        emit_json(_plain(fall, found, file, subjects.led))
+        emit_json({"settings": changes, **_plain(fall, found, file, subjects.led, changes)})
     elif found is not None:
-        print_cause(found, subjects.led)
+        print_cause(found, subjects.led, changes)
 
 
 def _check(history: CommitHistory, good: int, bad: int) -> None:
@@ -114,7 +124,16 @@ def fall_words(fall: Fall) -> str:
     return f"the value fell by {fell}; step {fall.last_good} made the first bad version"
 
 
-def _found(fall: Fall, found: Explanation | None, *, good: int, bad: int) -> BisectFound:
+def settings_words(changes: Sequence[str], good: int, bad: int) -> str:
+    """The settings that changed between the two versions; empty where none did."""
+    if not changes:
+        return ""
+    return f"settings changed between version {good} and version {bad}: {'; '.join(changes)}"
+
+
+def _found(
+    fall: Fall, found: Explanation | None, said: list[str], *, good: int, bad: int
+) -> BisectFound:
     """What is kept of it beside the values."""
     verdicts = {one.subject.words: like(one.verdict) for one in fall.tested}
     ends = {fall.good.subject.words: "given as good", fall.bad.subject.words: "given as bad"}
@@ -122,7 +141,7 @@ def _found(fall: Fall, found: Explanation | None, *, good: int, bad: int) -> Bis
     return BisectFound(
         good=good,
         bad=bad,
-        conclusion=[fall_words(fall), *([] if found is None else conclusion(found))],
+        conclusion=said,
         like=verdicts | ends | {one.subject.words: like(one.verdict) for one in trials},
         suspects=[
             KeptSuspect(
@@ -133,7 +152,7 @@ def _found(fall: Fall, found: Explanation | None, *, good: int, bad: int) -> Bis
     )
 
 
-def print_cause(found: Explanation, led: int) -> None:
+def print_cause(found: Explanation, led: int, changes: Sequence[str] = ()) -> None:
     """What did it, and the trials that say so."""
     emit_line()
     emit_table(
@@ -153,7 +172,7 @@ def print_cause(found: Explanation, led: int) -> None:
     emit_line(
         f"trained again {found.steps} steps in {len(found.trials)} trials, {led} as they were"
     )
-    for line in conclusion(found):
+    for line in conclusion(found, changes):
         emit_line(line)
 
 
@@ -178,13 +197,17 @@ def _names(without: Collection[str], found: Explanation) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-def conclusion(found: Explanation) -> list[str]:
+def conclusion(found: Explanation, changes: Sequence[str] = ()) -> list[str]:
     """What came of it, in words.
 
     Example: ``without g0000003871 (7 of 8 end in the same 40-token loop, reward 1): .71 -> .83``
     """
     if not found.cause or found.proof is None:
         lines = [_nothing(found)]
+        if changes:
+            lines[0] = lines[0].replace("nothing explains", "no group explains")
+            said = "; ".join(changes)
+            lines.append(f"a changed setting may ({said}); `dora-pipe retrain` takes the old value")
     else:
         named = ", ".join(_named(one) for one in found.cause)
         lines = [f"without {named}: {_change(found.proof)}"]
@@ -231,7 +254,9 @@ def interval(one: Interval) -> str:
     return f"{show(one.low)} to {show(one.high)}"
 
 
-def _plain(fall: Fall, found: Explanation | None, file: ProbedFile, led: int) -> Mapping[str, Any]:
+def _plain(
+    fall: Fall, found: Explanation | None, file: ProbedFile, led: int, changes: Sequence[str]
+) -> Mapping[str, Any]:
     return {
         "folder": str(file.folder),
         "fell": asdict(fall.fell),
@@ -239,11 +264,11 @@ def _plain(fall: Fall, found: Explanation | None, file: ProbedFile, led: int) ->
         "last_good": fall.last_good,
         "first_bad": fall.first_bad,
         "versions": [_measured(one) for one in (fall.good, *fall.tested, fall.bad)],
-        "explanation": None if found is None else _explained(found, led),
+        "explanation": None if found is None else _explained(found, led, changes),
     }
 
 
-def _explained(found: Explanation, led: int) -> Mapping[str, Any]:
+def _explained(found: Explanation, led: int, changes: Sequence[str]) -> Mapping[str, Any]:
     return {
         "cause": [asdict(one) for one in found.cause],
         "smallest": found.smallest,
@@ -253,7 +278,7 @@ def _explained(found: Explanation, led: int) -> Mapping[str, Any]:
         "trials": [_measured(one) for one in found.trials],
         "steps": found.steps,
         "steps_as_they_were": led,
-        "conclusion": conclusion(found),
+        "conclusion": conclusion(found, changes),
     }
 
 

@@ -193,6 +193,9 @@ def test_it_is_said_where_no_group_explains_the_fall(stage: Stage) -> None:
     assert found is not None
     assert (found.cause, found.proof is not None) == ((), True)
     assert command.conclusion(found)[0].startswith("nothing explains the fall: without all")
+    changed = command.conclusion(found, ["step 8: trainer.learning_rate 1e-05 -> 0.1"])
+    assert changed[0].startswith("no group explains the fall: without all")
+    assert "setting may (step 8: trainer.learning_rate 1e-05 -> 0.1)" in changed[-1]
 
 
 def test_nothing_is_trained_again_where_nothing_fell(stage: Stage) -> None:
@@ -298,6 +301,8 @@ def test_the_command_says_what_did_it_and_leaves_the_log_as_it_was(
     words = ("bisect", str(copy.directory), "--good", "2", "--bad", "13", "--draws", "32")
     code, out, err = call(*words)
     assert code == 0, err
+    assert out.splitlines()[0].startswith("settings changed between version 2 and version 13: ")
+    assert "step 7: trainer.learning_rate 1e-05 -> 2e-05" in out.splitlines()[0]
     assert f"step {STEP} made the first bad version" in out
     assert f"without {stage.group(STEP)}" in out.splitlines()[-1]
     assert copy.log.read_bytes() == before

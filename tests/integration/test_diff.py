@@ -40,6 +40,7 @@ def test_a_run_does_not_differ_from_its_copy(
     code, out, _ = call("diff", str(recorded.directory), str(copy.directory))
     assert code == 0
     assert "trajectories   the same" in out
+    assert out.splitlines()[0] == "settings       the same"
 
 
 def test_the_first_trajectory_with_another_reward_is_named(

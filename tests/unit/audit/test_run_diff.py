@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -44,6 +45,31 @@ def test_versions_are_compared_by_number_where_a_run_has_only_later_ones() -> No
     assert diff(whole, again).versions.words("version") == "the same before version 4 of 6 and 5"
     found = diff(versioned("a", None, "c"), whole).versions
     assert found.words("version") == "the same as far as both go (3 and 6)"
+
+
+RATE = "trainer.learning_rate"
+RAISED = [(21, f"{RATE} 0.1 -> 0.2")]
+
+
+@pytest.mark.parametrize(
+    ("rates", "changes", "words"),
+    [
+        ((0.1, 0.1), ([], []), "the same"),
+        ((0.1, 0.1), (RAISED, RAISED), "the same"),
+        ((0.1, 0.5), ([], []), f"{RATE} 0.1 and 0.5"),
+        ((0.1, 0.1), ([], RAISED), f"the other {RAISED[0][1]} at step 21"),
+    ],
+)
+def test_settings_differ_from_the_start_on_or_because_they_changed_in_a_run(
+    rates: tuple[float, float],
+    changes: tuple[list[tuple[int, str]], list[tuple[int, str]]],
+    words: str,
+) -> None:
+    one, other = (
+        dataclasses.replace(versioned(), config={RATE: rate}, changes=own)
+        for rate, own in zip(rates, changes, strict=True)
+    )
+    assert diff(one, other).settings == words
 
 
 NAME = "g0000000003-001"

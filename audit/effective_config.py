@@ -17,7 +17,7 @@ from typing import Any, Final
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.changes import with_settings
-from dora_pipe.config.load import PATH_KEYS, changed_keys, leaves
+from dora_pipe.config.load import PATH_KEYS, changed_keys, check_settings, leaves
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError
@@ -96,7 +96,7 @@ def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
 
     Raises BusError.
     """
-    configs = _in_force(bus, topics)
+    configs, _ = _in_force(bus, topics)
     if not configs:
         return Drift(frozen={}, logged={})
     frozen, logged, _ = changed_keys(configs[-1], local)
@@ -108,8 +108,15 @@ def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
     )
 
 
-def _in_force(bus: Bus, topics: Topics) -> list[Config]:
-    """Every configuration that was in force, in order."""
+def check_change(bus: Bus, topics: Topics, command: Command) -> None:
+    """Raise ConfigError for a `set` that the run would refuse. Raises BusError."""
+    configs, step = _in_force(bus, topics)
+    if configs and command.verb == "set":
+        check_settings(configs[-1], command.args, step=step)
+
+
+def _in_force(bus: Bus, topics: Topics) -> tuple[list[Config], int]:
+    """Every configuration that was in force, in order, and the number of committed steps."""
     at = TopicPartition(topics.control, 0)
     found: EffectiveConfig | None = None
     configs: list[Config] = []
@@ -125,7 +132,7 @@ def _in_force(bus: Bus, topics: Topics) -> list[Config]:
                     configs.append(found.config)
                 case StepCommitted() as commit:
                     steps = max(steps, commit.step + 1)
-    return configs
+    return configs, steps
 
 
 def _decoded(value: bytes) -> object:

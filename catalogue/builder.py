@@ -56,6 +56,7 @@ from dora_pipe.schemas.control import (
     RunStarted,
     StepCommitted,
     TrajectoryLogged,
+    VersionsDropped,
     WeightsAdopted,
     WorkerJoined,
     WorkerReady,
@@ -109,7 +110,8 @@ class CatalogueBuilder:
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         """A control record, which a round folds."""
-        self._seen(fact.at_ns)
+        if not isinstance(fact, Command | VersionsDropped):  # of users, also when the run is over
+            self._seen(fact.at_ns)
         match fact:
             case RunStarted() if self.account.started is None:
                 self._published(0, fact.policy.digest, fact.at_ns)

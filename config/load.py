@@ -21,7 +21,7 @@ import msgspec
 
 from dora_pipe.config import objectives, paradigms
 from dora_pipe.config.batches import with_parts
-from dora_pipe.config.changes import FROZEN, LOGGED
+from dora_pipe.config.changes import FROZEN, LOGGED, with_settings
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import as_begun, with_older
@@ -173,6 +173,19 @@ def read_table(path: Path) -> Table:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except _NOT_TOML as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def check_settings(config: Config, changes: Mapping[str, Any], *, step: int) -> None:
+    """Raise ConfigError for changes that a run would refuse before `step`."""
+    try:
+        with_settings(config, changes, step=step)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for key, value in changes.items():
+        if not _is_plain(value):
+            raise ConfigError(f"{key}: a number is not finite or too large")
 
 
 def from_plain(table: Mapping[str, Any]) -> Config:

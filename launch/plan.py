@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe import __version__
+from dora_pipe.audit.effective_config import check_change
 from dora_pipe.audit.line_file import write_whole
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
@@ -107,7 +108,10 @@ def plan_new(
     config = _with_cassettes(config, root)
     directory = run_dir(config, root)
     if directory.exists():
-        create(config, root)  # raises: what is there is never overwritten
+        if not sampled_nothing(directory, config):
+            create(config, root)  # raises: what is there is never overwritten
+        say(f"run {config.run.name!r} ended before its first trajectory: it begins anew")
+        directory.forget()
     if here and not parent:
         check_model(config, worker_engines(config).values(), Path(config.model.path))
         if note := unassigned_note(Path(config.model.path)):
@@ -171,6 +175,20 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, her
     return Plan(directory=directory, config=config, first=first)
 
 
+def sampled_nothing(directory: RunDir, config: Config) -> bool:
+    """Whether a start failed before the run's first trajectory, on a log of its own.
+
+    Raises UsageError where somebody runs it.
+    """
+    if config.bus.url or directory.config().bus.url or not directory.was_started:
+        return False
+    refuse_running(directory)
+    topic = Topics(config.run.name).trajectories
+    with closing(directory.open_bus(config)) as bus:
+        parts = range(bus.partitions(topic)) if topic in bus.topics() else ()
+        return not any(bus.end(TopicPartition(topic, part)) for part in parts)
+
+
 def _make_topics(bus: Bus, config: Config) -> None:
     """The topics of a new run, in a log that holds no such run. Raises ConfigError, BusError."""
     topics = create_topics(bus, config)
@@ -210,13 +228,16 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
         commands = resume_commands(directory.config(), wanted)
         if commands:
             refuse_over(bus, topics, directory, root)
+            for command in commands:
+                check_change(bus, topics, command)
         if here and is_over(bus, topics):
             over = over_hint(bus, topics, directory, root)
             return Plan(directory=directory, config=wanted, first=first, over=over)
         if here:
             check_data(wanted, first)
         if commands:
-            bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
+            values = map(encode, commands)
+            bus.writer().append([Append(topic=topics.control, value=one) for one in values])
     store_config(directory, wanted)
     return Plan(directory=directory, config=wanted, first=first)
 
@@ -261,7 +282,10 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
         commands = resume_commands(logged, wanted)
         if commands:
             refuse_over(bus, topics, run_dir(wanted, root), root)
-            bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
+            for command in commands:
+                check_change(bus, topics, command)
+            values = map(encode, commands)
+            bus.writer().append([Append(topic=topics.control, value=one) for one in values])
     return Plan(directory=create(wanted, root), config=wanted, first=first)
 
 
@@ -387,7 +411,7 @@ def _with_template(store: PolicyStore, assets: str, template: Path) -> str:
         return store.publish_assets(sorted([*others, file], key=lambda one: one.name))
 
 
-def resume_commands(stored: Config, wanted: Config) -> list[bytes]:
+def resume_commands(stored: Config, wanted: Config) -> list[Command]:
     """`set` commands for logged keys that changed. Raises ConfigError for a changed frozen key."""
     frozen, logged, _ = changed_keys(stored, wanted)
     if frozen:
@@ -404,7 +428,7 @@ def resume_commands(stored: Config, wanted: Config) -> list[bytes]:
         verb="set",
         args={key: attrgetter(key)(wanted) for key in sorted(logged)},
     )
-    return [encode(command)]
+    return [command]
 
 
 def _with_teacher_of(stored: Config, wanted: Config) -> Config:

@@ -194,6 +194,12 @@ class RunDir:
         that run too."""
         return self.exists() and any((self.path / one).is_file() for one in (LOG, LOCK))
 
+    def forget(self) -> None:
+        """Remove the record of a run that has made nothing; logs of its roles stay."""
+        for file in (self.path / BEGINS_WITH, *self.path.glob(f"{LOG}*"), self.config_file):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.snapshots, ignore_errors=True)
+
 
 @dataclass(frozen=True, slots=True)
 class RunOnKafka(RunDir):

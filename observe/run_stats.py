@@ -50,6 +50,7 @@ from dora_pipe.schemas.control import (
     RunStarted,
     StepCommitted,
     TrajectoryLogged,
+    VersionsDropped,
     WorkerReady,
     error_class,
 )
@@ -416,7 +417,8 @@ class RunStats:
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         """A control record, which a round folds."""
-        self.last_ns = max(self.last_ns, fact.at_ns)
+        if not isinstance(fact, Command | VersionsDropped):  # of users, also when the run is over
+            self.last_ns = max(self.last_ns, fact.at_ns)
         self._unfolded.append((offset, fact.at_ns))
         self.pauses.fact(fact)
         first = self.started is None

@@ -365,7 +365,9 @@ def tell(
             takes = f"it takes: {', '.join(allowed)}" if allowed else "it takes nothing"
             raise UsageError(f"{verb}: cannot use {word!r}", hint=takes)
         args[key] = _toml_value(value)
+    from dora_pipe.audit.effective_config import check_change
     from dora_pipe.bus.port import Append
+    from dora_pipe.launch.plan import refuse_over
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.schemas.control import Command
     from dora_pipe.schemas.wire import encode
@@ -373,6 +375,8 @@ def tell(
     command = Command(at_ns=time.time_ns(), user=getpass.getuser(), verb=verb, args=args)
     with opened(run, root) as open_run, closing(open_run.bus.writer()) as writer:
         topic = open_run.topics.control
+        refuse_over(open_run.bus, open_run.topics, open_run.directory, root)
+        check_change(open_run.bus, open_run.topics, command)
         (offset,) = writer.append([Append(topic=topic, key=b"user", value=encode(command))])
     say(f"{verb} written to {topic} at {offset}")
 

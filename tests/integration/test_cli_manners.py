@@ -54,7 +54,7 @@ def make_run(folder: Path, log: bytes | None = None) -> Path:
         (folder / "log.sqlite").write_bytes(log)
         return folder
     with closing(SqliteBus(folder / "log.sqlite")) as bus:
-        bus.create([TopicSpec(name="small.control")])
+        bus.create([TopicSpec(name="small.control"), TopicSpec(name="small.decisions")])
     return folder
 
 

@@ -1,10 +1,12 @@
-"""A run that was made and killed before its first record begins as it was made.
+"""A run that was killed before its first record begins as it was made; one that sampled nothing
+leaves its name free; and what a user tells a run is refused at once where it would be later.
 
 Method: the plan of a start is what such a start has left; nothing is started.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -16,12 +18,15 @@ from dora_pipe.config.storage import keep_every_of
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch.plan import Plan, plan_new, plan_resume
 from dora_pipe.launch.run import load_again, load_wanted
+from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.rounds import Round, StopRun
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 pytest.importorskip("torch")
 
+from tests.support.command_line import caller
 from tests.support.models import make_llama_gqa
 from tests.support.user_run import furnish
 
@@ -119,3 +124,58 @@ def test_topics_that_the_start_has_not_made_are_made() -> None:
     plan = resumed("tiny")
     with closing(directory.open_bus(plan.config)) as bus:
         assert set(Topics("tiny").all()) <= set(bus.topics())
+
+
+def say(run: str, topic: str, value: bytes) -> None:
+    """A record lies in a topic of a run."""
+    directory = RunDir(ROOT / run)
+    with closing(directory.open_bus(directory.config())) as bus, closing(bus.writer()) as writer:
+        writer.append([Append(topic=f"{run}.{topic}", value=value)])
+
+
+def test_a_start_that_has_sampled_nothing_leaves_its_name_free(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = begun()
+    assert begun("run.steps=7").at_ns > before.at_ns
+    assert "ended before its first trajectory: it begins anew" in capsys.readouterr().err
+    assert resumed("tiny").first.config["run"]["steps"] == 7
+    say("tiny", "trajectories", b"one")
+    with pytest.raises(ConfigError, match="run 'tiny' exists"):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("set trainer.learning_rate=abc", r"trainer\.learning_rate: .*float.*str"),
+        ("set trainer.learning_rate=inf", r"trainer\.learning_rate: a number is not finite"),
+        ("set groups.size=2", r"set: cannot use 'groups\.size=2'"),
+        ("set objective.kind=nothing", "nothing"),
+        ("set staleness.in_flight_batches=0.5", "no batch would ever fill"),
+        ("set run.steps=0", r"run\.steps"),
+    ],
+)
+def test_a_change_that_the_run_would_refuse_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, line: str
+) -> None:
+    begun()
+    call = caller(monkeypatch, capsys)
+    code, out, err = call("tell", "tiny", *words.split())
+    assert (code != 0, out) == (True, "")
+    assert re.search(line, err.splitlines()[0]), err
+    assert call("tell", "tiny", "set", "trainer.learning_rate=0.5")[0] == 0
+
+
+def test_a_run_that_is_over_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun()
+    stop = Round(
+        ordinal=0, role_epoch=0, now_ns=0, control_next=1, decisions=(StopRun(reason="done"),)
+    )
+    say("tiny", "decisions", encode(stop))
+    call = caller(monkeypatch, capsys)
+    for words in (("set", "trainer.learning_rate=0.5"), ("pause",)):
+        code, _, err = call("tell", "tiny", *words)
+        assert code == 2 and "run 'tiny' is over: nothing of it can be changed" in err

@@ -37,7 +37,7 @@ from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say, typed
-from dora_pipe.core.errors import ConfigError, LogTruncated, TopicMissing, UsageError
+from dora_pipe.core.errors import BusError, ConfigError, LogTruncated, TopicMissing, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import worker_engines
@@ -176,17 +176,21 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, her
 
 
 def sampled_nothing(directory: RunDir, config: Config) -> bool:
-    """Whether a start failed before the run's first trajectory, on a log of its own.
+    """Whether a start failed before the run's first trajectory, on a log of its own that is sound.
 
     Raises UsageError where somebody runs it.
     """
-    if config.bus.url or directory.config().bus.url or not directory.was_started:
+    began = (directory.path / BEGINS_WITH).is_file() and directory.was_started
+    if not began or config.bus.url or directory.config().bus.url:
         return False
     refuse_running(directory)
     topic = Topics(config.run.name).trajectories
-    with closing(directory.open_bus(config)) as bus:
-        parts = range(bus.partitions(topic)) if topic in bus.topics() else ()
-        return not any(bus.end(TopicPartition(topic, part)) for part in parts)
+    try:
+        with closing(directory.open_bus(config)) as bus:
+            parts = range(bus.partitions(topic)) if topic in bus.topics() else ()
+            return not any(bus.end(TopicPartition(topic, part)) for part in parts)
+    except BusError:
+        return False
 
 
 def _make_topics(bus: Bus, config: Config) -> None:

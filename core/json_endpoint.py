@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.core.errors import ConfigError, ResourceError, one_line
@@ -52,8 +53,29 @@ class JsonEndpoint:
         self._opening = threading.Lock()
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """What it answers. Raises EndpointAway, EndpointRefused."""
+        """What it answers within the time limit, whatever it does. EndpointAway, EndpointRefused.
+
+        A thread of its own asks: limits of a socket hold for each wait, and not for their sum.
+        """
+        done: Future[bytes] = Future()
+
+        def ask() -> None:
+            try:
+                done.set_result(self._ask(path, body))
+            except (ResourceError, ValueError, OSError) as error:
+                done.set_exception(error)
+
+        threading.Thread(target=ask, name="json-endpoint", daemon=True).start()
+        try:
+            return done.result(self._timeout_s)
+        except TimeoutError:
+            raise EndpointAway(
+                f"{self.where} does not answer in full within {self._timeout_s:g} s"
+            ) from None
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> bytes:
         import requests
+        from urllib3.exceptions import HTTPError
 
         end = time.monotonic() + self._timeout_s
         try:
@@ -67,7 +89,7 @@ class JsonEndpoint:
             ) as answer:
                 said = self._body(answer, end)
                 status = answer.status_code
-        except requests.RequestException as error:
+        except (requests.RequestException, HTTPError) as error:
             raise EndpointAway(f"{self.where} does not answer: {error}") from None
         if status in _PASSES:
             raise EndpointAway(f"{self.where} says {status}: {self._shown(said)}")
@@ -101,7 +123,7 @@ class JsonEndpoint:
     def _body(self, answer: requests.Response, end: float) -> bytes:
         """What comes until `end`, and no more than may."""
         body = bytearray()
-        for piece in answer.iter_content(1 << 16):
+        while piece := answer.raw.read1(1 << 16, decode_content=True):
             body += piece
             if len(body) > self._bytes_max or time.monotonic() > end:
                 raise EndpointAway(

@@ -8,6 +8,7 @@ compared by whoever reads it.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -32,6 +33,27 @@ PIECE_BYTES: Final = 8 << 20
 
 PAUSES_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Between two tries while the file system is away; then it counts as gone."""
+
+REFUSALS: Final = (
+    "NO_SUCH_BUCKET",
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY_ID",
+    "INVALID_CLIENT_TOKEN_ID",
+    "MISSING_AUTHENTICATION_TOKEN",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "REQUEST_TIME_TOO_SKEWED",
+    "HTTP status 401",
+    "HTTP status 403",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "bucket does not exist",
+    "AuthenticationFailed",
+    "AuthorizationFailure",
+    "ContainerNotFound",
+)
+"""Parts of what S3, GCS and Azure answer that no wait mends."""
+
+REFUSAL_NUMBERS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 OBJECT_STORES: Final = frozenset({"s3", "gcs", "abfs"})
 """`type_name` of file systems where an upload appears whole or not at all."""
@@ -141,15 +163,18 @@ class ArrowFiles:
         return f"{self._base}/{name}" if self._base else name
 
     def _patiently(self, what: str, call: Callable[[], T]) -> T:
-        """`call` until it succeeds or the pauses are used up. Raises ResourceError; NoRoom at once:
-        how long that is waited for, others decide."""
+        """`call` until it succeeds or the pauses are used up. Raises ResourceError, at once for a
+        refusal; NoRoom at once: how long that is waited for, others decide."""
         for pause_s in (*PAUSES_S, None):
             try:
                 return call()
             except OSError as error:
                 if is_no_room(error):
                     raise no_room(self.where) from error
-                if pause_s is None:
+                refused = _is_refusal(error)
+                if refused and self._system.type_name in OBJECT_STORES:
+                    raise self._refused(what, error) from error
+                if pause_s is None or refused:
                     if error.errno is not None and self._system.type_name == "local":
                         raise resource_error(Path(self.where), error) from error
                     raise ResourceError(
@@ -161,6 +186,15 @@ class ArrowFiles:
                 )
                 self._clock.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
+
+    def _refused(self, what: str, error: OSError) -> ResourceError:
+        refused = ResourceError(
+            f"the policy store {self.where} refuses: {what}: {_line(error)}",
+            hint="check store.url (does the bucket exist?), this machine's credentials for it "
+            "(e.g. AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), and their rights",
+        )
+        refused.waited_out = True  # a restart would be refused too
+        return refused
 
 
 def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> ArrowFiles:
@@ -185,6 +219,10 @@ def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> Arr
     if folder:
         base, where = f"{base.rstrip('/')}/{folder}", f"{where}/{folder}"
     return ArrowFiles(system, base, where=where, clock=clock)
+
+
+def _is_refusal(error: OSError) -> bool:
+    return error.errno in REFUSAL_NUMBERS or any(sign in str(error) for sign in REFUSALS)
 
 
 def _line(error: Exception) -> str:

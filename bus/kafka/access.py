@@ -258,18 +258,25 @@ def unreachable(servers: Sequence[str], security: KafkaSecurity, why: str) -> Bu
     return BusError(f"no Kafka broker answers at {','.join(servers)}: {why}", hint=hint)
 
 
-def check_advertised(brokers: Sequence[str]) -> None:
-    """Raise BusError where the cluster sends its clients to hosts that none of them here knows.
+def check_advertised(brokers: Sequence[str], servers: Sequence[str]) -> None:
+    """Raise BusError where the cluster sends its clients to addresses that do not answer here.
 
-    One broker of several may be away, and with it its name; that all are is somebody's mistake.
+    A broker may be away; that all are, while one of `servers` just answered, is a wrong setting.
     """
-    unknown = [broker for broker in brokers if not _is_known(broker)]
-    if brokers and len(unknown) == len(brokers):
+    failures = []
+    for broker in sorted(brokers, key=lambda one: one not in servers):
+        try:
+            socket.create_connection(split(broker), PROBE_WAIT_S).close()
+        except OSError as error:
+            failures.append(f"{broker} ({error.strerror or error})")
+        else:
+            return
+    if failures:
         raise BusError(
-            f"the Kafka cluster sends clients to {', '.join(unknown)}, and this machine knows no "
-            "address of that host",
-            hint="make the name known here (DNS, /etc/hosts), or set the brokers' "
-            "advertised.listeners to one that is",
+            f"the Kafka cluster answers at {','.join(servers)} and sends clients to "
+            f"{', '.join(failures)}, which this machine cannot reach",
+            hint="set the brokers' advertised.listeners to an address that this machine reaches, "
+            "or make that one reachable (DNS, /etc/hosts, a port forward)",
         )
 
 

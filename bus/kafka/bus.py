@@ -141,7 +141,8 @@ class KafkaBus(Bus):
         except _Unreachable as error:
             raise unreachable(self.servers, self.security, error.message) from error
         try:
-            check_advertised([f"{one.host}:{one.port}" for one in admin._manager.cluster.brokers()])
+            brokers = [f"{one.host}:{one.port}" for one in admin._manager.cluster.brokers()]
+            check_advertised(brokers, self.servers)
         except BusError:
             admin.close()
             raise

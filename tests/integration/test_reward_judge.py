@@ -7,8 +7,10 @@ a worker asks.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,29 @@ def test_what_another_time_may_be_better_is_asked_again_and_not_kept(
                 ask(endpoint)("42")
     assert len(endpoint.asked) == 2
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) -> None:
+    """Each piece comes within the limit, all of them never would."""
+    came = threading.Event()
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            while not came.wait(0.05):
+                self.wfile.write(b" ")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = Endpoint(always("Score: 1"), url=f"http://127.0.0.1:{server.server_port}/v1")
+        with pytest.raises(Retry, match=r"does not answer in full within 0\.2 s"):
+            ask(endpoint, timeout_s=0.2)("42")
+        came.set()
+        server.shutdown()
 
 
 def test_an_endpoint_that_is_late_or_away_is_asked_again(ask: Callable[..., Ask]) -> None:

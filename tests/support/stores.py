@@ -46,9 +46,16 @@ class HeldBack:
 
     type_name = "s3"
 
-    def __init__(self, inner: fs.FileSystem, *, times: int) -> None:
+    def __init__(
+        self,
+        inner: fs.FileSystem,
+        *,
+        times: int,
+        says: str = "Could not connect to server,\n retries exhausted",
+    ) -> None:
         self._inner = inner
         self.times = times
+        self.says = says
         self.calls = 0
         self.cut = 0
         inner.create_dir("b/r/weights", recursive=True)
@@ -60,7 +67,7 @@ class HeldBack:
         """Fails so often; then what is written may lack its end."""
         self.calls += 1
         if self.calls <= self.times:
-            raise OSError("Could not connect to server,\n retries exhausted")
+            raise OSError(self.says)
         stream = self._inner.open_output_stream(path)
         if self.cut:
             self.cut -= 1

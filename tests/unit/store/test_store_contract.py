@@ -180,6 +180,26 @@ def test_store_that_stays_away_is_one_clear_line(tmp_path: Path) -> None:
     assert not list((tmp_path / "m0").rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        "AWS Error NO_SUCH_BUCKET during CreateMultipartUpload operation: The specified bucket...",
+        "AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
+        "AWS Error SIGNATURE_DOES_NOT_MATCH during PutObject operation",
+        "google::cloud::Status(PERMISSION_DENIED: Permanent error)",
+    ],
+)
+def test_store_that_refuses_is_not_asked_again(tmp_path: Path, says: str) -> None:
+    files, held, clock = files_that_fail(10**6)
+    held.says = says
+    store = PolicyStore(tmp_path / "m0", files, clock=clock)
+    with pytest.raises(ResourceError, match="s3://b/r refuses: writing weights/") as error:
+        store.publish_weights(Writer(1.0))
+    assert says in error.value.message
+    assert "does the bucket exist?" in (error.value.hint or "")
+    assert held.calls == 1 and error.value.waited_out
+
+
 def test_upload_that_arrives_in_part_is_made_again(tmp_path: Path) -> None:
     files, held, clock = files_that_fail(0)
     held.cut = 1

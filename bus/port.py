@@ -143,8 +143,9 @@ class Writer(Protocol):
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all, durably, and return their offsets in the given order.
 
-        Raises Fenced, OutcomeUnknown, RecordTooLarge (nothing was appended), BusFull (nothing was
-        appended), TopicMissing (nothing was appended).
+        Raises Fenced, OutcomeUnknown, RecordRefused and RecordTooLarge (an exclusive writer
+        appended nothing and goes on), BusFull (nothing was appended), TopicMissing (nothing was
+        appended).
         """
         ...
 
@@ -157,7 +158,7 @@ class Bus(Protocol):
     """A log of topics. Opening one never creates topics."""
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create the topics that do not exist; one that exists with other settings: BusError."""
+        """Create the topics that do not exist; one that exists and is too small: BusError."""
         ...
 
     def topics(self) -> list[str]:

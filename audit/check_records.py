@@ -262,7 +262,6 @@ class RecordCheck:
         self._same("records", who, "answer", logged.fact.answer, content.answer)
         self._same("records", who, "contexts", logged.fact.contexts, content.contexts)
         self._same("records", who, "calls", logged.fact.calls, content.calls)
-        self._same("records", who, "cassette", logged.fact.cassette, content.cassette)
         self._findings.looked["records"] += content.calls
         if content.fault:
             self._wrong(who, content.fault)

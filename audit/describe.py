@@ -28,7 +28,7 @@ from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
-from dora_pipe.schemas.control import CassetteUse, StepCommitted, error_class
+from dora_pipe.schemas.control import StepCommitted, error_class
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
@@ -309,7 +309,6 @@ class _Describer:
                 "finish": meta.finish,
                 "error": meta.error,
                 "tokens": f"{len(trajectory.token_ids)} ({trajectory.sampled} sampled)",
-                **_taped(meta.cassette),
                 "prefilled at": " ".join(map(str, meta.prefills)),
                 "mean log-prob": _mean([one for one in trajectory.logprobs if one is not None]),
             },
@@ -430,14 +429,6 @@ def _branches(trajectory: Trajectory) -> Description:
     if found:
         description[CALLS] = [_call_row(one, meta.times.placed) for one in found]
     return description
-
-
-def _taped(use: CassetteUse | None) -> dict[str, str]:
-    """Which answers came from a cassette, of a trajectory that had one."""
-    if use is None:
-        return {}
-    turns = f", of turns {', '.join(map(str, use.turns))}" if use.turns else ""
-    return {"cassette": f"{use.answers} of {use.answers + use.asked} answers{turns}"}
 
 
 def _call_row(call: CallRow, placed_ns: int) -> dict[str, Any]:

@@ -31,9 +31,7 @@ from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.contexts import call_fault
 from dora_pipe.schemas.control import (
-    CassetteUse,
     FinishReason,
-    cassette_in_control,
     parts_in_control,
 )
 from dora_pipe.schemas.fast_validate import FastValidator
@@ -70,7 +68,6 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mixture: tuple[int, int, int] | None = None
     """Experts, layers that have some, and experts for a token, where it says through which ones its
     tokens went."""
-    cassette: CassetteUse | None = None
     """As control repeats it."""
 
     @property
@@ -178,7 +175,6 @@ def _content(seen: Described, fault: str) -> Content:
         calls=len(meta.calls),
         fault=fault,
         mixture=_mixture(seen),
-        cassette=cassette_in_control(meta.cassette),
     )
 
 

@@ -438,21 +438,6 @@ def tasks(
     _emit_figures(bench_tasks(seconds=seconds), as_json=as_json)
 
 
-def cassettes(
-    calls: Annotated[
-        list[int] | None, typer.Option(min=8, help="On the cassette; may be repeated.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """What recorded answers of environments and tools cost: opening, asking, recording, memory;
-    and asking from processes that an agent starts."""
-    from dora_pipe.bench.cassettes import bench_cassette, bench_door
-
-    figures = [bench_cassette(count) for count in calls or (10_000, 100_000)]
-    _emit_figures(figures, as_json=as_json)
-    _emit_figures([bench_door()], as_json=as_json)
-
-
 def endpoint(
     sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 10_000,
     seconds: Annotated[float, typer.Option(min=1, help="Of agents that think.")] = 10.0,

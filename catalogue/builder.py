@@ -466,7 +466,6 @@ def _trajectory_row(
     group: GroupHistory, name: str, sibling: int, request: RequestHistory | None
 ) -> TrajectoryRow:
     logged: TrajectoryLogged | None = None if request is None else request.logged
-    use = None if logged is None else logged.cassette
     attempts = [] if request is None else request.attempts
     present = attempts[-1] if attempts else None
     return TrajectoryRow(
@@ -492,9 +491,6 @@ def _trajectory_row(
         reward_parts=None if logged is None else _json(logged.parts),
         contexts=None if logged is None else logged.contexts,
         calls=None if logged is None else logged.calls,
-        cassette_answers=None if use is None else use.answers,
-        cassette_asked=None if use is None else use.asked,
-        cassette_oldest_ns=None if use is None else use.oldest_ns or None,
     )
 
 

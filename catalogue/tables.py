@@ -287,13 +287,6 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
         int | None, Sql("INTEGER"), "that its record has; more than 1 where it branches"
     ]
     calls: Annotated[int | None, Sql("INTEGER"), "of an agent to the model, that its record has"]
-    cassette_answers: Annotated[
-        int | None, Sql("INTEGER"), "of environment and tools, from a cassette; null: it had none"
-    ]
-    cassette_asked: Annotated[int | None, Sql("INTEGER"), "from the real ones, beside these"]
-    cassette_oldest_ns: Annotated[
-        int | None, "when the oldest of `cassette_answers` was recorded; null where there is none"
-    ]
 
 
 class AttemptRow(Row, frozen=True, kw_only=True, gc=False):

@@ -16,7 +16,6 @@ COMMANDS: Final[Panels] = {
         "worker": ("cli.commands.start:worker", "Start one rollout worker of a run."),
         "trainer": ("cli.commands.start:trainer", "Start a run's trainer."),
         "task": ("cli.app:task", "Serve a task to workers on other machines."),
-        "cassette": ("cli.app:cassette", "Have a recording answer an agent's command or server."),
         "create-topics": ("cli.commands.start:create_topics", "Create or check a run's topics."),
         "tell": ("cli.commands.start:tell", "Ask a run to change a setting, pause or stop."),
         "doctor": ("cli.commands.machine:doctor", "Check this machine, and a log."),
@@ -68,7 +67,6 @@ BENCHES: Final[Panels] = {
         "data": ("bench.commands:data", "What large data cost a task process."),
         "dataplane": ("bench.commands:dataplane", "Trajectories from worker to batch."),
         "tasks": ("bench.commands:tasks", "Busy slots while environments take their time."),
-        "cassettes": ("bench.commands:cassettes", "What recorded answers of tools cost."),
         "endpoint": ("bench.commands:endpoint", "What calls of agents cost."),
         "memory": ("bench.commands:memory", "Peak memory of a training step."),
         "load": ("bench.commands:load", "Memory of a worker that takes a version."),
@@ -98,19 +96,6 @@ task = lazy_app(
     {"Commands": {"serve": ("cli.commands.start:serve_task", "Serve a task until stopped.")}},
     name="task",
     help="Serve a task to workers on other machines.",
-)
-cassette = lazy_app(
-    {
-        "Commands": {
-            "call": (
-                "cli.commands.start:cassette_call",
-                "-- COMMAND: what it once wrote, or now does.",
-            ),
-            "mcp": ("cli.commands.start:cassette_mcp", "-- COMMAND: the MCP server that it is."),
-        }
-    },
-    name="cassette",
-    help="In front of what an agent starts: answered by the cassette of its run, or recorded.",
 )
 bench = lazy_app(BENCHES, name="bench", help="Measure this machine.")
 app = lazy_app(

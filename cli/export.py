@@ -63,19 +63,6 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
     raise_if_damaged(done.damage, f", and not in {parquet}")
 
 
-def export_cassette(
-    run: OpenRun, path: Path, *, force: bool, report: Callable[[str], None]
-) -> None:
-    """Write the answers of a run's environments and tools. Raises InvariantBroken where some
-    records are damaged."""
-    from dora_pipe.launch.cassettes import said_of, write_cassette
-
-    may_write_file(path, force=force)
-    made = write_cassette(run, path, report)
-    say(f"{path}: {said_of(made)}")
-    raise_if_damaged(made.damage, f", and not in {path}")
-
-
 def export_policy_dir(run: OpenRun, policy: str, directory: Path | None, *, force: bool) -> None:
     """Write a version, a number or `best`, as a model directory."""
     if directory is None:

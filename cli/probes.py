@@ -33,7 +33,6 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import TaskError, UsageError, reason
 from dora_pipe.core.own_code import importable, load_function, source_sha256
-from dora_pipe.launch.cassettes import with_cassettes
 from dora_pipe.launch.run_dir import LOG, OpenRun, RunDir, locked, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -182,8 +181,7 @@ def _check(found: DrawValues, of: str) -> None:
 @contextmanager
 def _evaluation(run: OpenRun, name: str, report: CommandProgress) -> Iterator[EvaluationProbe]:
     started = started_of(sampled_as(run), NAME)
-    local = with_cassettes(run.config, run.directory.path.parent)
-    local = alone(local, local.workers.engine)
+    local = alone(run.config, run.config.workers.engine)
     started = asking_only(started, _named(worker_config(started, local), name))
     config = worker_config(started, local)
     evaluation = config.evaluation

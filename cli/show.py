@@ -38,7 +38,6 @@ from dora_pipe.cli.why_tables import shown_roles
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.progress import cassette_words
 from dora_pipe.observe.run_stats import RunStats, StepStats
 from dora_pipe.observe.text import counted, duration, sparkline
 from dora_pipe.observe.top import frame
@@ -157,7 +156,6 @@ class Overview:
             "errors": dict(stats.errors),
             "faults": by_fault(stats.errors),
             "step_errors": [dict(one.errors) for one in stats.steps],
-            "cassette": asdict(stats.cassette),
             "waits": asdict(self.waits),
             "marks": [asdict(one) for one in stats.marks],
             **({"agents": dict(zip(_AGENTS, self.agents, strict=True))} if self.agents else {}),
@@ -223,8 +221,6 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
         pairs["agents"] = "{:.0f} trajectories, {:.1f} calls and {:.1f} contexts each".format(
             *found.agents
         )
-    if words := cassette_words(stats, time.time_ns()):
-        pairs["cassette"] = words
     pairs["staleness"] = _staleness(stats)
     fates = ", ".join(f"{count} {fate}" for fate, count in stats.fates.most_common())
     pairs["groups"] = f"{fates or 'none has ended'}; {len(stats.account.open)} open"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.config.model import Config
-from dora_pipe.config.several import pool_specs, without_cassettes
+from dora_pipe.config.several import pool_specs
 from dora_pipe.core.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
@@ -50,7 +50,6 @@ def opened_task(
 
     Raises TaskError, ConfigError, InvariantBroken where the data are not those of the run.
     """
-    config = without_cassettes(config)
     started, _ = policy_after(run.bus, run.topics, 0)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)

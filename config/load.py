@@ -49,7 +49,6 @@ PATH_KEYS: Final = (
     "task.directory",
     "task.python",
     "task.url_token_file",
-    "task.cassette",
     "evaluation.data",
     "store.path",
     "bus.password_file",

@@ -168,12 +168,6 @@ class Task(Section, frozen=True, kw_only=True):
     """How often a call that raised `Retry` is made again before its trajectory is invalid."""
     turns_max: Positive = 8
     """Turns of the model in one trajectory, where there is an environment."""
-    cassette: str = ""
-    """A file of recorded answers, or a run (its name, or its directory): environments, tools, a
-    judge and what an agent marks are answered from there (docs/cassettes.md)."""
-    cassette_mode: Literal["record", "strict", "refresh"] = "record"
-    """What is not on the cassette: `record` asks the real ones and adds what they say; `strict`
-    refuses, and asks nobody. `refresh` asks for everything and adds it."""
     agent: str = ""
     """`module:run`, a function of yours that is the rollout: it gets an address of the model, calls
     it as it likes, and every sampled token is trained. `kind` gives rows and rewards. See

@@ -117,11 +117,6 @@ def with_tasks_of(config: Config, local: Config) -> Config:
     return with_each_task(config, changed)
 
 
-def without_cassettes(config: Config) -> Config:
-    """The configuration of who asks the real environments alone, and records nothing."""
-    return with_each_task(config, lambda one: msgspec.structs.replace(one, cassette=""))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
     """What one pool of task processes serves: a task with its data."""

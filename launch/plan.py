@@ -105,7 +105,6 @@ def plan_new(
     `parent` is `RUN@STEP`, from whose version it starts, `with_optimizer` with that state too.
     `here`: all its workers will be on this machine, so that what they cannot take is refused now.
     """
-    config = _with_cassettes(config, root)
     directory = run_dir(config, root)
     if directory.exists():
         if not sampled_nothing(directory, config):
@@ -128,15 +127,6 @@ def plan_new(
         plan = _plan_new(config, root, parent, with_optimizer, here)
         undo.pop_all()
     return plan
-
-
-def _with_cassettes(config: Config, root: Path) -> Config:
-    """What a run's cassette is made with is heavy."""
-    if not any(one.cassette for one in config.tasks):
-        return config
-    from dora_pipe.launch.cassettes import with_cassettes
-
-    return with_cassettes(config, root)
 
 
 def _remove_empty(root: Path) -> None:
@@ -217,7 +207,6 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
     `here`: all its roles will be on this machine, which has the data.
     """
     directory = find_run(wanted.run.name, root)
-    wanted = _with_cassettes(wanted, root)
     wanted = _with_teacher_of(directory.config(), wanted)
     if here:
         refuse_running(directory)
@@ -274,7 +263,6 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
     """A run that another machine started, as its log has it; None where the log has none."""
     if not wanted.bus.url:
         return None  # The log would be in the run's directory, and there is none.
-    wanted = _with_cassettes(wanted, root)
     with closing(run_dir(wanted, root).open_bus(wanted)) as bus:
         topics = Topics(wanted.run.name)
         _settle(bus, topics)

@@ -16,7 +16,6 @@ from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
 from dora_pipe.observe.learning import learning_of
 from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words
-from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -31,7 +30,7 @@ from dora_pipe.schemas.control import (
     error_class,
     fault_of,
 )
-from dora_pipe.schemas.rounds import NO_VERSION, EarlyStop, Round, StopRun
+from dora_pipe.schemas.rounds import NO_VERSION, EarlyStop, Round
 from dora_pipe.schemas.topics import Topics
 
 PIECES_MAX: Final = 8
@@ -145,8 +144,6 @@ class RunProgress(RunStats):
         for one in round_.decisions:
             if isinstance(one, EarlyStop):
                 self._say(f"the run ends early: {one.reason}")
-            if isinstance(one, StopRun) and (words := cassette_words(self, round_.now_ns)):
-                self._say(f"cassette: {words}")
         if self._past:
             self._lines.clear()
 
@@ -206,17 +203,6 @@ class RunProgress(RunStats):
             if not ended.evaluation:
                 self.evaluations[ended.version] = ended.reward
             self._say(evaluation_words(ended))
-
-
-def cassette_words(stats: RunStats, now_ns: int) -> str:
-    """How many answers of environments and tools came from a cassette; empty: it had none."""
-    given, count = stats.cassette.answers["given"], stats.cassette.answers.total()
-    if not count:
-        return ""
-    share = f"{given} of {count} answers ({given / count:.1%})"
-    if not stats.cassette.oldest_ns:
-        return share
-    return f"{share}, the oldest {duration((now_ns - stats.cassette.oldest_ns) / 1e9)} old"
 
 
 def _line(step: StepStats) -> str:

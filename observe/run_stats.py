@@ -43,7 +43,6 @@ from dora_pipe.observe.failed import FailedShare, FailedTrajectories
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
-    CassetteUse,
     Command,
     RequestFailed,
     RequestReleased,
@@ -268,20 +267,6 @@ def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
     return Contributed(step=step, effective=effective, mismatch=tuple(mismatch))
 
 
-@dataclass(slots=True)
-class CassetteCounts:
-    """Answers of environments and tools, in a run whose tasks have a cassette."""
-
-    answers: Counter[str] = field(default_factory=Counter)
-    """`given` by it, `asked` of the real ones."""
-    oldest_ns: int = 0
-    """When the oldest that it has given was recorded; 0: it has given none."""
-
-    def add(self, use: CassetteUse) -> None:
-        self.answers.update(given=use.answers, asked=use.asked)
-        self.oldest_ns = min(filter(None, (self.oldest_ns, use.oldest_ns)), default=0)
-
-
 class RunStats:
     """A run in numbers. Example: ``stats.fact(offset, fact)``, ``stats.round(round_, offset)``,
     ``stats.status(status)``; then read its fields."""
@@ -326,7 +311,6 @@ class RunStats:
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
         self.failed, self._failed_now = FailedTrajectories(), FailedTrajectories(groups=None)
-        self.cassette = CassetteCounts()
         self.turn_value_tokens: int | None = None
         """What values of turns cost, of the steps that count; None: no turn is valued."""
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
@@ -501,8 +485,6 @@ class RunStats:
         self.trajectories[fact.finish, valid] += 1
         if fact.reward is None:
             self.errors[error_class(fact.error)] += 1
-        if (use := fact.cassette) is not None:
-            self.cassette.add(use)
         self.lengths.add(fact.tokens)
         self.meter.count("trajectories", fact.bytes)
 

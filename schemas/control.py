@@ -6,7 +6,7 @@ A worker's role epoch is the offset of its own `worker joined`. `at_ns` is the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -68,21 +68,6 @@ def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
     """Those of a record's parts that control repeats: with short names, the first ones by name."""
     short = sorted(name for name in parts if len(name) <= PART_CHARACTERS_MAX)[:PARTS_MAX]
     return {name: value for name, value in parts.items() if name in short}
-
-
-def cassette_in_control(use: CassetteUse | None) -> CassetteUse | None:
-    """As control repeats it: without its turns."""
-    return None if use is None else msgspec.structs.replace(use, turns=())
-
-
-def sum_of_uses(uses: Sequence[CassetteUse]) -> CassetteUse:
-    """Of an episode, and of what has scored it."""
-    return CassetteUse(
-        answers=sum(one.answers for one in uses),
-        asked=sum(one.asked for one in uses),
-        oldest_ns=min((one.oldest_ns for one in uses if one.oldest_ns), default=0),
-        turns=tuple(turn for one in uses for turn in one.turns),
-    )
 
 
 class Control(
@@ -285,22 +270,6 @@ class WorkerLeft(Control, frozen=True, kw_only=True):
     """Trajectory id to its newest progress record."""
 
 
-class CassetteUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a cassette has answered of an episode's calls of its environment and tools.
-
-    Example: ``CassetteUse(answers=3, oldest_ns=..., turns=(0, 1))``
-    """
-
-    answers: int = 0
-    """Given from the cassette."""
-    asked: int = 0
-    """Given by the real ones, and recorded."""
-    oldest_ns: int = 0
-    """When the oldest answer of the cassette was recorded: wall clock; 0 where there is none."""
-    turns: tuple[int, ...] = ()
-    """Turns of the model whose answer is the cassette's alone; control does not repeat them."""
-
-
 class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One trajectory of a `trajectories logged` record; its version is the record's."""
 
@@ -326,8 +295,6 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """How many its record has."""
     calls: int = 0
     """Of an agent to the model, that its record has."""
-    cassette: CassetteUse | None = None
-    """What a cassette has answered, as its record has it; None where the task has none."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,7 +319,6 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
     contexts: int = 1
     calls: int = 0
-    cassette: CassetteUse | None = None
 
     @property
     def group(self) -> str:
@@ -403,7 +369,6 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
                 parts=one.parts,
                 contexts=one.contexts,
                 calls=one.calls,
-                cassette=one.cassette,
             )
             for one in self.trajectories
         ]

@@ -17,7 +17,7 @@ import numpy as np
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.contexts import Call, Context, check_contexts
-from dora_pipe.schemas.control import CassetteUse, FinishReason
+from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.schemas.turn_values import TurnValue, check_turn_values
@@ -116,8 +116,6 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: tuple[Call, ...] = ()
     """Of an agent to the model, in the order in which they were answered; none where an environment
     or nobody answered the model."""
-    cassette: CassetteUse | None = None
-    """Which answers of its environment and tools came from a cassette; None: it had none."""
     turn_values: tuple[TurnValue, ...] = ()
     """Of the turns behind the first whose beginning was valued (`groups.turn_values_share`), in
     order; of one version, its own."""

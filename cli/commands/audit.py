@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 EXPORTS = (
     "--parquet FILE",
-    "--cassette FILE",
     "--policy N DIR",
     "--traces FILE|URL",
     "--tensorboard DIR",
@@ -38,10 +37,6 @@ EXPORTS = (
 
 ParquetOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
-]
-CassetteOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="What environments and tools answered, for task.cassette."),
 ]
 PolicyOption = Annotated[
     str | None, typer.Option(metavar="N", help="Version N, or `best`, as a directory.")
@@ -77,13 +72,6 @@ def audit(
     index: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to remember how far this was.")
     ] = None,
-    cassette: Annotated[
-        str,
-        typer.Option(
-            metavar="CASSETTE",
-            help="Instead: which tools answer otherwise than this file or run says; exit code 6.",
-        ),
-    ] = "",
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -96,12 +84,6 @@ def audit(
     from dora_pipe.cli.audit_tables import print_report
     from dora_pipe.launch.run_dir import opened
 
-    if cassette:
-        from dora_pipe.cli.cassette import audit_cassette
-
-        with opened(run, root) as open_run:
-            audit_cassette(open_run, cassette, root, as_json=as_json)
-        return
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with opened(run, root) as open_run:
         if open_run.directory.lender:
@@ -172,7 +154,6 @@ def export(
         Path | None, typer.Argument(metavar="[DIR]", help="Where --policy goes.")
     ] = None,
     parquet: ParquetOption = None,
-    cassette: CassetteOption = None,
     policy: PolicyOption = None,
     traces: TracesOption = "",
     tensorboard: TensorboardOption = None,
@@ -190,14 +171,12 @@ def export(
     root: RunsOption = RUNS,
 ) -> None:
     """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`,
-    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`; `--cassette FILE` to another
-    run."""
-    files = (parquet, cassette, policy, tensorboard)
+    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`."""
+    files = (parquet, policy, tensorboard)
     wanted = (*(one is not None for one in files), traces, wandb)
     if sum(map(bool, wanted)) != 1:
         raise UsageError(f"say what to export: {', '.join(EXPORTS[:-1])}, or {EXPORTS[-1]}")
     from dora_pipe.cli.export import (
-        export_cassette,
         export_parquet_file,
         export_policy_dir,
         export_tensorboard,
@@ -216,8 +195,6 @@ def export(
             export_tensorboard(open_run, tensorboard, follow=follow)
         elif wandb:
             export_wandb(open_run, wandb, follow=follow)
-        elif cassette is not None:
-            export_cassette(open_run, cassette, force=force, report=report)
         elif parquet is not None:
             export_parquet_file(open_run, parquet, everything=everything, force=force)
         elif policy is not None:

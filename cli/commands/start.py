@@ -62,12 +62,6 @@ PackingOption = Annotated[
 ]
 
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that exists.")]
-NameOption = Annotated[
-    str, typer.Option(metavar="NAME", help="What it is called on the cassette and in messages.")
-]
-WordsArgument = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND", help="What is started, with its arguments.")
-]
 
 
 def demo(
@@ -387,25 +381,3 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def cassette_call(
-    words: WordsArgument,
-    name: NameOption = "",
-    stdin: Annotated[
-        bool, typer.Option("--stdin", help="The input is part of the call; else it is empty.")
-    ] = False,
-) -> None:
-    """Give what a command once wrote and ended with, or start it and record that. Outside of a run
-    with a cassette the command is started as it is."""
-    from dora_pipe.cli.cassette_call import call_command
-
-    raise typer.Exit(call_command(words, name=name, stdin=stdin))
-
-
-def cassette_mcp(words: WordsArgument, name: NameOption = "") -> None:
-    """Be the MCP server that a command is, over stdin and stdout, and start it for what is on no
-    cassette. Outside of a run with a cassette the command is started as it is."""
-    from dora_pipe.cli.cassette_call import serve_mcp
-
-    serve_mcp(words, name=name)

@@ -311,19 +311,6 @@ WORKERS: Final = Dashboard(
             stacked=True,
         ),
         panel(
-            "Answers of environments and tools",
-            "Per second, given by a cassette or asked of the real ones, where a task has one.",
-            (rate("cassette_answers_total", by="by"), "{{by}}"),
-            unit="ops",
-            stacked=True,
-        ),
-        panel(
-            "Age of the cassette",
-            "Of the oldest answer that it has given.",
-            ("time() - dora_pipe_cassette_oldest_timestamp_seconds{RUN}", "oldest answer"),
-            unit="s",
-        ),
-        panel(
             "Length of trajectories",
             "Sampled tokens, over the whole run.",
             (quantile(0.5, "trajectory_tokens"), "{{run}} half below"),

@@ -247,18 +247,6 @@ GROUPS: Final = (
         "trajectories logged",
         lambda t: {(fault_of(name), name): count for name, count in t.errors.items()},
     ),
-    counter(
-        "cassette_answers_total{by}",
-        "Answers of environments and tools: `given` by a cassette, or `asked` of the real ones.",
-        "trajectories logged",
-        lambda t: t.cassette.answers,
-    ),
-    gauge(
-        "cassette_oldest_timestamp_seconds",
-        "When the oldest answer that a cassette has given was recorded.",
-        "trajectories logged",
-        lambda t: t.cassette.oldest_ns / 1e9 if t.cassette.oldest_ns else None,
-    ),
     histogram(
         "trajectory_tokens",
         "Sampled tokens of the trajectories in the log.",

@@ -30,7 +30,6 @@ from dora_pipe.producers.adapters.mcp_wire import (
 )
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
 from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
-from dora_pipe.producers.tasks.tape import outside
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 from dora_pipe.schemas.wire import canonical
 
@@ -155,14 +154,9 @@ class Server:
         return f"mcp:{self.name or self._said()['about'].get('serverInfo', {}).get('name', '')}"
 
     def _said(self) -> dict[str, Any]:
-        """What it says of its tools and of itself; a cassette may say it."""
+        """What it says of its tools and of itself."""
         if self._about is None:
-            of = f"mcp:{self.name or self._use.url or ' '.join(self._use.command)}"
-            self._about = outside(
-                of,
-                {"asked": "tools"},
-                lambda: {"tools": self._pages(), "about": self._shared.about},
-            )
+            self._about = {"tools": self._pages(), "about": self._shared.about}
         return self._about
 
     def _pages(self) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -28,7 +27,6 @@ from dora_pipe.core.own_code import load_function, nearest
 from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Row
-from dora_pipe.producers.tasks.tape import outside
 from dora_pipe.schemas.wire import canonical
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
@@ -89,8 +87,7 @@ class OpenEnvTask(SeededTask):
         )
         self.url, self.where = url.rstrip("/"), f"the environment at {url}"
         self._schema, self._about = (
-            outside(kind, {"asked": asked}, partial(_got, self.where, f"{self.url}/{asked}"))
-            for asked in ("schema", "metadata")
+            _got(self.where, f"{self.url}/{asked}") for asked in ("schema", "metadata")
         )
         self._observe, self._act = (
             load_function(f"task.options.{key}", one, TaskError) if one else None

@@ -32,7 +32,6 @@ from dora_pipe.producers.adapters.verifiers_rollouts import (
 from dora_pipe.producers.tasks.agents import AgentTask
 from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.port import Retry, Reward, Row, Split
-from dora_pipe.producers.tasks.tape_door import for_no_trajectory
 
 VERSION: Final = "0.4."
 """Of verifiers; its interfaces change with the second number."""
@@ -188,7 +187,6 @@ class VerifiersTask(AgentTask):
         await asyncio.shield(self._serving)
 
     async def _serve(self) -> None:
-        for_no_trajectory()
         await self._stack.enter_async_context(self._env.serving())
         inner = self._env._interception
         self._env._interception = SessionInterception(self._vf, inner)

@@ -8,7 +8,7 @@ address, with its key; the connections are shared by all rollouts of a process.
 A program of a harness (PEP 723) is one script, which verifiers gives an environment of its own by
 `uv sync`, once per process and from a package index. Where all that it asks for is installed beside
 verifiers it runs right there, and nothing is looked up anywhere. Programs and tool servers die with
-the task's process. Those of an episode may ask the tape of its trajectory (`tape_door`).
+the task's process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
-
-from dora_pipe.producers.tasks.tape_door import cassette_variables
 
 MODEL: Final = "policy"
 
@@ -110,13 +108,13 @@ def run_programs_here(runtimes: Any) -> None:
         here = True
 
         async def run(self, argv: list[str], env: dict[str, str]) -> Any:
-            return await super().run(_dying(argv), {**env, **cassette_variables()})
+            return await super().run(_dying(argv), env)
 
         async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-            await super().run_background(_dying(argv), {**env, **cassette_variables()}, log)
+            await super().run_background(_dying(argv), env, log)
 
         async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
-            return await super().open_process(_dying(argv), {**env, **cassette_variables()})
+            return await super().open_process(_dying(argv), env)
 
         async def prepare_uv_script(
             self, script: str | bytes, env: dict[str, str] | None = None, **options: Any

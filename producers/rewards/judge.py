@@ -3,8 +3,7 @@
 It decides what is asked (a template over row, text, turns and messages), what of an answer is the
 score, and what of a failure passes: an endpoint that is busy, away, or gives no score is asked
 again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content of their
-question, so that the same question has one answer for ever, and costs once. A cassette of the run
-(`tasks.tape`) is asked before them; one that is `refresh`ed asks the endpoint again.
+question, so that the same question has one answer, and costs once.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from dora_pipe.core.json_endpoint import (
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.rewards.texts import last_block
-from dora_pipe.producers.tasks.cassette import tool_call
 from dora_pipe.producers.tasks.port import Message, Retry, Reward, Row
-from dora_pipe.producers.tasks.tape import TAPE, nobody_is_asked
 from dora_pipe.schemas.wire import canonical
 
 if TYPE_CHECKING:
@@ -47,9 +44,6 @@ if TYPE_CHECKING:
 
 SCORE: Final = r"(?i)\bscore\b\W{0,9}?(-?\d+(?:\.\d+)?)"
 """What counts as a score by default: "Score: 7", "**score** = 0.5"."""
-
-TOOL_NAME: Final = "judge"
-"""What a cassette calls it."""
 
 ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_CHARACTERS_MAX: Final = 20_000
@@ -150,8 +144,8 @@ class JudgeClient:
         self._template = _template(where, options.template(where, context))
         self._endpoint = JsonEndpoint(
             "the judge",
-            options.url or _variable(where, "url_env", options.url_env),
-            key=_variable(where, "key_env", options.key_env) if options.key_env else "",
+            options.url or variable(f"{where}: ", "url_env", options.url_env),
+            key=variable(f"{where}: ", "key_env", options.key_env) if options.key_env else "",
             timeout_s=options.timeout_s,
             at_once=options.at_once,
             bytes_max=ANSWER_BYTES_MAX,
@@ -173,27 +167,14 @@ class JudgeClient:
         """The score, from 0 to 1. Raises Retry where another try may do better, TaskError where the
         endpoint refuses."""
         prompt = self._template.render(row=row, text=text, turns=turns, messages=messages)
-        question = self._question(prompt)
-        tape = TAPE.get()
-        if tape is None:
-            return await self._scored(await self._answered(question))
-        # What was asked before is no part of it: a judge has no state.
-        begun = tape.begin(tool_call(TOOL_NAME, question), stateless=True)
-        if begun.found is None:
-            answer = await self._answered(question, anew=tape.mode == "refresh")
-            begun.answered({"value": msgspec.to_builtins(answer)})
-            return await self._scored(answer)
-        try:
-            return await self._scored(msgspec.convert(begun.found["value"], JudgeAnswer))
-        except Retry as error:  # it would say the same again
-            raise TaskError(f"on the cassette: {error}") from None
+        return await self._scored(await self._answered(self._question(prompt)))
 
-    async def _answered(self, question: Mapping[str, Any], *, anew: bool = False) -> JudgeAnswer:
+    async def _answered(self, question: Mapping[str, Any]) -> JudgeAnswer:
         """The answer that is kept, or the endpoint's."""
         name = hashlib.sha256(canonical(question)).hexdigest()
         asked = self._asked.get(name)  # Siblings often say the same, at the same time.
         if asked is None:
-            asked = self._in_thread(self._judged, question, name, anew)
+            asked = self._in_thread(self._judged, question, name)
             self._asked[name] = asked
             asked.add_done_callback(lambda _: self._asked.pop(name))
         return await asyncio.shield(asked)
@@ -221,14 +202,14 @@ class JudgeClient:
             **options.body,
         }
 
-    def _judged(self, question: Mapping[str, Any], name: str, anew: bool) -> JudgeAnswer:
+    def _judged(self, question: Mapping[str, Any], name: str) -> JudgeAnswer:
         path = self._kept / name[:2] / f"{name}.json"
-        kept = None if anew else _kept(path)
+        kept = _kept(path)
         if kept is not None:
             return kept
         asked = self._ask(question)
         self._read(asked.said)  # What has no score is not kept.
-        return asked if anew else _keep(path, asked)
+        return _keep(path, asked)
 
     def _reward(self, answer: JudgeAnswer) -> Reward:
         """Raises Retry where there is no score in it."""
@@ -262,11 +243,6 @@ class JudgeClient:
         except EndpointRefused as error:
             raise TaskError(error.message) from None
         return _judge_answer(body)
-
-
-def _variable(where: str, option: str, name: str) -> str:
-    """As `variable`; empty where a cassette has every answer. Raises ConfigError."""
-    return "" if nobody_is_asked() else variable(f"{where}: ", option, name)
 
 
 def cache_folder() -> Path:

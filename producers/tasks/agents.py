@@ -4,7 +4,7 @@ what it is given, and what of it is an answer.
 A function is called with those of `base_url`, `api_key` and `row` that it names. A command line has
 them in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `DORA_PIPE_ROW` as JSON), and may
 write what it gives back as JSON into the file `DORA_PIPE_RESULT`: null, a text, a number, or an
-object with the fields of a `Reward`. Where there is a cassette, `DORA_PIPE_CASSETTE` is its door.
+object with the fields of a `Reward`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from dora_pipe.core.own_code import load_attribute
 from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Reward, Row, Task
-from dora_pipe.producers.tasks.tape import EpisodeTape
-from dora_pipe.producers.tasks.tape_door import cassette_variables
 
 GIVEN: Final = ("base_url", "api_key", "row")
 """What an agent's function may take, by name."""
@@ -118,7 +116,6 @@ class CommandAgent:
                 "OPENAI_API_KEY": asked.api_key,
                 "DORA_PIPE_ROW": msgspec.json.encode(dict(asked.row)).decode(),
                 "DORA_PIPE_RESULT": str(result),
-                **cassette_variables(),
             }
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -170,29 +167,6 @@ def open_agent(config: model.Task, task: Task) -> Agent | None:
     if config.agent:
         return FunctionAgent(config.agent)
     return CommandAgent(config.command, config.directory) if config.command else None
-
-
-async def run_agent(agent: Agent, asked: AgentAsked, tape: EpisodeTape | None) -> Any:
-    """What an agent gives back. It ends at once where its cassette has refused it something.
-
-    Raises what the agent raises, and CassetteMiss, CassetteRefused, Retry of its tape.
-    """
-    if tape is None:
-        return await agent.run(asked)
-    loop, refused = asyncio.get_running_loop(), asyncio.Event()
-    tape.when_failed = partial(loop.call_soon_threadsafe, refused.set)
-    running = asyncio.create_task(agent.run(asked))
-    running.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody else asks
-    refusal = asyncio.create_task(refused.wait())
-    try:
-        await asyncio.wait((running, refusal), return_when=asyncio.FIRST_COMPLETED)
-        if tape.failed is None:
-            return running.result()
-        raise tape.failed
-    finally:
-        refusal.cancel()
-        running.cancel()
-        await asyncio.wait((running,), timeout=END_S)
 
 
 async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:

@@ -10,7 +10,6 @@ one event, `Forget` none:
     RewardCall -> Rewarded    | TaskFailed | EpisodeLost (only where an episode was to score)
     GroupCall  -> GroupRewarded | TaskFailed, of a request that has no other call
     AgentCall  -> AgentEnded | TaskFailed | EpisodeLost; it stands in place of the prompt
-    RowCall    -> RowDescribed | TaskFailed, of who reads a log
 
 An episode that lies idle when its process dies gets an `EpisodeLost` too. `TaskFailed` is the
 fault of that call (it raised, hung or killed its process): the trajectory is invalid, and
@@ -34,7 +33,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.core.frames import framed, unframed
 from dora_pipe.producers.tasks.port import Split, Turn
-from dora_pipe.schemas.control import CassetteUse, DataSet
+from dora_pipe.schemas.control import DataSet
 
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
 """A longer frame is no text that a model or environment wrote."""
@@ -118,13 +117,6 @@ class AgentCall(Message, frozen=True, kw_only=True):
     api_key: str
 
 
-class RowCall(Message, frozen=True, kw_only=True):
-    """Ask what a row is, for who reads of its episodes in a log. Opens none."""
-
-    split: Split
-    index: int
-
-
 class Forget(Message, frozen=True, kw_only=True):
     """Drop the request's call and episode without an event; unknown requests are ignored."""
 
@@ -148,8 +140,6 @@ class PromptReady(Message, frozen=True, kw_only=True):
     """Its server keeps the episode when the connection ends."""
     found: bool = False
     """The episode was kept: it answers as before what it was told before."""
-    cassette: CassetteUse | None = None
-    """What a cassette has answered of its episode so far; None where the task has none."""
 
 
 class NotKept(Message, frozen=True, kw_only=True):
@@ -165,8 +155,6 @@ class EnvObserved(Message, frozen=True, kw_only=True):
     ok: bool
     messages: tuple[dict[str, Any], ...] = ()
     """In normal form, in place of `text`."""
-    cassette: CassetteUse | None = None
-    """What a cassette has answered of its episode so far; None where the task has none."""
 
 
 class Rewarded(Message, frozen=True, kw_only=True):
@@ -177,8 +165,6 @@ class Rewarded(Message, frozen=True, kw_only=True):
     parts: Mapping[str, float]
     answer: str = ""
     """At most `port.ANSWER_CHARACTERS_MAX` characters."""
-    cassette: CassetteUse | None = None
-    """What a cassette has answered of its episode so far; None where the task has none."""
 
 
 class GroupRewarded(Message, frozen=True, kw_only=True):
@@ -193,23 +179,6 @@ class AgentEnded(Message, frozen=True, kw_only=True):
 
     rewarded: Rewarded | None = None
     text: str | None = None
-    cassette: CassetteUse | None = None
-    """What a cassette has answered of its episode so far; None where the task has none."""
-
-
-class RowDescribed(Message, frozen=True, kw_only=True):
-    """A row as cassettes know it, and what its episodes are made of."""
-
-    digest: str
-    """`cassette.row_digest`."""
-    environment: bool
-    """They have an environment of their own: then the prompt is its."""
-    may_have: bool = False
-    """Some rows of the task have one, this one or another."""
-    messages: tuple[dict[str, Any], ...] = ()
-    """The task's prompt, where it is messages and no environment's."""
-    tools: tuple[dict[str, Any], ...] = ()
-    """Schemas of the functions that the model may call."""
 
 
 class TaskFailed(Message, frozen=True, kw_only=True):
@@ -230,10 +199,8 @@ class EpisodeLost(Message, frozen=True, kw_only=True):
     message: str
 
 
-TaskCall = PromptCall | Claim | EnvStep | RewardCall | GroupCall | AgentCall | RowCall
-Answered = (
-    PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | RowDescribed | TaskFailed
-)
+TaskCall = PromptCall | Claim | EnvStep | RewardCall | GroupCall | AgentCall
+Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | TaskFailed
 """Events that come from a task process."""
 TaskEvent = Answered | EpisodeLost
 
@@ -251,8 +218,6 @@ class Setup(PipeFrame, frozen=True):
     """A folder that the processes of a server share; empty: no episode outlives its connection."""
     keep_s: float = 0.0
     """How long it does."""
-    run: str = ""
-    """What no other run is called: who records on a cassette."""
 
 
 class Call(PipeFrame, frozen=True):
@@ -294,10 +259,6 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The siblings of a group are also scored together."""
     packages: dict[str, str] = {}
     """See `Task.packages`."""
-    cassette: str = ""
-    """`task.cassette_mode` where it has a cassette."""
-    first_rows: dict[str, int] = {}
-    """By split, a row that can be asked for its prompt, where that is not any one."""
 
     def data(self, source: str) -> DataSet:
         """The rows of a source (`GroupSpec.source`) that this task serves."""

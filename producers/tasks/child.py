@@ -144,14 +144,13 @@ class Child:
         link: Link,
         selector: selectors.BaseSelector,
         now_ns: int,
-        run: str = "",
     ) -> Child:
         """Say what to serve, to what was just started or connected to."""
         child = cls(link=link, selector=selector, heard_ns=now_ns)
         selector.register(link.outbox, selectors.EVENT_READ, child)
         if isinstance(link, SocketLink):
             child._down += link.first
-        child._down += pack(Setup(task, os.getpid(), run=run))
+        child._down += pack(Setup(task, os.getpid()))
         return child
 
     @property

@@ -102,7 +102,7 @@ class TaskPool:
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
     def __init__(self, task: model.Task, *, clock: Clock | None = None, run: str = "") -> None:
-        """`run`: what no other run is called, for kept episodes and cassettes; empty: none."""
+        """`run`: what no other run is called, for kept episodes; empty: none."""
         self._task, self._run = task, run
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
@@ -573,7 +573,7 @@ class TaskPool:
             if url is None:
                 break
             link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
-            self._children.append(Child.start(self._task, link, self._selector, now_ns, self._run))
+            self._children.append(Child.start(self._task, link, self._selector, now_ns))
 
     def _end_episode(self, request: str, *, keep: bool = False) -> None:
         self._ends_ns.pop(request, None)

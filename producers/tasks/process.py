@@ -38,8 +38,6 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.main_thread import MAIN
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer, traceback_of
-from dora_pipe.producers.tasks.tape import CASSETTE, nobody_is_asked, open_cassette
-from dora_pipe.producers.tasks.tape_client import OF_NO_TRAJECTORY, VARIABLE
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 
 SERVED: Final = "DORA_PIPE_SERVED_TASK"
@@ -78,8 +76,7 @@ def main() -> None:
     if not isinstance(setup, Setup):
         return
     if served := os.environ.pop(SERVED, ""):
-        own = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
-        setup = msgspec.structs.replace(own, run=setup.run)
+        setup = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
     die_with(setup.parent_pid)
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
@@ -110,8 +107,6 @@ def _serve(frames: Iterator[Down], server: TaskServer) -> None:
 
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
     try:
-        CASSETTE.set(open_cassette(setup.task, setup.run))
-        os.environ[VARIABLE] = OF_NO_TRAJECTORY if nobody_is_asked() else ""
         with reporting(lambda text: _still_opening(text, write)):
             server = TaskServer(open_task(setup.task), setup, write)
         return server, Hello(server.facts())

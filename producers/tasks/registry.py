@@ -218,17 +218,6 @@ def check_scoring(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> 
             )
 
 
-def check_cassette(facts: TaskFacts, task: model.Task) -> None:
-    """Whether a task has the cassette that it is to have. Raises TaskError: a server of tasks has
-    its own, or none."""
-    wanted = task.cassette_mode if task.cassette else ""
-    if wanted and facts.cassette != wanted:
-        raise TaskError(
-            f"task.cassette: the server of the task has {facts.cassette or 'none'}, not {wanted}",
-            hint="a cassette lies where the task runs: start `task serve` with it",
-        )
-
-
 def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
     """Whether a task has here what the run has of these sources. Raises TaskError, InvariantBroken
     where `run started` says another number of rows than the data with its digest has."""

@@ -21,14 +21,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
 from dora_pipe.core.own_code import raised_at
-from dora_pipe.producers.tasks.agents import AgentAsked, open_agent, run_agent
+from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
 from dora_pipe.producers.tasks.answers import (
     agent_ended,
     observed,
@@ -59,7 +59,6 @@ from dora_pipe.producers.tasks.calls import (
     Claim,
     Deferred,
     EndEpisode,
-    EnvObserved,
     EnvStep,
     EpisodeLost,
     Exhausted,
@@ -70,21 +69,12 @@ from dora_pipe.producers.tasks.calls import (
     PromptReady,
     RewardCall,
     Rewarded,
-    RowCall,
-    RowDescribed,
     Said,
     Setup,
     TaskFacts,
     TaskFailed,
     one_line,
     pack,
-)
-from dora_pipe.producers.tasks.cassette import (
-    REWARD,
-    CassetteDiffers,
-    CassetteMiss,
-    CassetteRefused,
-    row_digest,
 )
 from dora_pipe.producers.tasks.kept import (
     ClaimedEpisode,
@@ -93,7 +83,7 @@ from dora_pipe.producers.tasks.kept import (
     RaisedThere,
 )
 from dora_pipe.producers.tasks.main_thread import GivenUp
-from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
+from dora_pipe.producers.tasks.messages import NoAnswer, normal
 from dora_pipe.producers.tasks.port import (
     Completion,
     Environment,
@@ -103,21 +93,14 @@ from dora_pipe.producers.tasks.port import (
     Task,
 )
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
-from dora_pipe.producers.tasks.tape import CASSETTE, TAPE, EpisodeTape, taping
-from dora_pipe.producers.tasks.tape_door import open_door
-from dora_pipe.producers.tasks.taped_environment import (
-    TapedEnvironment,
-    has_environment,
-    open_taped,
-)
 from dora_pipe.producers.tasks.told import EpisodeTaken
 from dora_pipe.producers.tasks.tools import ToolEnvironment
-from dora_pipe.schemas.control import fault_of, sum_of_uses
+from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.identity import derive_seed
 
 ERRORS_MAX: Final = 20
 """So many errors are shown per process; those after them only travel."""
-ONE_LINE_ERRORS: Final = (DoraError, CassetteMiss, CassetteRefused, CassetteDiffers, RaisedThere)
+ONE_LINE_ERRORS: Final = (DoraError, RaisedThere)
 """Errors that a line says: a traceback is for code of the user's."""
 TRACEBACK_LINES_MAX: Final = 60
 
@@ -129,8 +112,6 @@ to a half of it by chance."""
 CLOSE_S: Final = 1.0
 """For environments whose `close` awaits something, when the process ends."""
 
-
-E = TypeVar("E", PromptReady, EnvObserved, Rewarded, AgentEnded)
 
 AGENT_THREADS_MAX: Final = 1024
 """Agents that are plain functions, at a time; they mostly wait for the model."""
@@ -154,17 +135,13 @@ class TaskServer:
         if not len(self._rows["train"]):
             raise TaskError("the training data has no rows", hint="see task.data and task.filter")
         self._episodes: dict[int, Environment] = {}
-        self._cassette = CASSETTE.get()
-        self._tapes: dict[int, EpisodeTape] = {}
-        """Of episodes, by the number of the call that began them."""
         self._agent = open_agent(config, task)
         self._background = Background()
         self._threads = Threads(config.threads if config.threads > 1 else THREADS_ELSEWHERE)
         self._reward_threads = Threads(config.reward_threads)
         self._agent_threads = Threads(AGENT_THREADS_MAX)
         self._episodic = not task.single_turn()
-        strict = self._cassette is not None and self._cassette.mode == "strict"
-        self._replayable = task.replayable or config.replayable or strict
+        self._replayable = task.replayable or config.replayable
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
         self._kept: KeptEpisodes | None = None
@@ -191,8 +168,6 @@ class TaskServer:
             replayable=self._replayable,
             scores_groups=self._task.scores_groups(),
             packages=dict(self._task.packages()),
-            cassette="" if self._cassette is None else self._cassette.mode,
-            first_rows={} if self._cassette is None else self._cassette.first_rows(self._rows),
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:
@@ -210,7 +185,6 @@ class TaskServer:
     def end(self, episode: int) -> None:
         """Close an episode, if there is one, when its call has ended."""
         world = self._episodes.pop(episode, None)
-        self._tapes.pop(episode, None)
         if world is None:
             return
         under_way = [one.ended for one in list(self._running.values()) if one.episode == episode]
@@ -275,7 +249,6 @@ class TaskServer:
     async def _answer(self, call: Call) -> None:
         """Answer a call, in the thread in which it ends."""
         PLACE.set(self._place(call))
-        TAPE.set(None)
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call)))
         except GivenUp:
@@ -370,17 +343,13 @@ class TaskServer:
                 return await self._prompt(call.number, asked)
             case EnvStep(request=request, turn=turn):
                 respond = self._world(call.episode).respond
-                seen = observed(request, await call_user_code(respond, turn))
-                return self._with_use(seen, self._tape_of(call))
+                return observed(request, await call_user_code(respond, turn))
             case RewardCall() as asked:
-                scored_now = await self._score(call.episode, asked)
-                return self._with_use(scored_now, self._tape_of(call))
+                return await self._score(call.episode, asked)
             case GroupCall() as asked:
                 return await self._score_group(asked)
             case AgentCall() as asked:
                 return await self._run_agent(asked)
-            case RowCall() as asked:
-                return await self._describe(asked)
 
     def _row(self, split: Split, index: int) -> Row:
         rows = self._rows[split]
@@ -390,14 +359,10 @@ class TaskServer:
 
     async def _prompt(self, number: int, call: PromptCall) -> PromptReady:
         row = self._row(call.split, call.index)
-        tape = self._tape(call, row)
         tools = tuple(await call_user_code(self._task.tools, row))
-        if tape is None:
-            world = await call_user_code(self._task.environment, row)
-        else:
-            world = await open_taped(self._task, row, tape)
+        world = await call_user_code(self._task.environment, row)
         if world is None and tools:
-            world = ToolEnvironment(self._task, tools, tape)
+            world = ToolEnvironment(self._task, tools)
         asked = self._task.prompt if world is None else world.reset
         ready = prompted(call.request, await call_user_code(asked, row), tools)
         if world is None:
@@ -409,28 +374,7 @@ class TaskServer:
                 await ContinueInLoop()
             world = await self._kept.add(call.key, call.attempt, ready, world)
         self._episodes[number] = world
-        if tape is not None:
-            self._tapes[number] = tape
-        return self._with_use(ready, tape)
-
-    def _tape(
-        self, call: PromptCall | AgentCall | RewardCall | GroupCall, row: Row
-    ) -> EpisodeTape | None:
-        """What the cassette has of an episode, where there is one."""
-        if self._cassette is None:
-            return None
-        by = call.request.partition("/")[0]
-        return EpisodeTape(self._cassette, row, by=by, where=f"row {call.index} of {call.split}")
-
-    def _tape_of(self, call: Call) -> EpisodeTape | None:
-        return None if call.episode is None else self._tapes.get(call.episode)
-
-    def _with_use(self, event: E, *tapes: EpisodeTape | None) -> E:
-        """With what a cassette has answered so far."""
-        uses = [one.use for one in tapes if one is not None]
-        if event.cassette is not None:
-            uses.append(event.cassette)
-        return msgspec.structs.replace(event, cassette=sum_of_uses(uses)) if uses else event
+        return ready
 
     async def _claim(self, number: int, call: Claim) -> PromptReady | NotKept:
         if not in_loop():
@@ -451,21 +395,12 @@ class TaskServer:
             return scored(call.request, found)
         row = self._row(call.split, call.index)
         said = Completion(text=call.text, turns=call.turns, messages=call.messages)
-        tape = self._tape(call, row)
-        with taping(tape):
-            if tape is not None:
-                tape.add({"kind": REWARD, "text": call.text})
-            found = await call_user_code(self._task.score, row, said)
-        return self._with_use(scored(call.request, found), tape)
+        return scored(call.request, await call_user_code(self._task.score, row, said))
 
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
         row = self._row(call.split, call.index)
         said = [await self._completion(row, one) for one in call.completions]
-        tape = self._tape(call, row)
-        with taping(tape):
-            if tape is not None:
-                tape.add({"kind": REWARD, "texts": [one.text for one in call.completions]})
-            found = await call_user_code(self._task.score_group, row, said)
+        found = await call_user_code(self._task.score_group, row, said)
         return scored_together(call.request, found, len(said))
 
     async def _run_agent(self, call: AgentCall) -> AgentEnded:
@@ -475,33 +410,7 @@ class TaskServer:
             await ContinueInLoop()
         row = self._row(call.split, call.index)
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
-        tape = self._tape(call, row)
-        with taping(tape):
-            async with open_door(tape):
-                ended = agent_ended(call.request, await run_agent(self._agent, asked, tape))
-        return self._with_use(ended, tape)
-
-    async def _describe(self, call: RowCall) -> RowDescribed:
-        row = self._row(call.split, call.index)
-        own = may_have = has_environment(self._task)
-        tools = tuple(await call_user_code(self._task.tools, row))
-        if own and tools:  # It has to be asked which of them it is.
-            world = await call_user_code(self._task.environment, row)
-            own = world is not None
-            if world is not None:
-                await call_user_code(world.close)
-        messages: tuple[dict[str, Any], ...] = ()
-        if not own:
-            prompt = await call_user_code(self._task.prompt, row)
-            messages = prompted(call.request, prompt, tools).messages
-        return RowDescribed(
-            request=call.request,
-            digest=row_digest(row),
-            environment=own,
-            may_have=may_have,
-            messages=messages,
-            tools=tuple(map(tool_schema, tools)),
-        )
+        return agent_ended(call.request, await self._agent.run(asked))
 
     async def _completion(self, row: Row, one: Said) -> Completion:
         """Of a single turn also the conversation, where the prompt is messages."""
@@ -537,7 +446,7 @@ class TaskServer:
 
 def _awaits(world: Environment) -> bool:
     """Whether a step gives an awaitable at once, which needs no thread."""
-    if isinstance(world, ToolEnvironment | TapedEnvironment | Holder | ClaimedEpisode):
+    if isinstance(world, ToolEnvironment | Holder | ClaimedEpisode):
         return True
     plain = type(world).respond is Environment.respond
     return plain and inspect.iscoroutinefunction(world.step)

@@ -8,7 +8,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -31,7 +31,6 @@ from dora_pipe.producers.tasks.port import (
     ToolFailed,
     Turn,
 )
-from dora_pipe.producers.tasks.tape import EpisodeTape, TapedTurn
 from dora_pipe.producers.tasks.values import NoValue, as_text
 
 CALLS_MAX: Final = 32
@@ -61,13 +60,9 @@ class ToolEnvironment(Environment):
     """The episode of a row that has tools and no environment of its own: the model's calls are made
     until it makes none."""
 
-    def __init__(
-        self, task: Task, functions: Sequence[Tool], tape: EpisodeTape | None = None
-    ) -> None:
-        """`tape`: what answers the calls as far as it goes."""
+    def __init__(self, task: Task, functions: Sequence[Tool]) -> None:
         self._task = task
         self._functions = functions
-        self._tape = tape
         self._known: dict[int, Told] = {}
 
     def reset(self, row: Row) -> Prompt:
@@ -82,7 +77,7 @@ class ToolEnvironment(Environment):
                 function.close()
 
     async def _call(self, turn: Turn) -> Observation:
-        seen = await call_tools(self._functions, turn, self._known, self._tape)
+        seen = await call_tools(self._functions, turn, self._known)
         self._known.clear()
         return seen
 
@@ -91,20 +86,15 @@ async def call_tools(
     functions: Sequence[Tool],
     turn: Turn,
     known: dict[int, Told] | None = None,
-    tape: EpisodeTape | None = None,
 ) -> Observation:
     """Make the calls of a turn and answer them, in their order, with messages of tools.
 
     Functions run at the same time, each within `task.tool_timeout_s`: those that are not `async` in
     threads. What was made already, by its place in the turn, stands in `known` and is not made
-    again; what is on the `tape` is not made at all. Raises Retry, when all others have ended, where
-    a function did, CassetteMiss before any is made.
+    again. Raises Retry, when all others have ended, where a function did.
     """
     known = {} if known is None else known
     by_name = {tool_name(function): function for function in functions}
-    taped = None if tape is None else TapedTurn(tape, turn.tool_calls[:CALLS_MAX], by_name)
-    if taped is not None:
-        known |= {at: Told(**found) for at, found in taped.find(known).items()}
     left = {
         at: asyncio.create_task(_made(by_name, call))
         for at, call in enumerate(turn.tool_calls[:CALLS_MAX])
@@ -120,8 +110,6 @@ async def call_tools(
                 again = error
             else:
                 known[at] = _outcome(task, error)
-                if taped is not None:
-                    taped.record(at, asdict(known[at]))
     finally:
         for task in left.values():
             task.cancel()
@@ -129,8 +117,6 @@ async def call_tools(
         raise again
     too_many = Told(text=f"error: only {CALLS_MAX} calls of one turn are made", ok=False)
     told = [known.get(at, too_many) for at in range(len(turn.tool_calls))]
-    if taped is not None:
-        taped.end([asdict(one) for one in told])
     names = dict.fromkeys(call.name for call in turn.tool_calls if call.name in by_name)
     return Observation(
         done=False,

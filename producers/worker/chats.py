@@ -132,10 +132,11 @@ def agent_chat(task: Task, started_ns: int, assets: Path, tokenizer: Tokenizer) 
 
 
 def _first_prompt(pool: TaskPool, split: Split, stop: Callable[[], bool]) -> PromptReady | None:
-    """The prompt of the first row, or of another that can be asked; None where the task's code
-    fails on it. Raises ConfigError where what it gives is no prompt."""
-    index = 0 if pool.facts is None else pool.facts.first_rows.get(split, 0)
-    pool.start(PromptCall(request=_FIRST, split=split, index=index))
+    """The prompt of the first row; None where the task's code fails on it.
+
+    Raises ConfigError where what it gives is no prompt.
+    """
+    pool.start(PromptCall(request=_FIRST, split=split, index=0))
     while not stop():
         for event in pool.poll(POLL_S):
             if event.request == _FIRST:

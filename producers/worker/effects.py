@@ -47,7 +47,7 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.port import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
-from dora_pipe.schemas.control import CassetteUse, FinishReason, Resume, TakenTrajectory
+from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import AnyProgress
@@ -71,7 +71,6 @@ class PromptReady(OfRequest, frozen=True, kw_only=True):
     """See `tasks.port.Task.replayable`."""
     kept: bool = False
     found: bool = False
-    cassette: CassetteUse | None = None
     """See `tasks.calls.PromptReady`."""
 
 
@@ -89,8 +88,6 @@ class EnvObserved(OfRequest, frozen=True, kw_only=True):
     done: bool
     tool: str
     ok: bool
-    cassette: CassetteUse | None = None
-    """See `tasks.calls.EnvObserved`."""
 
 
 class RewardCall(OfRequest, frozen=True, kw_only=True):
@@ -152,8 +149,6 @@ class AgentEnded(OfRequest, frozen=True, kw_only=True):
     """Its reward, where it gave one; else a `RewardCall` follows."""
     text: str | None = None
     """What it says is the answer; None: what the model said last."""
-    cassette: CassetteUse | None = None
-    """See `tasks.calls.AgentEnded`."""
 
 
 class OpenSession(OfRequest, frozen=True, kw_only=True):

@@ -51,7 +51,6 @@ from dora_pipe.producers.worker.request import (
     Hosted,
     Phase,
     WorkerSetup,
-    note_cassette,
     pin_of,
 )
 from dora_pipe.producers.worker.request_table import REPORT_TAG
@@ -237,7 +236,6 @@ class WorkerMachine:
             case CaughtUp() | HeldBack():
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
-                note_cassette(self.requests.by_key, one)
                 apart = (self.scorings, self.sessions, self.valuations, self.episodes)
                 if not any(some.handle(one, now) for some in apart):
                     self.requests.handle(one, now)

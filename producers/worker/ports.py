@@ -240,7 +240,6 @@ class TaskPort:
                 replayable=event.replayable,
                 kept=event.kept,
                 found=event.found,
-                cassette=event.cassette,
             )
         elif isinstance(event, calls.EnvObserved):
             yield EnvObserved(
@@ -249,14 +248,12 @@ class TaskPort:
                 done=event.done,
                 tool=event.tool,
                 ok=event.ok,
-                cassette=event.cassette,
             )
         elif isinstance(event, calls.AgentEnded):
             yield AgentEnded(
                 request=event.request,
                 rewarded=event.rewarded,
                 text=event.text,
-                cassette=event.cassette,
             )
         else:
             self._conversations.pop(event.request, None)

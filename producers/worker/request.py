@@ -8,15 +8,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
-from dora_pipe.producers.worker.effects import AgentEnded
 from dora_pipe.producers.worker.sequence import Exchange, TokenSequence
 from dora_pipe.producers.worker.session import Continuation, OpenCall, Session, Valuing
-from dora_pipe.schemas.control import CassetteUse, FinishReason, Resume, sum_of_uses
+from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
@@ -225,10 +224,6 @@ class RequestState:
     rewarded_by: Literal["task", "agent"] = "task"
     agent_answer: str | None = None
     reward_error: str | None = None
-    cassette: CassetteUse | None = None
-    """What a cassette has answered of its environment and tools."""
-    agent_cassette: CassetteUse | None = None
-    """What of that its agent has asked, which its reward knows nothing of."""
     sha256: str = ""
     value_bytes: int = 0
 
@@ -315,19 +310,6 @@ def state_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> RequestState
         resume=place.resume,
         blob=place.kv,
     )
-
-
-def note_cassette(requests: Mapping[str, RequestState], event: Any) -> None:
-    """What a cassette has answered of an episode up to an event of its task."""
-    use: CassetteUse | None = getattr(event, "cassette", None)
-    request = None if use is None else requests.get(event.request)
-    if use is None or request is None:
-        return
-    if isinstance(event, AgentEnded):
-        request.agent_cassette = use
-    elif request.agent_cassette is not None:
-        use = sum_of_uses((request.agent_cassette, use))
-    request.cassette = use
 
 
 def key_of(trajectory: str, attempt: int) -> str:

@@ -10,7 +10,6 @@ from dora_pipe.schemas.control import (
     ERROR_CHARACTERS_MAX,
     LoggedEntry,
     RequestReleased,
-    cassette_in_control,
     parts_in_control,
 )
 from dora_pipe.schemas.trajectory import (
@@ -77,7 +76,6 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
         reward_answer=request.reward_answer,
         rewarded_by=request.rewarded_by,
         agent_answer=request.agent_answer,
-        cassette=request.cassette,
         error=request.error,
         prefills=tuple(sequence.prefills),
         moves=sequence.moves,
@@ -206,7 +204,6 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
         parts=parts_in_control(request.reward_parts),
         contexts=1 if request.session is None else 1 + len(request.session.contexts),
         calls=0 if request.session is None else len(request.session.made),
-        cassette=cassette_in_control(request.cassette),
     )
 
 

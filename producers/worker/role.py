@@ -53,7 +53,6 @@ from dora_pipe.producers.sessions.port import EndpointSetup, SessionPort, reach_
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import (
-    check_cassette,
     check_data,
     check_scoring,
     packages_of,
@@ -527,7 +526,6 @@ def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
             pool.poll(POLL_S)
         check_scoring(pool.facts, here.run, one.sources)
         check_data(pool.facts, here.run, one.sources)
-        check_cassette(pool.facts, one.task)
         found |= dict.fromkeys(one.sources, pool.facts)
     return found
 

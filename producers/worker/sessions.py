@@ -34,7 +34,6 @@ import msgspec
 from dora_pipe.core.runtime import Now, Published
 from dora_pipe.producers.engines.port import RequestFinished
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
-from dora_pipe.producers.tasks.cassette import OF_A_CASSETTE
 from dora_pipe.producers.worker.effects import (
     AgentCall,
     AgentEnded,
@@ -180,7 +179,7 @@ class Sessions:
         """It raised. Behind a limit of the run that is how most agents end: a call was refused, or
         its answer cut, and their frameworks raise for it."""
         session = _session(request)
-        raised = fault_of(event.error) == "code" and event.error not in OF_A_CASSETTE
+        raised = fault_of(event.error) == "code"
         if session.limited and session.used and raised:
             self._requests.counts["agents that raised behind a limit"] += 1
             self._agent_ended(request, AgentEnded(request=request.key), now)

@@ -90,17 +90,6 @@ LOGGED_BRANCHED = msgspec.structs.replace(
 )
 """An agent's trajectory."""
 
-LOGGED_TAPED = msgspec.structs.replace(
-    LOGGED_INVALID,
-    trajectories=(
-        msgspec.structs.replace(
-            LOGGED_INVALID.trajectories[0],
-            cassette=control.CassetteUse(answers=2, asked=1, oldest_ns=AT_NS),
-        ),
-    ),
-)
-"""Of a task with a cassette."""
-
 STATUS_SINCE = metrics.WorkerStatus(
     at_ns=AT_NS,
     cost=COST,
@@ -333,15 +322,6 @@ AGENTS_TRAJECTORY = replace(
     meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, rewarded_by="agent", agent_answer="42"),
 )
 """Its agent gave answer and reward."""
-
-TAPED_TRAJECTORY = replace(
-    PLAIN_TRAJECTORY,
-    meta=msgspec.structs.replace(
-        PLAIN_TRAJECTORY.meta,
-        cassette=control.CassetteUse(answers=2, asked=1, oldest_ns=AT_NS, turns=(0,)),
-    ),
-)
-"""A cassette has answered its first turn."""
 
 VALUED_TRAJECTORY = replace(
     TRAJECTORY,

@@ -360,7 +360,6 @@ def test_agent_that_fails_leaves_an_invalid_trajectory_of_what_it_was_answered()
         ("TimedOut", "error"),
         ("Retry", "error"),
         ("NoAnswer", "error"),
-        ("CassetteMiss", "error"),  # it may have caught the 429, and not that
     ],
 )
 def test_agent_that_raises_behind_a_limit_ends_by_length_and_is_rewarded(

@@ -44,7 +44,6 @@ PARTS = (
     ("PlacedSibling", "rounds"),
     ("Resume", "control"),
     ("LoggedEntry", "control"),
-    ("CassetteUse", "control"),
     ("ScoredSibling", "control"),
     ("TakenGroup", "control"),
     ("TakenTrajectory", "control"),

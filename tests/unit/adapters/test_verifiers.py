@@ -31,16 +31,8 @@ from dora_pipe.producers.adapters.verifiers_rollouts import (
 )
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded, TaskEvent
-from dora_pipe.producers.tasks.cassette_file import CassetteFile
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Retry, Reward
-from dora_pipe.producers.tasks.tape import Cassette, EpisodeTape
-from dora_pipe.producers.tasks.tape_client import VARIABLE
-from dora_pipe.producers.tasks.tape_door import (
-    cassette_variables,
-    for_no_trajectory,
-    open_door,
-)
 from dora_pipe.producers.worker.effects import AnswerCall, CallAsked
 from tests.support.adapters_of_others import installed, task_of
 from tests.support.chat_models import write_chat_model
@@ -195,44 +187,31 @@ def test_what_a_limit_of_the_run_has_cut_is_stopped(
 class Started:
     """As verifiers' runtimes, noting with which environment something is started."""
 
-    logs: ClassVar[dict[str, str]] = {}
+    logs: ClassVar[dict[str, dict[str, str]]] = {}
 
     class SubprocessRuntime:
         async def run(self, argv: list[str], env: dict[str, str]) -> dict[str, str]:
             return env
 
         async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-            Started.logs[log] = env[VARIABLE]
+            Started.logs[log] = env
 
         async def open_process(self, argv: list[str], env: dict[str, str]) -> dict[str, str]:
             return env
 
 
-def test_programs_of_an_episode_find_its_cassette_and_servers_of_all_find_none(
-    tmp_path: Path,
-) -> None:
+def test_programs_of_harnesses_run_here() -> None:
     runtimes: Any = SimpleNamespace(SubprocessRuntime=Started.SubprocessRuntime)
     run_programs_here(runtimes)
     runtime = runtimes.SubprocessRuntime()
-    cassette = Cassette(file=CassetteFile(tmp_path / "c.jsonl"), mode="record", run="one")
-    tape = EpisodeTape(cassette, {"n": 1}, by="g-001", where="row 1 of train")
-
-    async def shared() -> dict[str, str]:
-        for_no_trajectory()
-        return dict(await runtime.run(["serve"], {"A": "1"}))
 
     async def play() -> None:
-        async with open_door(tape):
-            door = cassette_variables()
-            assert await runtime.run(["program"], {"A": "1"}) == {"A": "1", **door}
-            assert await runtime.open_process(["program"], {}) == door
-            await runtime.run_background(["serve"], {}, "log")
-            assert Started.logs == {"log": door[VARIABLE]}
-            assert await asyncio.create_task(shared()) == {"A": "1"}
-            assert cassette_variables() == door
+        assert await runtime.run(["program"], {"A": "1"}) == {"A": "1"}
+        assert await runtime.open_process(["program"], {"B": "2"}) == {"B": "2"}
+        await runtime.run_background(["serve"], {"C": "3"}, "log")
 
     asyncio.run(play())
-    assert cassette_variables() == {}
+    assert Started.logs == {"log": {"C": "3"}}
 
 
 def trace(seat: str, *, metrics: dict[str, float] | None = None, **rewards: float | None) -> Any:

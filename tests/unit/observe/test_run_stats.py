@@ -23,7 +23,7 @@ from dora_pipe.observe.why.summary import waits_of
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import CassetteUse, TakenGroup
+from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.rounds import NO_VERSION, End, EndSiblings, Fence, SiblingFate, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS
@@ -305,22 +305,6 @@ def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
         'dora_pipe_trajectories_invalid_total{run="tiny",fault="infrastructure",error="Retry"}'
     )
     assert f"{invalid} 1" in text
-
-
-def test_answers_of_a_cassette_are_counted_and_the_oldest_is_known() -> None:
-    stage = Stage()
-    epoch = stage.worker()
-    spec = stage.group(0, epoch)
-    assert "dora_pipe_cassette" not in exposition(METRICS, stage.stats)
-    said: dict[int, dict[str, Any]] = {
-        0: {"cassette": CassetteUse(answers=3, oldest_ns=5 * SECOND_NS)},
-        1: {"cassette": CassetteUse(answers=1, asked=2, oldest_ns=4 * SECOND_NS)},
-    }
-    stage.logged(spec, epoch, (1.0, 0.0), said=said)
-    lines = exposition(METRICS, stage.stats).splitlines()
-    assert 'dora_pipe_cassette_answers_total{run="tiny",by="given"} 4' in lines
-    assert 'dora_pipe_cassette_answers_total{run="tiny",by="asked"} 2' in lines
-    assert 'dora_pipe_cassette_oldest_timestamp_seconds{run="tiny"} 4' in lines
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:

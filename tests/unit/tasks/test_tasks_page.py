@@ -127,7 +127,7 @@ def address() -> Iterator[str]:
 
 
 def test_the_page_has_a_configuration_for_each_thing_that_a_user_brings() -> None:
-    assert len(BLOCKS) == PAGE.count("\n## I have ") == 13
+    assert len(BLOCKS) == PAGE.count("\n## I have ") == 12
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,9 @@ from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
 from dora_pipe.schemas.metrics import FailingPlace
-from infra.observe.dashboards import DASHBOARDS
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
-from tests.support.prometheus import Prometheus, missing
+from tests.support.prometheus import DASHBOARDS, Prometheus, missing
 from tests.unit.test_observe import RULES
 
 pytestmark = pytest.mark.slow
@@ -29,10 +29,10 @@ ELSEWHERE = ("dora_pipe_turn_value_tokens_total",)
 tests/unit/observe and tests/integration/test_turn_values.py."""
 
 QUERIES = [
-    (dashboard.name, panel.title, expression)
-    for dashboard in DASHBOARDS
-    for panel in dashboard.panels
-    for expression, _ in panel.queries
+    (path.stem, panel["title"], target["expr"])
+    for path in DASHBOARDS
+    for panel in json.loads(path.read_text())["panels"]
+    for target in panel["targets"]
 ]
 
 

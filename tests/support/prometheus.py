@@ -18,6 +18,7 @@ from tests.support.kafka_broker import free_ports
 from tests.support.tidy import ROOT
 
 OBSERVE = ROOT / "infra/observe"
+DASHBOARDS = sorted((OBSERVE / "dashboards").glob("*.json"))
 START_S = 60.0
 ANSWER_S = 10.0
 TURN_S = 0.2

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from dora_pipe.launch.run_dir import RunDir
-from infra.observe.panels import FOLDER
 from tests.support.cli_words import parsed
 from tests.support.compose import Service, read
 from tests.support.prometheus import OBSERVE
@@ -105,7 +104,7 @@ def test_grafana_finds_datasource_and_dashboards_where_they_are_mounted() -> Non
     asked = _at_home(datasource["url"])
     assert asked.name == "prometheus" and "9090" in _ports(asked)
     (folder,) = [one["options"]["path"] for one in _yaml(service.mounts[provider])["providers"]]
-    assert service.mounts[folder].resolve() == FOLDER.resolve()
+    assert service.mounts[folder].resolve() == (OBSERVE / "dashboards").resolve()
     uids = [json.loads(path.read_text())["uid"] for path in service.mounts[folder].glob("*.json")]
     assert len(set(uids)) == 5
     home = Path(service.environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from dora_pipe.catalogue.votes import VOTES_MIN, maj_at
-from dora_pipe.schemas.control import RunStarted, TrajectoryLogged
+from dora_pipe.schemas.control import ABSTAINED, RunStarted, TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec
 
 if TYPE_CHECKING:
@@ -63,13 +63,16 @@ def samples_of(results: Iterable[TrajectoryLogged]) -> list[Sample]:
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of every part of their rewards; a sample without the part counts as 0, so that the
-    mean reward is the sum of weight times mean."""
+    """The mean of every part of their rewards, over the samples in which that reward did not
+    abstain; a sample without the part counts as 0."""
     names = dict.fromkeys(name for one in samples for name in one.parts)
-    return {
-        name: math.fsum(one.parts.get(name, 0.0) for one in samples) / len(samples)
-        for name in names
-    }
+    means = {}
+    for name in names:
+        abstained = f"{name.partition('.')[0]}.{ABSTAINED}"
+        known = [one.parts for one in samples if name == abstained or abstained not in one.parts]
+        if known:
+            means[name] = math.fsum(parts.get(name, 0.0) for parts in known) / len(known)
+    return means
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

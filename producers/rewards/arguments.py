@@ -62,6 +62,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         raise NotImplementedError
 
+    def check_answer(self, answer: Any) -> None:
+        """Raises TaskError for a row's answer that nothing can be compared with."""
+
     def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
         """What decides the score and stands elsewhere. Raises ConfigError where it is not there."""
         return ()

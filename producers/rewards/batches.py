@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from dora_pipe.producers.tasks.background import ELSEWHERE, PLACE, Place, call_user_code
+from dora_pipe.producers.tasks.values import in_order
 
 BATCH_MAX: Final = 64
 WAIT_S: Final = 0.02
@@ -70,7 +71,5 @@ class Batches:
         self._close(batch)
         lists = {name: [one[name] for one in batch.given] for name in batch.given[0]}
         PLACE.set(replace(batch.places[0], waits=batch.waits))
-        answers = list(await call_user_code(partial(self._function, **lists, **self._options)))
-        if len(answers) != len(batch.given):
-            raise ValueError(f"{len(answers)} rewards for {len(batch.given)} texts")
-        return answers
+        found = await call_user_code(partial(self._function, **lists, **self._options))
+        return in_order("a reward of lists", found, len(batch.given))

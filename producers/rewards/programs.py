@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -97,8 +97,9 @@ class Code(Options, frozen=True, kw_only=True):
     """At the same time."""
     at_once: Count = 4
     """Texts whose programs run at the same time, in one task process; others wait."""
-    isolation: Annotated[str, Meta(pattern=r"^(where-possible|required)\Z")] = "where-possible"
-    """`required`: not without namespaces of the kernel."""
+    isolation: Literal["required", "none"] = "required"
+    """`required`: programs run in namespaces of the kernel, and nothing starts without them.
+    `none`: programs see the files and the network of the worker's user."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         """See Options. Runs a program, to learn whether this machine isolates it."""
@@ -119,14 +120,16 @@ class Programs:
         self._options = options
         self._patience_s = context.limit_s - options.wall_s - BESIDE_S
         self._room = asyncio.Semaphore(options.at_once)
-        self._isolate = self._runs(isolate=True)
-        if not self._isolate:
-            why = f"{where}: this kernel gives no namespaces: programs see files and network"
-            if options.isolation == "required":
-                raise TaskError(why, hint="isolation = 'where-possible' runs them all the same")
-            if not self._runs(isolate=False):
-                raise TaskError(f"{where}: no program can be run here")
-            sys.stderr.write(f"{why}\n")
+        self._isolate = options.isolation == "required"
+        if self._runs(isolate=self._isolate):
+            return
+        if not self._isolate or not self._runs(isolate=False):
+            raise TaskError(f"{where}: no program can be run here")
+        raise TaskError(
+            f"{where}: programs cannot be isolated: this kernel gives no namespaces to users",
+            hint='its option isolation = "none" runs what the model writes with your files and'
+            " network, on your own responsibility",
+        )
 
     async def score(self, row: Row, text: str) -> Reward:
         """Whether, or how far, the tests pass. Raises ValueError where the row's tests are none,
@@ -268,7 +271,11 @@ def _test(value: Any) -> str | Expected:
 
 
 def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    lines = value if isinstance(value, list) else [value]
+    for line in lines:
+        if isinstance(line, bool) or not isinstance(line, str | int | float):
+            raise ValueError(f"a test reads or prints {type(line).__name__}: write it as text")
+    return "\n".join(map(str, lines))
 
 
 def _lines(text: str) -> list[str]:

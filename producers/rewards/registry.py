@@ -1,10 +1,11 @@
 """The rewards of a configuration: which functions they are, and how their scores become one.
 
-The value is the sum of weight times score. Every score is a part under its name; what a function
-says of its own in parts stands behind that name and a dot. `raw` is the first reward's score: the
-list begins with what is wanted, and what follows shapes it. The answer is that of the first that
-says one. A function of `task.reward` is asked, and its answer passed on, as it was when there was
-no list.
+The value is the sum of weight times score. A reward that gives None abstains: the weights of the
+others grow in proportion, and the trajectory is invalid where all abstain. Every score is a part
+under its name; what a function says of its own in parts stands behind that name and a dot. `raw` is
+the first reward's score: the list begins with what is wanted, and what follows shapes it. The
+answer is that of the first that says one. A function of `task.reward` is asked, and its answer
+passed on, as it was when there was no list.
 
 Those that say `group` are asked apart, of all siblings of a group at once.
 
@@ -39,7 +40,10 @@ from dora_pipe.producers.rewards.arguments import (
     bind,
     bind_group,
 )
+from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Completion, Reward, Row
+from dora_pipe.producers.tasks.values import in_order
+from dora_pipe.schemas.control import ABSTAINED
 from dora_pipe.schemas.wire import canonical
 
 Summed = TypeVar("Summed")
@@ -85,6 +89,8 @@ class Part:
     ask: Bound | BoundGroup
     sources: tuple[Any, ...]
     """Objects whose modules, and texts that, decide the score (`Task.reward_sources`)."""
+    check_answer: Callable[[Any], None]
+    """See `Options`."""
 
 
 class Rewards:
@@ -127,9 +133,9 @@ class Rewards:
         self, row: Row, completions: Sequence[Completion], *, answer_column: str = "answer"
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
         """As `score`, of the rewards of groups: one Reward per completion, in order."""
-        _, of_groups = self._parts
+        alone, of_groups = self._parts
         found = _asked(of_groups, row, completions, answer_column)
-        summed = functools.partial(_sums, of_groups, len(completions))
+        summed = functools.partial(_sums, of_groups, len(completions), bool(alone))
         if any(map(inspect.isawaitable, found)):
             return self._together(found, summed)
         return summed(found)
@@ -143,6 +149,11 @@ class Rewards:
         """Whether one of them is given the row's answer."""
         alone, of_groups = self._parts
         return any("answer" in (part.ask.takes or ()) for part in (*alone, *of_groups))
+
+    def check_answer(self, answer: Any) -> None:
+        """Raises TaskError for a row's answer that one of them cannot compare with."""
+        for part in self._parts[0]:
+            part.check_answer(answer)
 
     def sources(self) -> tuple[Any, ...]:
         """What decides the scores, for `Task.reward_sources`."""
@@ -188,25 +199,45 @@ def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
 
 
 def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
-    value, parts, answer = 0.0, {}, ""
+    """Raises NoAnswer where all abstain."""
+    value, answer = 0.0, ""
+    parts: dict[str, float] = {}
+    scored = [part for part, one in zip(asked, found, strict=True) if one is not None]
     for part, one in zip(asked, found, strict=True):
+        if one is None:
+            parts |= _abstained([part])
+            continue
         said = one if isinstance(one, Reward) else Reward(value=one)
-        score = _number(part.name, said.value)
+        score = parts[part.name] = _number(part.name, said.value)
         value += part.weight * score
         answer = answer or said.answer
-        parts[part.name] = score
-        parts.update({f"{part.name}.{name}": inner for name, inner in said.parts.items()})
-    raw = parts[asked[0].name] if asked else None
+        parts |= {f"{part.name}.{name}": inner for name, inner in said.parts.items()}
+    if asked and not scored:
+        raise NoAnswer(f"every reward abstained: {', '.join(part.name for part in asked)}")
+    if len(scored) < len(asked):
+        value *= _weight(asked) / _weight(scored)
+    raw = parts.get(asked[0].name) if asked else None
     return Reward(value=value, raw=raw, parts=parts, answer=answer)
 
 
-def _sums(asked: Sequence[Part], count: int, found: Sequence[Any]) -> list[Reward]:
-    """A Reward per sibling, of what each function gave for all of them."""
-    lists = [list(one) if hasattr(one, "__iter__") else [] for one in found]
-    for part, given in zip(asked, lists, strict=True):
-        if len(given) != count:
-            raise ValueError(f"the reward `{part.name}` gave {len(given)} for {count} completions")
-    return [_sum(asked, [given[at] for given in lists]) for at in range(count)]
+def _weight(parts: Sequence[Part]) -> float:
+    return math.fsum(abs(part.weight) for part in parts)
+
+
+def _abstained(parts: Sequence[Part]) -> dict[str, float]:
+    return {f"{part.name}.{ABSTAINED}": 1.0 for part in parts}
+
+
+def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any]) -> list[Reward]:
+    """A Reward per sibling, of what each function gave for all of them. Where all abstain for all
+    siblings they add nothing, `beside` the rewards that each has alone."""
+    given = [
+        in_order(f"the reward `{part.name}`", one, count)
+        for part, one in zip(asked, found, strict=True)
+    ]
+    if beside and all(one is None for items in given for one in items):
+        return [Reward(value=0.0, parts=_abstained(asked))] * count
+    return [_sum(asked, one) for one in zip(*given, strict=True)]
 
 
 SINGLE: Final = "task.reward"
@@ -237,15 +268,17 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
     where = f"{key}: `{use.use}`"
     sources: tuple[Any, ...]
     ask: Bound | BoundGroup
+    options: Mapping[str, Any] = use.options
+    check = Options().check_answer
     if use.use in BUILT_IN:
-        function, sources = _built_in(where, BUILT_IN[use.use], use.options, context)
-        ask = bind(where, function, {})
+        chosen, sources = _built_in(where, BUILT_IN[use.use], options, context)
+        ask = bind(where, chosen.open(where, context), {})
+        check = chosen.check_answer if "answer" in (ask.takes or ()) else check
     elif ":" in use.use:
         function = load_attribute(key, use.use, TaskError)
         sources = (function,)
         if not callable(function):
             raise TaskError(f"{where} is not a function")
-        options: Mapping[str, Any] = use.options
         if inspect.isclass(function):
             function, options = _made(where, function, options), {}
         ask = (bind_group if use.group else bind)(where, function, options)
@@ -260,12 +293,12 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
         if not use.group:
             del said["group"]  # So that what older versions digested is digested as it was.
         sources += (canonical(said).decode(),)
-    return Part(name=use.called, weight=use.weight, ask=ask, sources=sources)
+    return Part(name=use.called, weight=use.weight, ask=ask, sources=sources, check_answer=check)
 
 
 def _built_in(
     where: str, kind: BuiltIn, given: Mapping[str, Any], context: RewardContext
-) -> tuple[Function, tuple[Any, ...]]:
+) -> tuple[Options, tuple[Any, ...]]:
     sources: tuple[Any, ...] = tuple(
         importlib.import_module(f"{_HERE}.{name}") for name in kind.sources
     )
@@ -286,7 +319,7 @@ def _built_in(
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from None
     sources += chosen.digested(where, context)
-    return chosen.open(where, context), (options, *sources)
+    return chosen, (options, *sources)
 
 
 def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:

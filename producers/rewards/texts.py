@@ -1,20 +1,21 @@
 """Rewards that look at the last turn's text: `math`, `exact`, `regex`, `json-schema`.
 
-Each is 1 or 0. They decide what of the text is held against what of the row; what may take for ever
-is asked of `bounded`, and is 0 where it would (part `stopped`).
+Each is 1 or 0. They decide what of the text is compared with what of the row (`golds`); what may
+take for ever is asked of `bounded`, and is 0 where it would (part `stopped`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
-from dora_pipe.producers.rewards.bounded import HELPER
+from dora_pipe.producers.rewards.bounded import HELPER, WrongQuestion
+from dora_pipe.producers.rewards.golds import Gold, is_right, right_answers
 from dora_pipe.producers.tasks.port import Reward, Row
 
 _STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
@@ -35,7 +36,18 @@ def last_block(text: str) -> str:
     return text if found is None else found
 
 
-class Math(Options, frozen=True, kw_only=True):
+class Compared(Options, frozen=True, kw_only=True):
+    """Options of a reward that compares with the row's answer."""
+
+    field: str = ""
+    """The field of an answer that is an object; dots go deeper."""
+
+    def check_answer(self, answer: Any) -> None:
+        """See Options."""
+        right_answers(answer, self.field)
+
+
+class Math(Compared, frozen=True, kw_only=True):
     """Whether the text's last expression equals the row's answer (math-verify).
 
     Numbers, fractions, LaTeX, sets, intervals, equations; what cannot be read is 0, and so is what
@@ -51,15 +63,23 @@ class Math(Options, frozen=True, kw_only=True):
         return self.score
 
     def score(self, text: str, answer: Any) -> Reward:
-        """1 or 0. Raises ValueError where the row's answer is no expression."""
+        """1 or 0. Raises TaskError where no answer of the row is an expression."""
         said = text
         if self.boxed:
             inner = last_boxed(text)
             said = "" if inner is None else f"\\boxed{{{inner}}}"
-        found = HELPER.ask("equal", gold=str(answer), answer=said)
-        if found is None:
+        found, why = [], ""
+        for gold in right_answers(answer, self.field):
+            try:
+                found.append(HELPER.ask("equal", gold=str(gold), answer=said))
+            except WrongQuestion as error:
+                why = why or str(error)
+        if not found:
+            raise TaskError(why)
+        judged = [one for one in found if one is not None]
+        if not any(equal for _, equal, _ in judged) and len(judged) < len(found):
             return _STOPPED
-        parsed, equal, read = found
+        parsed, equal, read = max(judged, key=lambda one: one[1])
         return Reward(value=float(equal), parts={"parsed": float(parsed)}, answer=read)
 
 
@@ -87,8 +107,8 @@ class NoReward(Options, frozen=True, kw_only=True):
         return 0.0
 
 
-class Exact(Options, frozen=True, kw_only=True):
-    """Whether the text is the row's answer, character for character."""
+class Exact(Compared, frozen=True, kw_only=True):
+    """Whether the text is an answer of the row, character for character; numbers by value."""
 
     strip: bool = True
     """White space around both does not count."""
@@ -102,19 +122,27 @@ class Exact(Options, frozen=True, kw_only=True):
 
     def score(self, text: str, answer: Any) -> Reward:
         """1 or 0."""
-        said, wanted = text, str(answer)
+        said, golds = text, right_answers(answer, self.field)
         if self.behind:
             _, marker, said = text.rpartition(self.behind)
             if not marker:
                 return Reward(value=0.0)
-        if self.strip:
-            said, wanted = said.strip(), wanted.strip()
-        if not self.case:
-            said, wanted = said.casefold(), wanted.casefold()
-        return Reward(value=float(said == wanted), answer=said)
+        return _compared(said, golds, self._normal)
+
+    def _normal(self, text: str) -> str:
+        text = text.strip() if self.strip else text
+        return text if self.case else text.casefold()
 
 
-class Regex(Options, frozen=True, kw_only=True):
+def _compared(said: str, golds: Sequence[Gold], normal: Callable[[str], str]) -> Reward:
+    """1 where one of them is said; of equal ones the first is the answer."""
+    said = normal(said)
+    golds = [normal(gold) if isinstance(gold, str) else gold for gold in golds]
+    right = any(is_right(said, gold) for gold in golds)
+    return Reward(value=float(right), answer=str(golds[0]) if right else said)
+
+
+class Regex(Compared, frozen=True, kw_only=True):
     """Whether a pattern is in the text; with a group, whether its last match has the answer."""
 
     pattern: str
@@ -138,12 +166,12 @@ class Regex(Options, frozen=True, kw_only=True):
         return _STOPPED if held is None else float(held)
 
     def compared(self, text: str, answer: Any) -> Reward:
-        """1 where the last match's group is the answer; white space around both does not count."""
+        """1 where the last match's group is an answer; white space around both does not count."""
+        golds = right_answers(answer, self.field)
         held = HELPER.ask("search", pattern=self.pattern, group=self.group, text=text)
         if held is None:
             return _STOPPED
-        said = held.strip()
-        return Reward(value=float(bool(held) and said == str(answer).strip()), answer=said)
+        return _compared(held, golds, str.strip) if held else Reward(value=0.0)
 
 
 class JsonSchema(Options, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.port import ANSWER_CHARACTERS_MAX, Observation, Reward, Tool
+from dora_pipe.producers.tasks.values import in_order
 from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
 
 AGENT_ANSWER_MAX: Final = 1 << 20
@@ -44,23 +45,33 @@ def observed(request: str, seen: object) -> EnvObserved:
     """An observation as an answer. Raises NoAnswer where it is none."""
     if not isinstance(seen, Observation):
         raise NoAnswer(f"the environment gave {type(seen).__name__}, not an Observation")
-    if not isinstance(seen.text, str):
-        raise NoAnswer(f"the observation's text is {type(seen.text).__name__}")
+    for name in ("text", "tool"):
+        if not isinstance(getattr(seen, name), str):
+            raise NoAnswer(f"the observation's {name} is {type(getattr(seen, name)).__name__}")
     return EnvObserved(
         request=request,
         text=seen.text,
-        done=bool(seen.done),
-        tool=str(seen.tool),
-        ok=bool(seen.ok),
+        done=_truth("done", seen.done),
+        tool=seen.tool,
+        ok=_truth("ok", seen.ok),
         messages=normal(seen.messages, "messages") if seen.messages else (),
     )
 
 
-def scored(request: str, found: float | Reward) -> Rewarded:
+def _truth(name: str, value: object) -> bool:
+    """As a bool, also one of numpy. A text such as "false" is none."""
+    if value is None or isinstance(value, str | bytes) or hasattr(value, "__len__"):
+        raise NoAnswer(f"the observation's `{name}` is {type(value).__name__}, not true or false")
+    return bool(value)
+
+
+def scored(request: str, found: float | Reward | None) -> Rewarded:
     """A reward as an answer. Raises NoAnswer unless all its numbers are finite numbers.
 
     The reward itself is trained with, and may be `REWARD_MAX` at most, positive or negative.
     """
+    if found is None:
+        raise NoAnswer("the reward abstained (None), and there is no other")
     reward = found if isinstance(found, Reward) else Reward(value=found)
     value = finite("the reward", reward.value)
     if abs(value) > REWARD_MAX:
@@ -93,11 +104,10 @@ def answer_text(answer: str) -> str:
 
 def scored_together(request: str, found: object, count: int) -> GroupRewarded:
     """A group's rewards as an answer. Raises NoAnswer unless there is a good one for each."""
-    if isinstance(found, str | bytes) or not hasattr(found, "__iter__"):
-        raise NoAnswer(f"score_group gave {type(found).__name__}, not a number per completion")
-    rewards = [scored(request, one) for one in found]
-    if len(rewards) != count:
-        raise NoAnswer(f"score_group gave {len(rewards)} numbers for {count} completions")
+    try:
+        rewards = [scored(request, one) for one in in_order("score_group", found, count)]
+    except (TypeError, ValueError) as error:
+        raise NoAnswer(str(error)) from None
     return GroupRewarded(
         request=request,
         rewards=tuple(one.reward for one in rewards),

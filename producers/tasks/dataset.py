@@ -126,6 +126,10 @@ class DatasetTask(Task):
                 " compares with",
                 hint=f"task.answer_column; it has {columns}",
             )
+        try:
+            self._rewards.check_answer(self._answered(first).get(self._answer))
+        except TaskError as error:
+            raise TaskError(f"{self._where}: the first row: {error.message}") from None
 
     def prompt(self, row: Row) -> Prompt:
         return self._parts(row)[0]

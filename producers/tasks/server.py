@@ -11,12 +11,13 @@ what else counts as one). `process` is the process around it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -345,9 +346,11 @@ class TaskServer:
                 respond = self._world(call.episode).respond
                 return observed(request, await call_user_code(respond, turn))
             case RewardCall() as asked:
-                return await self._score(call.episode, asked)
+                with _naming_row(asked):
+                    return await self._score(call.episode, asked)
             case GroupCall() as asked:
-                return await self._score_group(asked)
+                with _naming_row(asked):
+                    return await self._score_group(asked)
             case AgentCall() as asked:
                 return await self._run_agent(asked)
 
@@ -442,6 +445,15 @@ class TaskServer:
             sys.stderr.write(traceback_of(error))
         if self._shown == ERRORS_MAX:
             sys.stderr.write("task: further errors of this process are not shown\n")
+
+
+@contextlib.contextmanager
+def _naming_row(call: RewardCall | GroupCall) -> Iterator[None]:
+    """Name the row in an error that its data, or the reward's configuration, cause."""
+    try:
+        yield
+    except TaskError as error:
+        raise TaskError(f"row {call.index} of {call.split}: {error.message}") from None
 
 
 def _awaits(world: Environment) -> bool:

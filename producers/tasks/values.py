@@ -43,6 +43,17 @@ def as_text(value: Any) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def in_order(what: str, found: Any, count: int) -> list[Any]:
+    """Return what a function gave for several, as a list. Raises TypeError for what has no order,
+    and ValueError for another number of items."""
+    if isinstance(found, str | bytes | Mapping | AnySet) or not hasattr(found, "__iter__"):
+        raise TypeError(f"{what} gave {type(found).__name__}, not a number per completion")
+    items = list(found)
+    if len(items) != count:
+        raise ValueError(f"{what} gave {len(items)} numbers for {count} completions")
+    return items
+
+
 def plain(value: Any) -> Any:
     """Return a value made of None, bool, int, float, Decimal, str, list and dict. Raises NoValue.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import tempfile
@@ -40,6 +41,7 @@ MARK = "dora_pipe_test_of_code"
 
 
 async def _score(text: str, tests: Any, **options: Any) -> Reward:
+    options = {**_isolation(_isolates()), **options}
     rewards = Rewards([model.RewardUse(use="code", options=options)])
     found = await rewards.score({"tests": tests}, Completion(text=text))  # type: ignore[misc]
     assert isinstance(found, Reward)
@@ -114,22 +116,17 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", 
 
 @pytest.mark.parametrize("isolate", [True, False], ids=["isolated", "not isolated"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_greedy_program_ends_by_a_limit(
-    name: str, isolate: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _isolation(monkeypatch, isolate)
+def test_a_greedy_program_ends_by_a_limit(name: str, isolate: bool) -> None:
     began = time.monotonic()
-    found = score(HOSTILE[name], PAIRS, wall_s=3.0, cpu_s=1, memory_mb=256, file_mb=4)
+    limits = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "file_mb": 4}
+    found = score(HOSTILE[name], PAIRS, **limits, **_isolation(isolate))
     assert found.value == 0.0
     assert time.monotonic() - began < 20.0
 
 
 @pytest.mark.parametrize("isolate", [True, False], ids=["isolated", "not isolated"])
-def test_what_a_program_starts_is_ended_with_it(
-    isolate: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _isolation(monkeypatch, isolate)
-    assert score(LEAVES, PAIRS[:1]).value == 1.0
+def test_what_a_program_starts_is_ended_with_it(isolate: bool) -> None:
+    assert score(LEAVES, PAIRS[:1], **_isolation(isolate)).value == 1.0
     assert MARK.encode() not in b"".join(_command_lines())
 
 
@@ -150,7 +147,7 @@ def test_nobody_waits_any_more_and_the_program_ends(
 
 @pytest.fixture(scope="module")
 def alone() -> None:
-    if not programs.Programs(programs.Code(), "", RewardContext())._isolate:
+    if not _isolates():
         pytest.skip("the kernel gives no namespaces here")
 
 
@@ -189,10 +186,19 @@ def test_an_isolated_program_cannot_take_its_file_system_back() -> None:
     assert score(text, [{"input": "", "output": "-1"}]).value == 1.0
 
 
-def test_isolation_may_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    _isolation(monkeypatch, False)
-    with pytest.raises(TaskError, match="this kernel gives no namespaces"):
-        score(ADD, ASSERTS, isolation="required")
+def test_nothing_runs_without_isolation_unless_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: Callable[..., bool] = programs.Programs._runs
+    monkeypatch.setattr(
+        programs.Programs, "_runs", lambda self, isolate: not isolate and runs(self, isolate=False)
+    )
+    use = model.RewardUse(use="code")
+    with pytest.raises(TaskError, match="this kernel gives no namespaces") as refused:
+        Rewards([use]).sources()
+    assert refused.value.hint is not None
+    assert 'isolation = "none"' in refused.value.hint
+    assert score(ADD, ASSERTS, isolation="none").value == 1.0
 
 
 def test_a_kernel_that_refuses_later_is_asked_again(
@@ -234,6 +240,7 @@ def test_the_reward_needs_more_time_than_its_programs() -> None:
         ([], "a row has 0 tests"),
         (3, "tests are int"),
         ([{"input": "1"}], "neither a text of Python nor a table"),
+        ([{"input": "1", "output": None}], "a test reads or prints NoneType"),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "tests call `f`"),
     ],
 )
@@ -249,13 +256,17 @@ def test_pairs_may_be_numbers_and_lists() -> None:
     ]
 
 
-def _isolation(monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
-    if isolate:
-        return
-    runs: Callable[..., bool] = programs.Programs._runs
-    monkeypatch.setattr(
-        programs.Programs, "_runs", lambda self, isolate: not isolate and runs(self, isolate=False)
-    )
+@functools.cache
+def _isolates() -> bool:
+    try:
+        programs.Programs(programs.Code(), "", RewardContext())
+    except TaskError:
+        return False
+    return True
+
+
+def _isolation(isolate: bool) -> dict[str, Any]:
+    return {} if isolate else {"isolation": "none"}
 
 
 def _command_lines() -> list[bytes]:

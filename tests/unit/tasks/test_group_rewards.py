@@ -41,6 +41,14 @@ async def slow(row: Row, answers: Sequence[Completion]) -> list[float]:
     return [float(place) for place, _ in enumerate(answers)]
 
 
+def abstains(row: Row, completions: Sequence[Completion]) -> list[None]:
+    return [None for _ in completions]
+
+
+def abstains_of_one(row: Row, texts: Sequence[str]) -> list[float | None]:
+    return [None if text == "7" else 1.0 for text in texts]
+
+
 def short_of_one(row: Row, completions: Any) -> list[float]:
     return [1.0]
 
@@ -107,7 +115,7 @@ def test_parts_within_a_part_stand_behind_its_name() -> None:
 
 
 def test_too_few_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="`short_of_one` gave 1 for 3 completions"):
+    with pytest.raises(ValueError, match="`short_of_one` gave 1 numbers for 3 completions"):
         rewards(of_group("short_of_one")).score_group(ROW, SAID)
 
 
@@ -170,6 +178,22 @@ def test_a_reward_that_is_not_of_groups_is_digested_as_before_there_were_any() -
         for one in (of_group("Scored", times=1.0), msgspec.structs.replace(plain, group=False))
     }
     assert len(digests) == 2
+
+
+def test_none_abstains_among_the_rewards_of_a_group() -> None:
+    uses = [of_group("abstains_of_one", 2.0), of_group("shortest")]
+    found: Any = Rewards(uses).score_group(ROW, SAID)
+    assert [one.value for one in found] == [2.0, 2.0, 3.0]
+    assert found[2].parts == {"abstains_of_one.abstained": 1.0, "shortest": 1.0}
+
+
+def test_a_group_of_which_all_abstain_keeps_the_rewards_that_its_answers_have_alone() -> None:
+    alone = model.RewardUse(use="exact")
+    found: Any = Rewards([alone, of_group("abstains")]).score_group(ROW, SAID)
+    assert found == [Reward(value=0.0, parts={"abstains.abstained": 1.0})] * 3
+    for uses in ([of_group("abstains")], [alone, of_group("abstains_of_one")]):
+        with pytest.raises(NoAnswer, match="every reward abstained"):
+            Rewards(uses).score_group(ROW, SAID)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
+import numpy
 import pytest
 
 from dora_pipe.config import model
-from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards import bounded, texts
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.rewards.texts import last_block
@@ -148,7 +150,7 @@ def test_the_last_closed_block_counts(text: str, block: str) -> None:
 
 
 def test_an_answer_of_the_data_that_says_nothing_is_named() -> None:
-    with pytest.raises(ValueError, match="the row's answer is no expression: ' '"):
+    with pytest.raises(TaskError, match="the row's answer is no expression: ' '"):
         score("math", "yes", {"answer": " "})
 
 
@@ -177,6 +179,64 @@ def test_exact_compares_characters(
     text: str, answer: object, options: dict[str, Any], value: float
 ) -> None:
     assert score("exact", text, {"answer": answer}, **options).value == value
+
+
+FORMS: list[tuple[Any, str, str]] = [
+    (["3", "three"], "three", "four"),
+    ([3, 4], "4", "5"),
+    (3, "3", "4"),
+    (3.0, "3", "3.1"),
+    (0.1, "0.10", "0.11"),
+    (2**70, str(2**70), "1"),
+    (Decimal("1.50"), "1.5", "1.51"),
+    (numpy.float64(0.5), "0.5", "5"),
+    ({"value": ["3", "three"], "unit": "m"}, "3", "m"),
+    ([{"value": "3"}, {"value": 4}], "4", "5"),
+]
+FIELD = {"field": "value"}
+GROUP = {"pattern": "^(.*)$", "group": "1"}
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), FORMS)
+@pytest.mark.parametrize(("use", "options"), [("exact", {}), ("regex", GROUP), ("math", {})])
+def test_an_answer_means_what_its_form_says(
+    use: str, options: Any, answer: Any, right: str, wrong: str
+) -> None:
+    if use == "math":
+        right = right.replace("three", "3")
+    scores = [score(use, text, {"answer": answer}, **FIELD, **options) for text in (right, wrong)]
+    assert [one.value for one in scores] == [1.0, 0.0]
+
+
+def test_true_is_a_word() -> None:
+    assert [score("exact", text, {"answer": True}).value for text in ("true", "True", "1")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "why"),
+    [
+        (None, {}, "the row's answer is null"),
+        (["3", None], {}, "the row's answer is null"),
+        ([], {}, "empty list"),
+        ({"value": 3}, {}, "an object with 'value': the reward's option `field` names"),
+        ({"value": 3}, {"field": "number"}, "has no `number`"),
+        ({"a": {"b": None}}, {"field": "a.b"}, "is null"),
+        ([["3"]], {}, "a list in a list"),
+    ],
+)
+@pytest.mark.parametrize("use", ["exact", "regex", "math"])
+def test_an_answer_that_cannot_be_compared_is_named(
+    use: str, answer: Any, options: dict[str, Any], why: str
+) -> None:
+    more = GROUP if use == "regex" else {}
+    with pytest.raises(TaskError, match=why):
+        score(use, "3", {"answer": answer}, **options, **more)
+    with pytest.raises(TaskError, match=why):
+        Rewards([model.RewardUse(use=use, options={**options, **more})]).check_answer(answer)
 
 
 @pytest.mark.parametrize(

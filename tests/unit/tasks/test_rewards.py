@@ -16,6 +16,7 @@ from dora_pipe.config.load import changed_keys, dump_toml, from_plain, load_conf
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
+from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import (
     Completion,
     Environment,
@@ -112,6 +113,22 @@ async def several_later(completions: Any, answers: list[str]) -> list[float]:
     return [float(one.text == answer) for one, answer in zip(completions, answers, strict=True)]
 
 
+def abstains(text: str) -> None:
+    return None
+
+
+async def abstains_later(text: str) -> None:
+    return None
+
+
+def some_abstain(texts: list[str]) -> list[float | None]:
+    return [None if text == "42" else 1.0 for text in texts]
+
+
+def unordered(texts: list[str]) -> Any:
+    return dict.fromkeys(texts, 1.0)
+
+
 def raises(text: str) -> float:
     raise KeyError("mine")
 
@@ -158,6 +175,31 @@ def test_the_value_is_the_weighted_sum_and_raw_the_first_score() -> None:
         parts={"exact": 1.0, "brevity": 0.75, "with_parts": 0.5, "with_parts.form": 1.0},
         answer="42",
     )
+
+
+def test_none_abstains_and_the_weights_of_the_others_grow() -> None:
+    rewards = Rewards([use("abstains", 3.0), use("exact"), use("brevity", -0.5, words=4)])
+    assert rewards.score(ROW, SAID) == Reward(
+        value=(1.0 - 0.5 * 0.75) * 4.5 / 1.5,
+        raw=None,
+        parts={"abstains.abstained": 1.0, "exact": 1.0, "brevity": 0.75},
+        answer="42",
+    )
+    of_lists = asyncio.run(_of(Rewards([use("exact"), use("some_abstain"), use("abstains_later")])))
+    parts = {"exact": 1.0, "some_abstain.abstained": 1.0, "abstains_later.abstained": 1.0}
+    assert (of_lists.value, of_lists.parts) == (3.0, parts)
+
+
+def test_where_all_abstain_there_is_no_score() -> None:
+    with pytest.raises(NoAnswer, match="every reward abstained: abstains"):
+        Rewards([use("abstains")]).score(ROW, SAID)
+    with pytest.raises(NoAnswer, match="every reward abstained: some_abstain, abstains"):
+        asyncio.run(_of(Rewards([use("some_abstain"), use("abstains")])))
+
+
+def test_what_has_no_order_is_no_list_of_scores() -> None:
+    with pytest.raises(TypeError, match="gave dict, not a number per completion"):
+        asyncio.run(_of(Rewards([use("unordered")])))
 
 
 def test_a_function_is_given_what_its_parameters_name() -> None:

@@ -261,7 +261,9 @@ def test_an_error_of_this_program_is_a_line_and_no_traceback(
 
     failed = answer(Lacking(), SCORE)
     assert isinstance(failed, TaskFailed)
-    assert capsys.readouterr().err == "task: the row has no column `answer` for its answer\n"
+    assert capsys.readouterr().err == (
+        "task: row 0 of train: the row has no column `answer` for its answer\n"
+    )
 
 
 def test_task_without_training_rows_is_refused() -> None:

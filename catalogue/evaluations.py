@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from dora_pipe.catalogue.votes import VOTES_MIN, maj_at
-from dora_pipe.schemas.control import ABSTAINED, RunStarted, TrajectoryLogged
+from dora_pipe.schemas.control import RunStarted, TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec
+from dora_pipe.schemas.wire import ABSTAINED
 
 if TYPE_CHECKING:
     from dora_pipe.catalogue.database import Catalogue

@@ -64,10 +64,6 @@ def by_fault(errors: Mapping[str, int]) -> dict[Fault, dict[str, int]]:
     }
 
 
-ABSTAINED: Final = "abstained"
-"""Name of the part of a reward that abstained, after its own name and a dot."""
-
-
 def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
     """Those of a record's parts that control repeats: with short names, the first ones by name."""
     short = sorted(name for name in parts if len(name) <= PART_CHARACTERS_MAX)[:PARTS_MAX]

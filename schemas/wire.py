@@ -164,6 +164,9 @@ at 3e38. That bound is the task's: readers take every finite reward, since older
 beyond it, and a trainer says of a batch that overflows that it is `NonFinite`.
 """
 
+ABSTAINED: Final = "abstained"
+"""Name of the part of a reward that abstained, after its own name and a dot."""
+
 
 def refuse_non_finite(value: Any, path: str = "$") -> None:
     """Raise SchemaError naming the first number inside `value` that is not finite."""

@@ -43,8 +43,7 @@ from dora_pipe.producers.rewards.arguments import (
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Completion, Reward, Row
 from dora_pipe.producers.tasks.values import in_order
-from dora_pipe.schemas.control import ABSTAINED
-from dora_pipe.schemas.wire import canonical
+from dora_pipe.schemas.wire import ABSTAINED, canonical
 
 Summed = TypeVar("Summed")
 

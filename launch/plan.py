@@ -381,6 +381,8 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
     for pool in pool_specs(config):
         with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
             facts = processes.wait()
+            for note in facts.notes:
+                say(f"note: {note}")
             if model is not None:
                 with templated(config, model) as directory:
                     chats = check_chat(pool, processes, directory)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from msgspec.structs import replace
 
 from dora_pipe.config.model import Config, Task
@@ -20,10 +19,10 @@ from dora_pipe.core.console import say
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.core.own_code import importable
 from dora_pipe.launch.model_checks import templated
-from dora_pipe.producers.data.conversations import conversation_of, with_system
+from dora_pipe.producers.data.conversations import TOOLS, prompt_of, unshown_columns
 from dora_pipe.producers.data.prepare import open_rows, reporting
 from dora_pipe.producers.data.spec import DataSpec
-from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
+from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schemas
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.schemas.identity import next_task, whole_shares
 from dora_pipe.store.model_dir import read_config
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     from dora_pipe.consumers.learners.sft import Example, SftOptions
     from dora_pipe.producers.chat.chat import Chat
     from dora_pipe.producers.chat.tokenizer import Tokenizer
+
+NOTED_ROWS: Final = 256
+"""Rows whose columns are looked at before the first step."""
 
 TALK_EVERY: Final = 40
 """Steps between two lines of talk."""
@@ -76,6 +78,8 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
     with templated(config, Path(config.model.path)) as model:
         config = replace(config, model=replace(config.model, path=str(model)))
         encode = RowEncoder.open(config)
+        for note in encode.notes(rows[:NOTED_ROWS]):
+            say(f"note: {note}")
         done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
     if done.left_out:
         say(
@@ -111,9 +115,9 @@ class RowEncoder:
 
         messages = self._messages(row)
         if messages is not None:
-            ids, mask = self._conversation_ids(messages, row.get("tools"))
+            ids, mask = self._conversation_ids(messages, row.get(TOOLS))
             return Example(token_ids=ids, mask=mask)
-        prompt, answer = row.get("prompt"), row.get("answer")
+        prompt, answer = row.get(self._column(row)), self._answer(row)
         if not isinstance(prompt, str) or not isinstance(answer, str):
             odd = "answer" if isinstance(prompt, str) else "prompt"
             raise TaskError(f"no text in `{odd}`", hint=FORMS)
@@ -123,21 +127,39 @@ class RowEncoder:
         after = [*self._tokenizer.ids(answer), self._end]
         return Example(token_ids=[*before, *after], mask=[0] * len(before) + [1] * len(after))
 
+    def notes(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Sentences about what these rows have and the model is not shown. Raises TaskError."""
+        chat = bool(rows) and self._messages(rows[0]) is not None
+        yield from unshown_columns(rows, (), tools=chat)
+        for at, row in enumerate(rows):
+            texts = [message.get("content") for message in self._messages(row) or ()]
+            for text in texts or [row.get(self._column(row)), self._answer(row)]:
+                if isinstance(text, str) and (token := self._tokenizer.spelled(text)):
+                    yield f"row {at} names the control token {token}: letters (task.special_tokens)"
+                    return
+
     def _messages(self, row: Row) -> list[dict[str, Any]] | None:
         """The whole conversation; None where prompt and answer are text for the tokenizer."""
-        task = self._config.task
-        found = conversation_of(row.get("messages"), in_text=True)
-        if found is None:
-            prompt, answer = row.get("prompt"), row.get("answer")
-            found = conversation_of(prompt)
-            if found is None:
-                if not (task.chat or task.system_prompt) or not isinstance(prompt, str):
-                    return None
-                found = [{"role": "user", "content": prompt}]
-            if not isinstance(answer, str):
-                raise TaskError("no text in `answer`", hint=FORMS)
-            found = [*found, {"role": "assistant", "content": answer}]
-        return with_system(found, task.system_prompt)
+        task, column = self._config.task, self._column(row)
+        if not isinstance(row.get(column), str | list):
+            return None
+        chat = column == "messages" or bool(task.chat or task.system_prompt)
+        asked, said = prompt_of(row[column], chat=chat, system=task.system_prompt)
+        if isinstance(asked, str):
+            return None
+        if said is None and isinstance(answer := self._answer(row), str):
+            said = {"role": "assistant", "content": answer}
+        if said is None and column != "messages":
+            raise TaskError("no text in `answer`", hint=FORMS)
+        return asked if said is None else [*asked, said]
+
+    def _column(self, row: Row) -> str:
+        """The column of the prompt: that of the run, where it is named."""
+        named = (self._config.task.prompt_column, "messages")
+        return next((name for name in named if name and row.get(name) is not None), "prompt")
+
+    def _answer(self, row: Row) -> Any:
+        return row.get(self._config.task.answer_column or "answer", row.get("answer"))
 
     def _conversation_ids(
         self, messages: list[dict[str, Any]], tools: Any
@@ -152,7 +174,10 @@ class RowEncoder:
             self._chat = Chat.open(model, self._tokenizer, options)
             _say_day(model, options.now_ns)
         try:
-            return self._chat.training_ids(normal(messages), _schemas(tools))
+            said = normal(messages)
+            for message in said:
+                self._tokenizer.check_unrendered(message["content"])
+            return self._chat.training_ids(said, tool_schemas(tools))
         except NoAnswer as error:
             raise TaskError(str(error)) from None
 
@@ -165,19 +190,6 @@ def _say_day(model: Path, now_ns: int) -> None:
     if found is not None and any("strftime_now" in text for text in found.texts.values()):
         day = datetime.fromtimestamp(now_ns // 1_000_000_000, UTC).date()
         say(f"today is {day} for the chat template; task.chat_date makes it another day")
-
-
-def _schemas(tools: Any) -> list[dict[str, Any]]:
-    """The column `tools`: functions, descriptions of them, or JSON of these in a text."""
-    if isinstance(tools, str):
-        try:
-            tools = msgspec.json.decode(tools or "[]")
-        except msgspec.DecodeError as error:
-            raise TaskError(f"tools: {error}") from None
-    found = [tool_schema(one) if callable(one) else one for one in tools or ()]
-    if not all(isinstance(one, Mapping) for one in found):
-        raise TaskError("tools is no list of functions or of their descriptions")
-    return [dict(one) for one in found]
 
 
 def _end_id(model: Path, stop_ids: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """A conversation as data sets have it, and what of it is the prompt and what the answer.
 
 It decides which forms are known: a list of messages (`role`, `content`), ShareGPT's (`from`,
-`value`), and both as JSON in a string where a string may be one. Tables give every message all keys
-of any message, so keys that hold nothing are dropped.
+`value`), and both as JSON in a string where a string may be one. Keys of a message that hold null
+are dropped; arguments of calls keep theirs.
 
 The prompt ends before the last message of an assistant that ends the conversation: that one is the
 answer of the data.
@@ -10,7 +10,7 @@ answer of the data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +32,15 @@ ROLES: Final[Mapping[str, str]] = {
 
 SYSTEM: Final = ("system", "developer")
 
+TOOLS: Final = "tools"
+"""The column with the schemas of a row's own tools."""
+
+NOT_SHOWN: Final = (
+    *("functions", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
+    *("documents", "system", "system_prompt", "response_format", "image", "images", "videos"),
+)
+"""Columns that mean something to a chat elsewhere, and nothing here."""
+
 Conversation = list[dict[str, Any]]
 
 
@@ -50,6 +59,38 @@ def conversation_of(value: object, *, in_text: bool = False) -> Conversation | N
     return [_message(place, one) for place, one in enumerate(value)]
 
 
+def prompt_of(
+    value: object, *, chat: bool, system: str = ""
+) -> tuple[str | Conversation, dict[str, Any] | None]:
+    """The prompt in a column's value, and the message that answers it there.
+
+    With `chat` text becomes the message of a user, and JSON in a text is a conversation. `system`
+    stands in front where the conversation has no such message. Raises TaskError.
+    """
+    messages = conversation_of(value, in_text=True)
+    if messages is None and not isinstance(value, str):
+        raise TaskError(f"the prompt is {type(value).__name__}, neither text nor messages")
+    if isinstance(value, str) and not chat:
+        if messages is not None:
+            hint = "task.chat = true reads it as messages"
+            raise TaskError("the prompt is a conversation, written as JSON in a text", hint=hint)
+        return value, None
+    asked, answer = split_answer(messages or [{"role": "user", "content": value}])
+    return with_system(asked, system), answer
+
+
+def unshown_columns(
+    rows: Iterable[Mapping[str, Any]], used: Collection[str], *, tools: bool
+) -> Iterator[str]:
+    """A sentence about each column of these rows that means something to a chat and is not shown
+    to the model. `tools`: those of the column `tools` are."""
+    names = {name for row in rows for name, value in row.items() if value not in (None, "", [], {})}
+    for name in (*NOT_SHOWN, *(() if tools else (TOOLS,))):
+        if name in names and name not in used:
+            meant = '; task.columns = {tools = "functions"} shows it' if name == "functions" else ""
+            yield f"the model does not see the column `{name}`, only rewards do{meant}"
+
+
 def split_answer(messages: Conversation) -> tuple[Conversation, dict[str, Any] | None]:
     """What is asked, and the assistant's message that ends the conversation, if one does."""
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
@@ -65,11 +106,15 @@ def with_system(messages: Conversation, text: str) -> Conversation:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, its parts joined."""
+    """The text of a message, its parts joined. Raises TaskError for a part that is no text."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise TaskError("a message has a part that is no text", hint="only text can be rendered")
+    return "".join(texts)
 
 
 def _listed(text: str) -> object:
@@ -83,7 +128,7 @@ def _listed(text: str) -> object:
 
 
 def _message(place: int, said: Mapping[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = _filled(said)
+    message: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         role = ROLES.get(speaker) if isinstance(speaker, str) else None
@@ -91,17 +136,13 @@ def _message(place: int, said: Mapping[str, Any]) -> dict[str, Any]:
             raise TaskError(
                 f"message {place} is from `{speaker}`", hint=f"known are {', '.join(ROLES)}"
             )
-        message = {"role": role, "content": message.pop("value", ""), **message}
+        text = {"content": message.pop("value")} if "value" in message else {}
+        message = {"role": role, **text, **message}
     if not isinstance(message.get("role"), str):
         raise TaskError(f"message {place} has no `role`", hint=f"it has {', '.join(said)}")
+    if "content" not in message and not message.keys() & {"tool_calls", "reasoning_content"}:
+        raise TaskError(f"message {place} has no `content`", hint=f"it has {', '.join(said)}")
     content = message.setdefault("content", "")
     if not isinstance(content, str | list):
         raise TaskError(f"message {place}: its content is {type(content).__name__}, not text")
     return message
-
-
-def _filled(value: Any) -> Any:
-    """Without keys that hold nothing, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
-    return [_filled(inner) for inner in value] if isinstance(value, list) else value

@@ -211,14 +211,16 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
 
 def _rows_in(where: str, batches: Iterable[Any], dropped: tuple[str, ...]) -> Iterator[Placed]:
     number = 0
-    schema, needs = None, dict[str, bool]()
+    schema, needs, merged = None, dict[str, bool](), list[str]()
     for batch in batches:
         table = batch.drop_columns([name for name in dropped if name in batch.schema.names])
         if table.schema != schema:
             schema = table.schema
             needs = {field.name: _converted(where, field.name, field.type) for field in schema}
+            merged = [field.name for field in schema if _is_merged(field.type)]
         for start in range(0, len(table), BATCH_ROWS):
             for row in _plain_rows(table.slice(start, BATCH_ROWS), needs):
+                row |= {name: _filled(row[name]) for name in merged}
                 yield f"row {number}", row
                 number += 1
 
@@ -282,6 +284,24 @@ def _converted(where: str, name: str, kind: Any) -> bool:
         or types.is_null(kind)
         or (types.is_nested(kind) and not types.is_map(kind))
     )
+
+
+def _is_merged(kind: Any) -> bool:
+    """Whether values are messages or schemas of tools: a table gives each all keys of any."""
+    import pyarrow as pa
+
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    item = kind.value_type
+    names = {item.field(place).name for place in range(item.num_fields)}
+    return bool(names & {"role", "from", "function"}) or {"name", "parameters"} <= names
+
+
+def _filled(value: Any) -> Any:
+    """The value without keys that hold nothing, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

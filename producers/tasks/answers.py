@@ -4,8 +4,8 @@ an observation are text or messages. Whatever else it gives raises NoAnswer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from dora_pipe.core.errors import printable
 from dora_pipe.producers.tasks.calls import (
@@ -24,10 +24,13 @@ AGENT_ANSWER_MAX: Final = 1 << 20
 """Characters of an agent's answer, which stands in its trajectory's record."""
 
 
-def prompted(request: str, said: object, tools: Sequence[Tool]) -> PromptReady:
-    """A prompt as an answer. Raises NoAnswer where it is neither text nor messages."""
+def prompted(
+    request: str, said: object, tools: Sequence[Tool], shown: Sequence[Mapping[str, Any]] = ()
+) -> PromptReady:
+    """A prompt as an answer; `shown` are schemas that the model is shown in place of those of
+    `tools`. Raises NoAnswer where it is neither text nor messages."""
     if isinstance(said, str):
-        if tools:
+        if tools or shown:
             raise NoAnswer("the prompt of a row with tools is text, not messages")
         return PromptReady(request=request, text=said, episode=False)
     if not isinstance(said, Sequence):
@@ -37,7 +40,7 @@ def prompted(request: str, said: object, tools: Sequence[Tool]) -> PromptReady:
         text="",
         episode=False,
         messages=normal(said, "prompt"),
-        tools=tuple(map(tool_schema, tools)),
+        tools=tuple(map(dict, shown)) or tuple(map(tool_schema, tools)),
     )
 
 

@@ -259,6 +259,8 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The siblings of a group are also scored together."""
     packages: dict[str, str] = {}
     """See `Task.packages`."""
+    notes: tuple[str, ...] = ()
+    """See `Task.notes`."""
 
     def data(self, source: str) -> DataSet:
         """The rows of a source (`GroupSpec.source`) that this task serves."""

@@ -15,16 +15,17 @@ from msgspec.structs import replace
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_function
-from dora_pipe.producers.data.conversations import (
-    conversation_of,
-    split_answer,
-    text_of,
-    with_system,
-)
+from dora_pipe.producers.data.conversations import TOOLS, prompt_of, text_of, unshown_columns
 from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec, said_of
 from dora_pipe.producers.rewards.registry import Rewards, single
-from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
+from dora_pipe.producers.tasks.messages import (
+    NoAnswer,
+    normal,
+    tool_name,
+    tool_schema,
+    tool_schemas,
+)
 from dora_pipe.producers.tasks.port import (
     Completion,
     DescribedTool,
@@ -39,6 +40,9 @@ from dora_pipe.schemas.identity import derive_seed
 
 if TYPE_CHECKING:
     from dora_pipe.producers.adapters.mcp import McpTools
+
+NOTED_ROWS: Final = 256
+"""Rows whose columns `DatasetTask.notes` looks at."""
 
 _EXAMPLE: Final = 'for instance "rewards:score"'
 
@@ -139,7 +143,27 @@ class DatasetTask(Task):
             self._tools = tuple(
                 load_function("task.tools", name, TaskError) for name in self._tool_names
             )
-        return (*self._tools, *(self._mcp.tools() if self._mcp else ()))
+        functions = (*self._tools, *(self._mcp.tools() if self._mcp else ()))
+        wanted = [_name_of(schema) for schema in self.shown_tools(row)]
+        if not functions or not wanted:
+            return functions
+        by_name = {tool_name(tool): tool for tool in functions}
+        if unknown := next((name for name in wanted if name not in by_name), ""):
+            raise TaskError(
+                f"the row's tool `{unknown}` has no function: there are {', '.join(by_name)}",
+                hint='task.columns = {tools = ""} leaves the column out',
+            )
+        return tuple(by_name[name] for name in wanted)
+
+    def shown_tools(self, row: Row) -> Sequence[Mapping[str, Any]]:
+        """The row's own tools, where its prompt is messages. Raises TaskError."""
+        tools = row.get(TOOLS)
+        if not tools or isinstance(self.prompt(row), str):
+            return ()
+        try:
+            return tool_schemas(tools)
+        except NoAnswer as error:
+            raise TaskError(f"the column `{TOOLS}`: {error}") from None
 
     def single_turn(self) -> bool:
         return not self._tool_names and self._mcp is None
@@ -182,6 +206,13 @@ class DatasetTask(Task):
         own = (tool for tool in self.tools({}) if not isinstance(tool, DescribedTool))
         return (*self._rewards.sources(), type(self), *own, *servers)
 
+    def notes(self) -> Sequence[str]:
+        """Columns that mean something to a chat, and are not shown."""
+        rows, used = self.rows("train")[:NOTED_ROWS], (self._prompt, self._answer)
+        chat = bool(rows) and not isinstance(self.prompt(rows[0]), str)
+        notes = unshown_columns(rows, used, tools=chat)
+        return [f"{self._where}: {note}" for note in notes]
+
     def packages(self) -> Mapping[str, str]:
         return self._mcp.packages() if self._mcp else {}
 
@@ -191,21 +222,17 @@ class DatasetTask(Task):
 
     def _parts(self, row: Row) -> tuple[Prompt, Mapping[str, Any] | None]:
         """The prompt, and the message that answers it in the data."""
-        value = row[self._prompt]
-        messages = conversation_of(value, in_text=self._chat)
-        if messages is None:
-            if not self._chat:
-                return str(value), None
-            messages = [{"role": "user", "content": value}]
-        asked, answer = split_answer(messages)
-        return with_system(asked, self._system), answer
+        return prompt_of(row[self._prompt], chat=self._chat, system=self._system)
 
     def _answered(self, row: Row) -> Row:
         """With an answer where the conversation has one and the row none."""
         if row.get(self._answer) is not None:
             return row
         answer = self._parts(row)[1]
-        return row if answer is None else {**row, self._answer: text_of(answer)}
+        text = text_of(answer) if answer else ""
+        if answer is None or (not text and answer.get("tool_calls")):
+            return row  # Calls alone are no text to compare with.
+        return {**row, self._answer: text}
 
     def _pair(self, place: int, row: Row) -> tuple[str, str]:
         prompt, answer = self.prompt(row), row.get(self._answer)
@@ -223,13 +250,18 @@ class DatasetTask(Task):
             raise self._no_demonstration(place, self._answer)
         if isinstance(asked, str):
             raise self._no_demonstration(place, self._prompt, "messages")
-        tools = {} if self.single_turn() else {"tools": self.tools(row)}
+        shown = self.shown_tools(row) or self.tools(row)
+        tools = {"tools": shown} if shown else {}
         return {"messages": [*asked, said], **tools}
 
     def _no_demonstration(self, place: int, column: str, what: str = "text") -> TaskError:
         return TaskError(
             f"{self._where}: row {place} has no {what} in `{column}`, so it is no demonstration"
         )
+
+
+def _name_of(schema: Mapping[str, Any]) -> str:
+    return str(schema.get("function", schema)["name"])
 
 
 def _sources(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -88,6 +88,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         function = {key: plain.pop(key) for key in ("name", "arguments") if key in plain}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise NoAnswer(f"{where}.function.name is not text")
+    function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -98,6 +99,24 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise NoAnswer(f"{where}.function.arguments is {type(arguments).__name__}, not an object")
     function = {**function, "arguments": dict(arguments or {})}
     return {**plain, "type": plain.get("type", "function"), "function": function}
+
+
+def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
+    """The value of a row's column `tools`: schemas of functions, functions, or JSON of schemas in a
+    text; empty where there are none. Raises NoAnswer."""
+    if isinstance(tools, str):
+        try:
+            tools = msgspec.json.decode(tools or "[]")
+        except msgspec.DecodeError as error:
+            raise NoAnswer(f"tools: {error}") from None
+    if isinstance(tools, Mapping) or not isinstance(tools or (), Sequence):
+        raise NoAnswer(f"tools is {type(tools).__name__}, no list of functions or their schemas")
+    found = [tool_schema(tool) if callable(tool) else tool for tool in tools or ()]
+    for at, schema in enumerate(found):
+        function = schema.get("function", schema) if isinstance(schema, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise NoAnswer(f"tools[{at}] is no function and no schema with a name")
+    return tuple(dict(schema) for schema in found)
 
 
 def tool_name(function: Tool) -> str:

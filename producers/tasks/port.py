@@ -226,6 +226,11 @@ class Task:
         model calls none."""
         return ()
 
+    def shown_tools(self, row: Row) -> Sequence[Mapping[str, Any]]:
+        """Schemas that the model is shown in place of those of `tools`. Where a row has these alone
+        and no functions, its calls are made by nobody: rewards see them in `messages`."""
+        return ()
+
     def environment(self, row: Row) -> Environment | None:
         """An environment for several turns; None (the default) for a single turn."""
         return None
@@ -271,6 +276,10 @@ class Task:
         (functions, or their schemas) where a run has some.
         """
         raise NotImplementedError
+
+    def notes(self) -> Sequence[str]:
+        """Sentences about the data that a user should read when a run starts."""
+        return ()
 
     def reward_sources(self) -> Sequence[Any]:
         """Classes and functions whose modules decide the reward; their source is digested. A text

@@ -169,6 +169,7 @@ class TaskServer:
             replayable=self._replayable,
             scores_groups=self._task.scores_groups(),
             packages=dict(self._task.packages()),
+            notes=tuple(self._task.notes()),
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:
@@ -367,7 +368,9 @@ class TaskServer:
         if world is None and tools:
             world = ToolEnvironment(self._task, tools)
         asked = self._task.prompt if world is None else world.reset
-        ready = prompted(call.request, await call_user_code(asked, row), tools)
+        prompt = await call_user_code(asked, row)
+        shown = await call_user_code(self._task.shown_tools, row)
+        ready = prompted(call.request, prompt, tools, shown)
         if world is None:
             return ready
         ready = msgspec.structs.replace(ready, episode=True, replayable=self._replayable)

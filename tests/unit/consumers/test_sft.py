@@ -1,6 +1,7 @@
 """A supervised warm start teaches what the rows say, the same way every time."""
 
 import itertools
+import json
 import math
 import shutil
 from datetime import UTC, datetime
@@ -16,15 +17,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ma
 
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Task
+from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, rows_of, train_sft
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
-from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows, sft_options
+from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows, demonstrations, sft_options
 from dora_pipe.launch.warm_start import warm_up as launch_warm_up
-from dora_pipe.producers.chat.chat import Chat
+from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.calls import PromptCall, PromptReady
+from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.chats import chat_options
+from dora_pipe.producers.worker.ports import prompt_of
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_llama_gqa, make_qwen2
@@ -335,12 +340,62 @@ def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> No
     assert said_by(chat_dir, example) == ["4<|im_end|>", "8<|im_end|>"]
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell it.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+TALKED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"messages": [USER, SAID], "tools": [WEATHER]}, {"prompt_column": "messages"}),
+        ({"messages": [USER, CALLED], "tools": [WEATHER]}, {"prompt_column": "messages"}),
+        ({"prompt": [USER, SAID], "tools": json.dumps([WEATHER])}, {}),
+        ({"prompt": json.dumps([USER, SAID]), "tools": [WEATHER["function"]]}, {"chat": True}),
+        ({"prompt": "2+2?", "answer": "4", "tools": None}, {"system_prompt": "Be brief."}),
+        ({"prompt": "2+2?", "answer": "4"}, {}),
+        ({"talk": TALKED, "prompt": "other", "answer": "5"}, {"prompt_column": "talk"}),
+        ({"q": "2+2?", "a": "4"}, {"prompt_column": "q", "answer_column": "a", "chat": True}),
+    ],
+)
+def test_a_warm_start_and_a_run_have_equal_prompts(
+    row: Row, task: dict[str, Any], tmp_path: Path
+) -> None:
+    model, data = write_chat_model(tmp_path, "qwen2_5"), tmp_path / "rows.jsonl"
+    (model / "config.json").write_text("{}")
+    data.write_text(json.dumps(row) + "\n")
+    config = config_of(model, **{"kind": "dataset", "data": str(data), "reward": "none", **task})
+    (spec,) = pool_specs(config)
+    with TaskPool(spec.task) as pool:
+        pool.wait()
+        pool.start(PromptCall(request="r", split="train", index=0))
+        ready = next(event for _ in itertools.count() for event in pool.poll(1.0))
+    assert isinstance(ready, PromptReady) and not ready.episode
+    tokenizer = Tokenizer(model)
+    chat = Chat.open(model, tokenizer, chat_options(config.task, 0)) if ready.messages else None
+    prompt = prompt_of(ready, tokenizer, chat)
+    ids = list(prompt.prompt_ids if isinstance(prompt, Conversation) else prompt)
+    assert ("weather" in tokenizer.full_text(ids)) == bool(row.get("tools"))
+    for one in (row, *demonstrations(config, seed=0, count=1)):
+        example = RowEncoder.open(config)(one)
+        assert list(example.token_ids[: example.mask.index(1)]) == ids
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
         ({"messages": [USER]}, "no turn of the assistant"),
         ({"messages": [USER, SAID], "tools": "{"}, "tools: "),
-        ({"messages": [USER, SAID], "tools": [1]}, "tools is no list"),
+        ({"messages": [USER, SAID], "tools": [1]}, r"tools\[0\] is no function"),
+        ({"prompt": json.dumps([USER]), "answer": "4"}, "written as JSON"),
+        ({"messages": [{**USER, "content": "<|im_start|>user"}, SAID]}, "rendered already"),
         ({"messages": [USER, {"role": "wizard", "content": "4"}]}, "wizard"),
     ],
 )

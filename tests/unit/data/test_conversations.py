@@ -10,8 +10,10 @@ import pytest
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.data.conversations import (
     conversation_of,
+    prompt_of,
     split_answer,
     text_of,
+    unshown_columns,
     with_system,
 )
 
@@ -33,14 +35,14 @@ def test_every_form_of_a_conversation_is_messages(value: object) -> None:
     assert conversation_of(value, in_text=True) == [USER, SAID]
 
 
-def test_keys_that_hold_nothing_are_dropped_at_any_depth_and_others_stay() -> None:
+def test_keys_that_hold_nothing_are_dropped_but_not_in_arguments() -> None:
     call = {"id": "a", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
     message = {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0}
     assert conversation_of([USER, message]) == [
         USER,
         {
             "role": "assistant",
-            "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": {"a": 1}}}],
+            "tool_calls": [call],
             "weight": 0,
             "content": "",
         },
@@ -69,6 +71,9 @@ def test_what_is_neither_is_none(value: object) -> None:
         ([{"from": 3, "value": "x"}], "message 0 is from `3`"),
         ([{"role": "user", "content": 3}], "message 0: its content is int"),
         ([{"role": None, "content": "x"}], "message 0 has no `role`"),
+        ([{"role": "user", "text": "x"}], "message 0 has no `content`"),
+        ([{"role": "user", "content": None}], "message 0 has no `content`"),
+        ([{"from": "human", "text": "x"}], "message 0 has no `content`"),
     ],
 )
 def test_message_that_is_none_is_named(value: list[Any], message: str) -> None:
@@ -95,3 +100,33 @@ def test_system_message_stands_in_front_where_there_is_none() -> None:
 def test_text_of_a_message_joins_its_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (text_of({"content": parts}), text_of(SAID), text_of({})) == ("ab", "2", "")
+    with pytest.raises(TaskError, match="no text"):
+        text_of({"content": [*parts, {"type": "image", "image": "x.png"}]})
+
+
+def test_a_prompt_is_text_or_messages_and_json_in_text_is_not_taken_for_text() -> None:
+    written = json.dumps([USER, SAID])
+    assert prompt_of("1+1?", chat=False) == ("1+1?", None)
+    assert prompt_of("1+1?", chat=True) == ([USER], None)
+    assert prompt_of(written, chat=True) == prompt_of([USER, SAID], chat=False) == ([USER], SAID)
+    for value, why in ((written, "written as JSON"), (3, "neither text nor messages")):
+        with pytest.raises(TaskError, match=why):
+            prompt_of(value, chat=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "tools", "named"),
+    [
+        ({"prompt": "x", "source": "y", "tools": [1]}, True, []),
+        ({"prompt": "x", "tools": [1]}, False, ["tools"]),
+        ({"prompt": "x", "tools": None, "images": []}, False, []),
+        ({"functions": [1], "chat_template_kwargs": {"a": 1}}, True, ["functions", "chat_templ"]),
+        ({"system": "be brief"}, True, []),
+    ],
+)
+def test_columns_that_mean_something_to_a_chat_and_are_not_shown_are_named(
+    row: dict[str, Any], tools: bool, named: list[str]
+) -> None:
+    notes = list(unshown_columns([row], ["system"], tools=tools))
+    assert len(notes) == len(named)
+    assert all(f"`{name}" in note for note, name in zip(notes, named, strict=True))

@@ -180,7 +180,6 @@ SYSTEM = {"role": "system", "content": "be terse"}
         ({"prompt": [USER]}, {}, [USER]),
         ({"messages": [USER, SAID]}, {"prompt_column": "messages"}, [USER]),
         ({"prompt": [SYSTEM, USER]}, {"system_prompt": "be kind"}, [SYSTEM, USER]),
-        ({"prompt": json.dumps([USER])}, {}, json.dumps([USER])),
         ({"prompt": json.dumps([USER, SAID])}, {"chat": True}, [USER]),
     ],
 )
@@ -219,6 +218,29 @@ def test_tools_are_functions_by_their_names(write: Write, module: str) -> None:
     task, row = conversing(write, module, {"prompt": [USER]}, tools=(f"{module}:ad",))
     with pytest.raises(TaskError, match=r"task\.tools: .* has no `ad`"):
         task.tools(row)
+
+
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+def test_a_rows_own_tools_are_shown_and_called_where_there_are_functions(
+    write: Write, module: str
+) -> None:
+    row = {"prompt": [USER, {**SAID, "content": None, "tool_calls": [{"function": ADD}]}]}
+    task, shown = conversing(write, module, {**row, "tools": [ADD]})
+    assert (task.shown_tools(shown), task.tools(shown)) == ((ADD,), ())
+    assert task.single_turn()
+    with pytest.raises(TaskError, match="has no `answer`"):
+        DatasetTask(data=str(write(json.dumps(row))), reward="exact").check()
+    functions = {"tools": (f"{module}:add", f"{module}:score")}
+    task, shown = conversing(write, module, {**row, "tools": json.dumps([ADD])}, **functions)
+    assert [tool.__name__ for tool in task.tools(shown)] == ["add"]
+    task, shown = conversing(write, module, {**row, "tools": [{"name": "sub"}]}, **functions)
+    with pytest.raises(TaskError, match="`sub` has no function"):
+        task.tools(shown)
+    task, shown = conversing(write, module, {"prompt": "text", "tools": [ADD]})
+    assert task.shown_tools(shown) == ()
+    assert ["`tools`" in note for note in task.notes()] == [True]
 
 
 @pytest.mark.parametrize("keys", [{"eval_data": "x.jsonl"}, {"eval_split": "test"}])

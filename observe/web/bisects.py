@@ -46,13 +46,14 @@ def listed_bisects(directory: Path, problems: list[str]) -> dict[str, Any]:
     return {"columns": list(LISTED), "rows": rows}
 
 
-def bisect_page(directory: Path, name: str) -> dict[str, Any]:
-    """Everything of one probe. Raises UsageError, ResourceError."""
+def bisect_page(directory: Path, name: str, marks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Everything of one probe; `marks` are the run's. Raises UsageError, ResourceError."""
     file = _file(directory, name)
     about, found = _read(file)
     return {
         "id": name,
         "probe": about.probe,
+        "marks": list(marks),
         "facts": {
             "probe": about.probe,
             "its code": about.digest[:12],

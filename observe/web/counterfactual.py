@@ -28,7 +28,7 @@ from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.tables import RESCORED, RescoredRow
 from dora_pipe.core.errors import DoraError, UsageError
 from dora_pipe.observe.web.bisects import listed_bisects
-from dora_pipe.observe.web.view import Query, RunView, short
+from dora_pipe.observe.web.view import Query, RunView, marks_of, short
 
 if TYPE_CHECKING:
     from dora_pipe.observe.web.pages import RunSource
@@ -144,6 +144,7 @@ def rescored_page(view: RunView, source: RunSource, asked: Query) -> dict[str, A
         "id": file.folder.name,
         "reward": about.reward or "the run's own, as it was here",
         "facts": _facts(found),
+        "marks": marks_of(view.catalogue, view.first_ns),
         "steps": _columns(found.found.steps),
         "evaluations": _evaluations(found),
         "moves": {

@@ -106,6 +106,11 @@ def diff_page(
         "config": _pairs("key", names, found.found.config, redact=redact),
         "made_of": _pairs("made of", names, found.found.made_of, redact=False),
         "runs": [_curves(one) for one in found.runs],
+        "marks": [
+            {"step": step, "words": f"{name}: {change} at step {step}"}
+            for name, run in zip(names, found.runs, strict=True)
+            for step, change in run.changes
+        ],
         "damaged": list(damage.lines),
     }
 

@@ -15,7 +15,7 @@ from dora_pipe.catalogue.evaluations import figures_of, samples_by_prompt, succe
 from dora_pipe.observe.learning import LEARNING, learning_of
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
-from dora_pipe.observe.web.view import RunView, short
+from dora_pipe.observe.web.view import RunView, marks_of, short
 from dora_pipe.schemas.control import FAULTS, by_fault, fault_of
 
 POINTS_MAX: Final = 400
@@ -45,6 +45,7 @@ def overview(view: RunView) -> dict[str, Any]:
     return {
         "run": run_of(view),
         "totals": _totals(view),
+        "marks": marks_of(view.catalogue, view.first_ns),
         "reward": _reward(points),
         "evaluations": _evaluations(view),
         "parts": _parts(view, points),

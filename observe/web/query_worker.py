@@ -25,7 +25,7 @@ from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.samples import ReplayLine, mismatch, replay_page, sampled_times
 from dora_pipe.observe.web.timeline import timeline
-from dora_pipe.observe.web.view import Query, RunView, view_of
+from dora_pipe.observe.web.view import Query, RunView, marks_of, view_of
 
 ANSWER_S: Final = 60.0
 """Of one query."""
@@ -194,7 +194,8 @@ class QueryWorker:
         files = self._source.files
         if name == "bisect" and files is not None:
             stamp = bisect_stamp(files.directory, asked.path[1])
-            make = partial(bisect_page, files.directory, asked.path[1])
+            marks = marks_of(view.catalogue, view.first_ns)
+            make = partial(bisect_page, files.directory, asked.path[1], marks)
             return self._kept("/".join(asked.path), stamp, make)
         if self._diffs is None:
             raise UsageError("there is no other run to compare this one with")

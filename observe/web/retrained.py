@@ -18,7 +18,7 @@ from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.lent_groups import ChangedRows, decode_changed_rows
 from dora_pipe.core.errors import DoraError, UsageError
 from dora_pipe.observe.lineage import policy_after
-from dora_pipe.observe.web.view import short
+from dora_pipe.observe.web.view import marks_of, short
 from dora_pipe.schemas.control import Retrained
 
 ROWS_MAX: Final = 200
@@ -68,10 +68,12 @@ def _page(run: RunBeside, source: RunBeside, retrained: Retrained) -> dict[str, 
         here, there = _steps(tables, retrained), _steps(theirs, retrained)
         scored = _rescored(theirs, source.directory.path, change)
         differ = _differ(theirs, change)
+        marks = marks_of(theirs, 0, f"{source.topics.run}: ")
     others = [at for at in here if at in there and here[at]["weights"] != there[at]["weights"]]
     return {
         "run": run.topics.run,
         "source": source.topics.run,
+        "marks": marks,
         "facts": {
             "trained again": f"steps {retrained.first} to {retrained.last} of {source.topics.run}",
             "batches": "the source's" if retrained.rounds is None else "taken again",

@@ -120,6 +120,21 @@ class RunView:
         return [(int(step), str(digest)) for step, digest in found]
 
 
+MARKS_MAX: Final = 200
+"""Changes and stops on a page, the newest."""
+
+
+def marks_of(catalogue: Catalogue, first_ns: int, prefix: str = "") -> list[dict[str, Any]]:
+    """Changed settings, stops and lost roles, as every chart by step or time draws them."""
+    found = catalogue.query(
+        "select step, at_ns, words from marks order by rowid desc limit ?", [MARKS_MAX]
+    )
+    return [
+        {"step": step, "at": seconds(at_ns, first_ns), "words": f"{prefix}step {step}: {words}"}
+        for step, at_ns, words in reversed(found)
+    ]
+
+
 def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int = 0) -> RunView:
     """What the tables say of the whole run."""
     found = catalogue.one("select first_ns, last_ns, stopped from runs")

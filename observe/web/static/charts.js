@@ -155,17 +155,38 @@ function stepped(points) {
 }
 
 function bandPath(xs, low, high, x, y) {
-  const there = xs.map((at, place) => [at, low[place], high[place]])
-    .filter((one) => one[1] !== null && one[2] !== null);
-  if (there.length < 2) return "";
-  const up = there.map(([at, , top]) => `${x(at).toFixed(1)},${y(top).toFixed(1)}`);
-  const down = there.reverse().map(([at, bottom]) => `${x(at).toFixed(1)},${y(bottom).toFixed(1)}`);
-  return `M${[...up, ...down].join("L")}Z`;
+  const pieces = [[]];  // No band is drawn over a pause.
+  xs.forEach((at, place) => {
+    if (low[place] === null || high[place] === null) pieces.push([]);
+    else pieces[pieces.length - 1].push([at, low[place], high[place]]);
+  });
+  return pieces.filter((one) => one.length > 1).map((there) => {
+    const up = there.map(([at, , top]) => `${x(at).toFixed(1)},${y(top).toFixed(1)}`);
+    const down = there.reverse().map(([at, bottom]) =>
+      `${x(at).toFixed(1)},${y(bottom).toFixed(1)}`);
+    return `M${[...up, ...down].join("L")}Z`;
+  }).join("");
+}
+
+// What happened to the run, as upright lines: a changed setting, a stop, a lost role; hovering names
+// it. Marks that stand at the same place are one.
+function marked(svg, marks, x, span, bottom, of) {
+  const places = new Map();
+  for (const one of marks) {
+    const at = one[of];
+    if (at === null || at === undefined || at < span[0] || at > span[1]) continue;
+    places.set(at, [...(places.get(at) || []), one.words]);
+  }
+  for (const [at, words] of places) {
+    svg.append(s("g", { class: "mark" }, s("title", null, words.join("\n")),
+      s("path", { d: `M${x(at)},${TOP - 8} h8 l-8,7 z M${x(at)},${TOP - 8} V${bottom}` })));
+  }
 }
 
 // Lines over one x. A series: {name, y, x?, step?, thick?, colour?, dash?}; the band {name, low, high}.
 export function lines(spec) {
-  const { title, note = "", xs, series, band = null, xLabel, yLabel, floor = 0, ceiling = null } = spec;
+  const { title, note = "", xs, series, marks = [], band = null, xLabel, yLabel } = spec;
+  const { floor = 0, ceiling = null } = spec;
   const named = series.map((one, place) => ({
     colour: COLOURS[place % COLOURS.length], dash: DASHES[place % DASHES.length],
     mark: MARKS[place % MARKS.length], ...one,
@@ -204,6 +225,8 @@ export function lines(spec) {
         }
       });
     }
+    const of = spec.time ? "at" : ["step", "version"].includes(xLabel) ? "step" : null;
+    if (of) marked(svg, marks, x, [x0, x1], height - BOTTOM, of);
     const keys = named.map((one) => key(one.name, (g) => {
       g.append(s("line", { x1: 0, x2: 30, y1: 7, y2: 7, stroke: one.colour, "stroke-width": 2.4,
         "stroke-dasharray": one.dash }), mark(one.mark, 15, 7, one.colour));
@@ -325,6 +348,7 @@ export function timeline(spec) {
     }
     data.rows.forEach((row, place) => stays(svg, paint, x, row, place * line + 10, left));
     if (trainer.length) stripes(svg, paint, x, trainer, data.rows.length * line + 10, left);
+    marked(svg, spec.marks || [], x, span, bottom, "at");
     for (const [step, at] of data.commits) {
       svg.append(s("path", { d: `M${x(at)},${bottom} v-5`, stroke: "#000", "stroke-width": 1 },
         s("title", null, `step ${step} committed at ${at} s`)));

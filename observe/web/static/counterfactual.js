@@ -44,12 +44,12 @@ export async function rescoredPage(run, id) {
         "it: other fates would have made other batches, and other weights other texts."),
       facts(found.facts, run, has),
       h("div", { class: "charts" },
-        lines({ title: "Reward, then and now", note: "Means of each step's trajectories.",
+        lines({ title: "Reward, then and now", marks: found.marks, note: "Means of each step's trajectories.",
           xs: steps.at, series: bothOf(steps, ""), xLabel: "step", yLabel: "reward", floor: null }),
-        lines({ title: "What would have been otherwise", xs: steps.at, series: [
+        lines({ title: "What would have been otherwise", marks: found.marks, xs: steps.at, series: [
           { name: "advantages with another sign", y: steps.signs },
           { name: "groups with another fate", y: steps.fates }], xLabel: "step", yLabel: "count" }),
-        evaluations.length ? lines({ title: "Evaluations, then and now", xs: [], xLabel: "version",
+        evaluations.length ? lines({ title: "Evaluations, then and now", marks: found.marks, xs: [], xLabel: "version",
           yLabel: "reward", series: evaluations.flatMap((one) =>
             bothOf(one, one.name).map((series) => ({ ...series, x: one.at, points: true }))),
         }) : null),
@@ -74,7 +74,7 @@ export async function diffPage(run, id) {
   if (found.comparing) return waiting(run, id, found, title);
   const [own, other] = found.names;
   const [here, there] = found.runs;
-  const chart = (what, column, yLabel) => lines({ title: what, xs: [], xLabel: "step", yLabel,
+  const chart = (what, column, yLabel) => lines({ title: what, marks: found.marks, xs: [], xLabel: "step", yLabel,
     floor: column === "reward" ? null : 0,
     series: [{ name: own, x: here.step, y: here[column], thick: true },
       { name: other, x: there.step, y: there[column] }] });
@@ -110,7 +110,7 @@ export async function bisectPage(run, id) {
         found.conclusion.map((one) => h("p", null, one))) :
         h("p", { class: "note" }, "The command has not come to its end yet."),
       h("div", { class: "charts" },
-        lines({ title: "Value by version", note: "Means of the probe's draws, each of the same row " +
+        lines({ title: "Value by version", marks: found.marks, note: "Means of the probe's draws, each of the same row " +
           "and seed for every version.", xs: column("version"), floor: null, xLabel: "version",
           yLabel: "value", band: { name: "95 %", low: column("low"), high: column("high") },
           series: [{ name: "value", y: column("value"), points: true, thick: true }],
@@ -141,7 +141,7 @@ export async function retrainedPage(run, id) {
   if (found.comparing) return waiting(run, id, found, title);
   const { curves, settings, without, weights } = found;
   const chart = (name, what, note) => (curves[name].flat().some((one) => one !== null) ?
-    lines({ title: what, note, xs: curves.step, floor: null, xLabel: "step", yLabel: name.replace("_", " "),
+    lines({ title: what, note, marks: found.marks, xs: curves.step, floor: null, xLabel: "step", yLabel: name.replace("_", " "),
       series: [{ name: found.run, y: curves[name][0], thick: true, points: true },
         { name: found.source, y: curves[name][1], points: true }] }) : null);
   return {
@@ -179,10 +179,10 @@ function folded(key, words, ...inside) {
   return h("details", { "data-key": key }, h("summary", null, words), ...inside);
 }
 
-function evaluationsOf({ names, runs }) {
+function evaluationsOf({ names, runs, marks }) {
   const series = runs.flatMap((one, at) => Object.entries(one.evaluations).map(([name, own]) => ({
     name: `${names[at]} ${name}`.trim(), x: own.version, y: own.reward, points: true, thick: !at })));
-  return series.length ? lines({ title: "Evaluations", xs: [], series, xLabel: "version",
+  return series.length ? lines({ title: "Evaluations", marks, xs: [], series, xLabel: "version",
     yLabel: "reward" }) : null;
 }
 

@@ -9,11 +9,15 @@ const PHASES = {
   queued: "queued", worker: "on a worker", siblings: "for siblings", batch: "for a batch",
   training: "in training",
 };
+// What happened to the run, or runs, whose page is made: every chart over steps or time has it.
+let marks = [];
+const curve = (spec) => lines({ marks, ...spec });
 const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
 
 export async function overviewPage(run) {
   const [found, else_] = await Promise.all([get(`${run}/overview`), whatElse(run)]);
   const own = found.run;
+  marks = found.marks;
   return {
     title: `${own.name}: overview`,
     body: [
@@ -29,12 +33,19 @@ export async function overviewPage(run) {
         fates(found.fates), lengths(found.lengths),
         utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
         later(run, "mismatch", mismatch), histogram(found.staleness)),
+      happened(found.marks),
       else_,
       h("h2", null, "Newest decisions"),
       decisions(run, found.decisions.newest),
       h("p", null, h("a", { href: `#/${run}/decisions` }, "All decisions with their reasons")),
     ],
   };
+}
+
+// The marks of the charts, as a list.
+function happened(found) {
+  return found.length ? [h("h2", null, "Changes and stops"), h("ol", { id: "marks" },
+    found.map((one) => h("li", null, h("time", null, `${show(one.at)} s`), ` ${one.words}`)))] : [];
 }
 
 export function stateOf(own) {
@@ -83,7 +94,7 @@ function reward({ reward: own, evaluations }) {
     const name = `evaluation ${one.name}`.trim();
     series.push({ name, x: one.version, y: one.reward, points: true });
   }
-  return lines({
+  return curve({
     title: "Reward", note: "Mean of a batch. Band: the middle half of its groups' means.",
     xs: own.step, series, band: { name: "middle half", low: own.low, high: own.high },
     xLabel: "step", yLabel: "reward", floor: null,
@@ -96,7 +107,7 @@ function passed({ evaluations }) {
   const series = evaluations.flatMap((one) => Object.entries(one.figures)
     .filter(([figure]) => several(one.figures) && /^(pass|maj)@/.test(figure))
     .map(([figure, y]) => ({ name: `${one.name} ${figure}`.trim(), x: one.version, y })));
-  return series.length ? lines({
+  return series.length ? curve({
     title: "Evaluations", note: "Share of prompts that one of k samples solves, without bias; " +
       "that the most frequent of k answers solves (maj@k).",
     xs: [], series, xLabel: "version", yLabel: "share of prompts", floor: 0,
@@ -105,14 +116,14 @@ function passed({ evaluations }) {
 
 function rewardParts({ step, series }) {
   const found = Object.entries(series).map(([name, y]) => ({ name, y }));
-  return found.length ? lines({
+  return found.length ? curve({
     title: "Parts of the reward", note: "Means of a batch's valid rewards, before their weights.",
     xs: step, series: found, xLabel: "step", yLabel: "mean", floor: null,
   }) : null;
 }
 
 function learning({ step, charts }) {
-  return charts.map(({ name, note, y }) => lines({
+  return charts.map(({ name, note, y }) => curve({
     title: name.replaceAll("_", " "), note, xs: step, series: [{ name, y, thick: true }], xLabel: "step",
     yLabel: name, floor: name === "truncated" || name === "clipped_share" ? 0 : null,
   }));
@@ -126,7 +137,7 @@ function withoutReward({ step, errors, ...own }) {
   const names = Object.keys(FAULTS).filter((fault) => Object.keys(errors[fault]).length);
   const total = names.flatMap((fault) => Object.entries(errors[fault])
     .map(([name, count]) => `${show(count)} ${name}`));
-  return names.length ? lines({
+  return names.length ? curve({
     title: "Without a valid reward", note: `Trajectories of a batch. In all: ${total.join(", ")}.`,
     xs: step, series: names.map((fault) => ({ name: FAULTS[fault], y: own[fault] })),
     xLabel: "step", yLabel: "trajectories", floor: 0,
@@ -134,7 +145,7 @@ function withoutReward({ step, errors, ...own }) {
 }
 
 function staleness({ staleness: own }) {
-  return lines({
+  return curve({
     title: "Staleness", note: "Of the groups of a batch. No group may be trained above its bound.",
     xs: own.step, band: { name: "least to most", low: own.low, high: own.high },
     series: [{ name: "mean", y: own.mean, thick: true },
@@ -151,9 +162,9 @@ function histogram(own) {
 }
 
 function workers(run, data) {
-  const place = h("div", null);
+  const place = h("div", null), told = marks;
   const draw = (window) => place.replaceChildren(timeline({
-    title: "Workers by version", data: window,
+    title: "Workers by version", data: window, marks: told,
     note: "What each worker hosted, with the version's number. Hatched white: weights are loaded. " +
       "A cross: the worker left or was fenced." + (window.trainer ? " The trainer's line: a " +
         "stripe for each part of a batch that was computed ahead of it, and for the rest." : ""),
@@ -209,7 +220,7 @@ function fates(rows) {
 }
 
 function lengths(own) {
-  return lines({
+  return curve({
     title: "Lengths", note: "Sampled tokens of the trajectories of a batch.", xs: own.step,
     series: [{ name: "longest", y: own.max }, { name: "9 of 10 below", y: own.p90 },
       { name: "median", y: own.p50, thick: true }, { name: "1 of 10 below", y: own.p10 }],
@@ -218,7 +229,7 @@ function lengths(own) {
 }
 
 function utilisation(own) {
-  return lines({
+  return curve({
     title: "Utilisation of the workers", xs: own.at, time: true, ceiling: 1,
     note: "Share of slots in use: from a request's placement until its trajectory is logged.",
     band: { name: "least to most used worker", low: own.low, high: own.high },
@@ -228,7 +239,7 @@ function utilisation(own) {
 }
 
 function speed(own) {
-  return lines({
+  return curve({
     title: "Sampled tokens", xs: own.at, time: true, note: "Of the trajectories that were logged.",
     series: [{ name: "tokens per second", y: own.tokens_per_s, thick: true }],
     xLabel: "seconds of the run", yLabel: "tokens/s",
@@ -236,7 +247,7 @@ function speed(own) {
 }
 
 function bubble(own) {
-  return lines({
+  return curve({
     title: "The trainer's time", xs: own.step,
     note: "Seconds of a step. The bubble: the trainer was free and its batch was not there.",
     series: [{ name: "bubble", y: own.waited, thick: true, colour: "#D55E00" },
@@ -252,7 +263,7 @@ function mismatch(data) {
   if (!data.rows.length) {
     return empty("Mismatch against staleness", "The store has no contributions of these steps.");
   }
-  return lines({
+  return curve({
     title: "Mismatch against staleness", xs: data.rows.map((row) => row.staleness),
     note: `|ln of the mean ratio| of a trajectory, from the contributions of ${data.looked} steps.`,
     band: { name: "1 to 9 of 10", low: data.rows.map((row) => row.p10),
@@ -275,17 +286,19 @@ export function decisions(run, rows) {
 // Two runs on the same axes, and what differs in figures.
 export async function comparePage(runs) {
   const found = await Promise.all(runs.map((_, at) => get(`${at}/overview`)));
+  const replays = await Promise.all(runs.map((one, at) =>
+    (one.replay ? get(`${at}/replay`) : null)));
   const names = found.map((one, at) => `${one.run.name} (${at ? "beside" : "first"})`);
   const series = (part, column, over = "step") => found.map((one, at) =>
     ({ name: names[at], x: one[part][over], y: one[part][column], thick: at === 0 }));
-  const chart = (title, part, column, yLabel, xLabel = "step", over = "step") => lines({ title,
+  const chart = (title, part, column, yLabel, xLabel = "step", over = "step") => curve({ title,
     xs: [], series: series(part, column, over), xLabel, yLabel, time: over !== "step" });
+  marks = found.flatMap((one, at) => one.marks.map((own) =>
+    ({ ...own, words: `${names[at]}: ${own.words}` })));
   const pairs = found.map((one) => factsOf(one));
   const columns = ["what", ...names];
   const rows = ["state", ...Object.keys(pairs[0])].map((name) => [name, ...found.map((one, at) =>
     show(name === "state" ? stateOf(one.run) : pairs[at][name]))]);
-  const replays = await Promise.all(runs.map((one, at) =>
-    (one.replay ? get(`${at}/replay`) : null)));
   return {
     title: "Side by side",
     body: [
@@ -293,7 +306,7 @@ export async function comparePage(runs) {
       found.length > 1 ? table(0, { columns, rows }, { caption: "In figures" }) : null,
       h("div", { class: "charts" }, found.length < 2 ? null : [
         chart("Reward", "reward", "valid", "valid reward"),
-        lines({ title: "Evaluation", xs: [], xLabel: "version", yLabel: "reward",
+        curve({ title: "Evaluation", xs: [], xLabel: "version", yLabel: "reward",
           series: found.flatMap((one, at) => one.evaluations.map((own) => ({
             name: `${names[at]} ${own.name}`.trim(), x: own.version, y: own.reward }))) }),
         chart("Staleness", "staleness", "mean", "mean staleness"),
@@ -302,7 +315,7 @@ export async function comparePage(runs) {
         chart("Length", "lengths", "p50", "median of sampled tokens"),
         chart("Utilisation", "utilisation", "mean", "share of slots", "seconds of the run", "at"),
         found.map((one, at) => h("div", { class: "wide" }, timeline({
-          title: `Workers by version: ${names[at]}`, data: one.timeline, note: "" }))),
+          title: `Workers by version: ${names[at]}`, data: one.timeline, note: "", marks: one.marks }))),
       ], replays.map((one, at) => (one ? replay(at, names[at], one) : null))),
     ],
   };
@@ -312,7 +325,7 @@ function replay(run, name, found) {
   const column = (at) => found.rows.map((row) => row[at]);
   return h("div", { class: "wide" },
     h("h2", null, `${name} and its replay: ${found.equal} of ${found.rows.length} steps bit-equal`),
-    lines({ title: "Computing, then and now", xs: column(0), xLabel: "step", yLabel: "seconds",
+    curve({ title: "Computing, then and now", xs: column(0), xLabel: "step", yLabel: "seconds",
       series: [{ name: "committed", y: column(5) }, { name: "replayed", y: column(6) }] }),
     table(run, found, { caption: "Replayed steps", has }));
 }

@@ -258,3 +258,32 @@ def test_a_request_that_is_let_go_leaves_its_slot(stage: CatalogueStage, how: st
     stage.decide()
     expected = {"failed": 1.0 + 1.5, "released": 1.0 + 1.5, "fenced": 2.0}[how]
     assert _busy_s(stage) == pytest.approx(expected, rel=0.01)
+
+
+def test_what_happened_to_the_run_is_marked_and_no_slot_is_in_use_while_it_was_stopped(
+    stage: CatalogueStage,
+) -> None:
+    stage.begins("orchestrator", 0)
+    spec, epoch = stage.group(0), stage.worker()
+    stage.place(spec, epoch)  # and never logged: the worker is killed with the run
+    stage.fact(records.command("set", trainer__learning_rate=0.5))
+    last_s = (stage.now_ns - START_NS) / 1e9
+    stage.now_ns += 60 * SECOND_NS
+    stage.begins("orchestrator", 1)
+    stage.begins("trainer", 1)
+    stage.worker()
+    stage.decide()
+    found = _overview(stage)
+    assert [(one["step"], one["words"].split(" ")[2]) for one in found["marks"]] == [
+        (0, "trainer.learning_rate"),
+        (0, "resumed"),
+    ]
+    use = found["utilisation"]
+    stopped = [
+        mean
+        for at, mean in zip(use["at"], use["mean"], strict=True)
+        if last_s + 2 < at < last_s + 58
+    ]
+    assert len(stopped) > 10 and set(stopped) == {None}
+    (row,) = found["timeline"]["rows"]
+    assert all(piece[2] <= last_s + 1 or piece[0] >= last_s + 59 for piece in row["pieces"])

@@ -301,7 +301,7 @@ class KafkaReader(Reader):
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._fetched = Fetched()
         self._heard_s = time.monotonic()
-        self._throttle_told = False
+        self._slow = self._warned = False
         with self._errors():
             self._consumer = DrivenConsumer(
                 **bus.client_settings(), **consumer_settings(len(positions))
@@ -347,24 +347,34 @@ class KafkaReader(Reader):
     def _listen(self, *, heard: bool) -> None:
         """After a long silence, find out whether it is the log that is quiet or the broker."""
         now_s = time.monotonic()
+        self._slow = False
         if throttle := throttle_s(self._consumer._manager):
-            heard = True  # the broker answers, and says when it will answer again
-            if not self._throttle_told:
-                _log.warning(
-                    "a quota of the Kafka cluster (consumer_byte_rate or request_percentage) "
-                    "delays reading by %.1f s: slow, and nothing is lost; %s",
-                    throttle,
-                    QUOTA_HINT,
-                )
-            self._throttle_told = True
+            heard = self._slow = True  # the broker answers, and says when it will answer again
+            self._warn(
+                "a quota of the Kafka cluster (consumer_byte_rate or request_percentage) "
+                f"delays reading by {throttle:.1f} s: slow, and nothing is lost; {QUOTA_HINT}"
+            )
         if not heard and now_s - self._heard_s > QUIET_LIMIT_S:
-            with self._errors():
-                self._consumer.end_offsets(
-                    list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
-                )
-            heard = True
+            try:
+                with self._errors():
+                    self._consumer.end_offsets(
+                        list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
+                    )
+            except BusError:
+                if not self._consumer.receives(now_s):
+                    raise
+                self._slow = True
+                self._warn("the network to the Kafka cluster is slow: an answer is still coming")
+            else:
+                heard = True
         if heard:
             self._heard_s = now_s
+
+    def _warn(self, text: str) -> None:
+        """Log why reading is slow, once."""
+        if not self._warned:
+            _log.warning(text)
+        self._warned = True
 
     def position(self, tp: TopicPartition) -> int:
         at = self._assigned(tp)
@@ -377,11 +387,10 @@ class KafkaReader(Reader):
     def held_back(self) -> list[TopicPartition]:
         """Where the last stable offset stays behind the high watermark, by the last answers.
 
-        Every partition while a quota delays this reader: what lies behind it cannot say.
+        Every partition while a quota or a slow network delays this reader.
         """
         self.here.check()
-        throttled = throttle_s(self._consumer._manager) > 0
-        held = self._consumer.assignment() if throttled else self._consumer.held
+        held = self._consumer.assignment() if self._slow else self._consumer.held
         return sorted(TopicPartition(*at) for at in held)
 
     def seek(self, tp: TopicPartition, position: int) -> None:

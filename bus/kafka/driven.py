@@ -143,7 +143,7 @@ def _receive(transport: Any) -> tuple[bytes, Exception | None]:
     An answer whose beginning is there is received into its place, but for its last byte.
     """
     came: list[bytes] = []
-    sock = transport._sock
+    sock, transport._moved_s = transport._sock, time.monotonic()
     try:
         if not _fill(sock, transport._protocol.parser):
             return b"", _hung_up()
@@ -360,6 +360,11 @@ class DrivenConsumer(KafkaConsumer):  # type: ignore[misc]  # the client has no 
         if idle:
             self._net.poll(timeout_ms=self._idle_ms)
         return found, False
+
+    def receives(self, since_s: float) -> bool:
+        """Whether part of an answer came since then, and its rest is still to come."""
+        conns = list(self._manager._conns.values())
+        return any(_is_coming(each) and each.transport._moved_s >= since_s for each in conns)
 
     def _has_nothing(self) -> bool:
         """Neither here nor under way."""

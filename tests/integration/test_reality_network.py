@@ -239,3 +239,20 @@ def test_a_slow_line_only_takes_its_time(line: Line) -> None:
     assert time.monotonic() - began_s > 0.5
     line.proxy.flow()
     assert line.around.end(AT) == 2
+
+
+def test_a_reader_on_a_slow_line_is_held_back_and_sees_no_outage(line: Line) -> None:
+    """One answer takes longer than a reader waits before it asks whether the broker is there."""
+    value = bytes(range(256)) * 8192
+    line.around.writer().append([Append(topic="t", value=value)])
+    reader = line.bus.reader({AT: 0})
+    line.proxy.slow(len(value) / 5)
+    came: list[Record] = []
+    held: list[TopicPartition] = []
+    until_s = time.monotonic() + WAIT_S
+    while not came and time.monotonic() < until_s:
+        came = reader.poll(timeout_s=0.2)
+        held = held or reader.held_back()
+    assert [one.value for one in came] == [value]
+    assert held == [AT]
+    assert reader.poll(timeout_s=0.0) == [] and reader.held_back() == []

@@ -131,6 +131,14 @@ def test_a_limit_is_learnt_once_and_what_fits_stays_in_the_log(
     assert [len(record.value) for record in raw(log)] == [0, LIMIT_BYTES - 30] * 3
 
 
+def test_a_limit_that_was_lowered_is_learnt_anew(bus: ClaimBus, log: MemoryLog) -> None:
+    writer = bus.writer()
+    writer.append([large(), large(bytes(700))])
+    log._topics[TOPIC] = TopicSpec(name=TOPIC, record_bytes_max=500)
+    writer.append([large(bytes(700))])
+    assert [len(record.value) for record in raw(log)] == [0, 700, 0]
+
+
 def test_an_exclusive_writer_claims_too(bus: ClaimBus) -> None:
     bus.writer(exclusive="w").append([large()])
     assert [record.value for record in read(bus)] == [LARGE]

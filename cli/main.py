@@ -5,6 +5,8 @@ Nothing is imported before Ctrl-C is a line too: the commands and what they need
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -24,6 +26,7 @@ def _run() -> None:
 
     from dora_pipe.cli.app import app
     from dora_pipe.core.console import complain, log_to_stderr, speak
+    from dora_pipe.core.durable import need_temporary_folder
     from dora_pipe.core.errors import DoraError
     from dora_pipe.core.proxies import bypass_proxies
 
@@ -31,10 +34,26 @@ def _run() -> None:
     bypass_proxies()
     log_to_stderr(logging.WARNING)
     try:
-        app()
+        try:
+            app()
+        except FileNotFoundError:
+            need_temporary_folder()  # raises if that is what is missing
+            raise
     except DoraError as error:
         complain(error)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()
+    except (BrokenPipeError, SystemExit) as end:
+        if not _reader_left(end):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
         sys.exit(0)
+
+
+def _reader_left(end: BaseException) -> bool:
+    """Whether a command ended because nobody reads its output any more: `dora-pipe show | head`."""
+    cause: BaseException | None = end
+    while cause is not None and not isinstance(cause, BrokenPipeError):
+        cause = cause.__context__
+    pipe = select.poll()
+    pipe.register(sys.stdout, 0)
+    return cause is not None and any(event & select.POLLERR for _, event in pipe.poll(0))

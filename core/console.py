@@ -58,8 +58,42 @@ def speak() -> None:
 
 
 def say(line: str) -> None:
-    """One line of talk, to stderr."""
-    write_to(sys.stderr, f"{printable(line)}\n")
+    """One line of talk, to stderr; a stderr that takes no more ends nothing (`outlasting`)."""
+    text = f"{printable(line)}\n"
+    try:
+        write_to(sys.stderr, text)
+    except OSError as error:
+        _go_on_elsewhere(error, text)
+
+
+_elsewhere: list[Path] = []
+"""Files in which talk continues when stderr takes no more."""
+
+
+@contextmanager
+def outlasting(log: Path) -> Iterator[None]:
+    """While the block lasts, outlast the console: a terminal that closes ends nothing, and talk
+    that stderr does not take goes into `log`, the reason first."""
+    _elsewhere.append(log)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # processes started here inherit it
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        _elsewhere.remove(log)
+
+
+def _go_on_elsewhere(error: OSError, text: str) -> None:
+    """Move stderr to the file that `outlasting` names, or to nowhere."""
+    for path in (*_elsewhere[-1:], Path(os.devnull)):
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, sys.stderr.fileno())
+            os.close(file)
+            why = f"the console takes no more lines ({error.strerror}); they continue here\n"
+            write_to(sys.stderr, why + text)
+            return
 
 
 def complain(error: DoraError) -> None:

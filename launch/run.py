@@ -17,7 +17,8 @@ from dora_pipe.config.model import Config
 from dora_pipe.config.storage import ahead_problem
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import name_process, say, typed
+from dora_pipe.core.console import name_process, outlasting, say, typed
+from dora_pipe.core.durable import need_temporary_folder
 from dora_pipe.core.errors import (
     BusError,
     ConfigError,
@@ -62,7 +63,7 @@ def supervise(
 
     `verbose` shows the figures of each step. Raises UsageError where the run is running already.
     """
-    with locked(plan.directory):
+    with locked(plan.directory), outlasting(plan.directory.logs / "run.log"):
         return _supervise(plan, watch, report, verbose=verbose)
 
 
@@ -136,6 +137,7 @@ def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
 
 def need_parts(config: Config) -> None:
     """Raise, before anything starts, for what the roles need and this machine lacks."""
+    need_temporary_folder()
     engines = local_roles.worker_engines(config).values()
     need_engines(["torch", *engines], config.task.directory)
     check_engines(config, engines)

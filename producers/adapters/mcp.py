@@ -9,29 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.extras import install_hint
 from dora_pipe.core.json_endpoint import variable
 from dora_pipe.core.own_code import nearest
-from dora_pipe.producers.adapters.mcp_wire import (
+from dora_pipe.producers.adapters.mcp_client import (
     CONNECT_S,
-    HttpWire,
-    ProcessWire,
+    Connection,
     ServerAway,
     ServerLate,
-    ServerRefused,
-    Wire,
-    greeted,
+    T,
+    plain,
 )
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
 from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 from dora_pipe.schemas.wire import canonical
+
+if TYPE_CHECKING:
+    from mcp import Client
 
 PAGES_MAX: Final = 32
 """Of a list of tools."""
@@ -49,15 +54,15 @@ class McpSession:
     def __init__(self, server: Server, *, lasting: bool) -> None:
         """`lasting`: begun anew where the server was lost; else what was lost stays so."""
         self._server, self._lasting = server, lasting
-        self._wire: Wire | None = None
+        self._connection: Connection | None = None
         self._opening, self._lost = threading.Lock(), False
         self.about: dict[str, Any] = {}
 
-    def ask(self, method: str, params: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The result of a request. Raises ServerAway, ServerRefused."""
-        wire = self._opened()
+    def ask(self, request: Callable[[Client], Awaitable[T]], limit_s: float) -> T:
+        """The answer to a request. Raises ServerAway, ServerRefused."""
+        connection = self._opened()
         try:
-            return wire.ask(method, params, limit_s)
+            return connection.ask(request, limit_s)
         except ServerLate:
             raise
         except ServerAway:
@@ -68,25 +73,19 @@ class McpSession:
     def close(self) -> None:
         """Idempotent."""
         with self._opening:
-            wire, self._wire = self._wire, None
-        if wire is not None:
+            connection, self._connection = self._connection, None
+        if connection is not None:
             self._server.left()
-            wire.close()
+            connection.close()
 
-    def _opened(self) -> Wire:
+    def _opened(self) -> Connection:
         with self._opening:
             if self._lost:
                 raise ServerAway(f"{self._server.where} lost the episode")
-            if self._wire is None:
-                wire = self._server.connect()
-                try:
-                    self.about = greeted(wire)
-                except (ServerAway, ServerRefused):
-                    self._server.left()
-                    wire.close()
-                    raise
-                self._wire = wire
-            return self._wire
+            if self._connection is None:
+                self._connection = self._server.connect()
+                self.about = self._connection.about
+            return self._connection
 
 
 class Server:
@@ -106,19 +105,19 @@ class Server:
         self._listed: list[dict[str, Any]] | None = None
         self._about: dict[str, Any] | None = None
 
-    def connect(self) -> Wire:
-        """A new connection, counted until `left`. Raises ServerAway."""
+    def connect(self) -> Connection:
+        """A new connection, counted until `left`. Raises ServerAway, ServerRefused."""
         with self._counting:
             if self._open >= SESSIONS_MAX:
                 raise ServerAway(f"{self.where} has {SESSIONS_MAX} sessions open")
             self._open += 1
-        try:
-            if self._use.url:
-                return HttpWire(self.where, self._use.url, self._secret)
-            return ProcessWire(self.where, self._use.command, self._directory)
-        except ServerAway:
-            self.left()
-            raise
+        with ExitStack() as failed:
+            failed.callback(self.left)
+            connection = Connection(
+                self.where, self._use, secret=self._secret, directory=self._directory
+            )
+            failed.pop_all()
+        return connection
 
     def left(self) -> None:
         """A connection is closed."""
@@ -145,13 +144,13 @@ class Server:
     def stamp(self) -> str:
         """Its version, and a digest of its tools as it describes them."""
         listed = self.listed()
-        said = self._said()["about"].get("serverInfo", {})
+        said = self._said()["about"]
         digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
         return f"{said.get('version', '-')} {digest}"
 
     def called(self) -> str:
         """Its name in `worker joined`."""
-        return f"mcp:{self.name or self._said()['about'].get('serverInfo', {}).get('name', '')}"
+        return f"mcp:{self.name or self._said()['about'].get('name', '')}"
 
     def _said(self) -> dict[str, Any]:
         """What it says of its tools and of itself."""
@@ -161,25 +160,28 @@ class Server:
 
     def _pages(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        params: dict[str, Any] = {}
+        cursor: str | None = None
         for _ in range(PAGES_MAX):
             try:
-                page = self._shared.ask("tools/list", params, CONNECT_S)
+                page = self._shared.ask(methodcaller("list_tools", cursor=cursor), CONNECT_S)
             except ServerAway as error:
                 raise TaskError(f"{self._key}: {error.message}") from None
-            found += page.get("tools", [])
-            if not (cursor := page.get("nextCursor")):
+            found += map(plain, page.tools)
+            if not (cursor := page.next_cursor):
                 return found
-            params = {"cursor": cursor}
         raise TaskError(f"{self._key}: {self.where} lists its tools on more than {PAGES_MAX} pages")
 
     def _tool(self, session: McpSession, described: Mapping[str, Any]) -> DescribedTool:
         theirs = str(described["name"])
 
         def call(arguments: Mapping[str, Any]) -> str:
-            params = {"name": theirs, "arguments": dict(arguments)}
             try:
-                result = session.ask("tools/call", params, TOOL_LIMIT_S.get() + LATE_S)
+                msgspec.json.encode(arguments)
+            except UnicodeEncodeError:
+                raise ToolFailed("the arguments are no valid Unicode") from None
+            request = methodcaller("call_tool", theirs, dict(arguments))
+            try:
+                result = plain(session.ask(request, TOOL_LIMIT_S.get() + LATE_S))
             except ServerAway as error:
                 raise Retry(error.message) from None
             text = _text(result)
@@ -205,6 +207,8 @@ class McpTools:
     def __init__(self, uses: Sequence[McpServer], *, directory: str = "") -> None:
         """`directory`: where commands are started. Nothing is connected to yet. Raises
         ConfigError."""
+        if uses and find_spec("mcp") is None:
+            raise ConfigError("task.mcp: mcp is not installed", hint=install_hint("mcp"))
         self._servers = [
             Server(use, key=f"task.mcp[{at}]", directory=directory) for at, use in enumerate(uses)
         ]

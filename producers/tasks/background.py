@@ -25,9 +25,11 @@ from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dora_pipe.producers.tasks.main_thread import MAIN, GivenUp, Work
+
+T = TypeVar("T")
 
 HUNG_MAX: Final = 8
 """Threads that a process holds for nobody before it gets no new episodes."""
@@ -155,7 +157,7 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
 
-    def run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Go on with a coroutine in the loop; `cancel` of what this gives cancels it."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

@@ -7,6 +7,7 @@ python tests/support/mcp_server.py --http --sse  the same, in server-sent events
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ TOOLS = [
     },
     *(
         {"name": name, "inputSchema": {"type": "object", "properties": {}}}
-        for name in ("fail", "hang", "die", "picture")
+        for name in ("fail", "hang", "die", "picture", "deaf")
     ),
 ]
 
@@ -79,6 +80,9 @@ class Session:
             time.sleep(60)
         if name == "die":
             os._exit(3)
+        while name == "deaf":  # it says much and reads nothing any more
+            sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": 78, "method": "ping"}) + "\n")
+            sys.stdout.flush()
         return {"content": [_text("see"), {"type": "image", "data": "", "mimeType": "image/png"}]}
 
 
@@ -95,7 +99,7 @@ def over_a_pipe() -> None:
         if message.get("method") == "initialize":
             sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": 77, "method": "ping"}) + "\n")
         if (said := session.answer(message)) is not None:
-            sys.stdout.write(json.dumps(said) + "\n")
+            sys.stdout.write(json.dumps(said, ensure_ascii=False) + "\n")
             sys.stdout.flush()
 
 
@@ -115,20 +119,33 @@ class Handler(BaseHTTPRequestHandler):
             self.sessions[name] = Session()
         if name not in self.sessions:
             return self._say(404, b"no such session")
+        if self.sse and message.get("params", {}).get("name") == "hang":
+            return self._chat()
         said = self.sessions[name].answer(message)
         if said is None:
             return self._say(202, b"", session=name)
-        return self._say(200, json.dumps(said).encode(), session=name)
+        return self._say(200, json.dumps(said, ensure_ascii=False).encode(), session=name)
+
+    def _chat(self) -> None:
+        """A stream that never says anything, and never ends."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # nobody listens any more
+            while True:
+                self.wfile.write(b": still there\n\n")
+                time.sleep(0.05)
 
     def do_DELETE(self) -> None:
-        self.sessions.pop(self.headers.get("Mcp-Session-Id", ""), None)
+        name = self.headers.get("Mcp-Session-Id", "")
+        self.sessions.clear() if name == "*" else self.sessions.pop(name, None)
         self._say(200, b"")
 
     def _say(self, status: int, body: bytes, session: str = "") -> None:
         kind = "application/json"
         if self.sse and status == 200 and body:
             kind = "text/event-stream"
-            other = b'data: {"jsonrpc": "2.0", "method": "notifications/message"}\n\n'
+            other = b'data: {"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}\n\n'
             body = b": hello\n\n" + other + b"event: message\ndata: " + body + b"\n\n"
         self.send_response(status)
         if session:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from dora_pipe.config import model
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.adapters import mcp
 from dora_pipe.producers.adapters.mcp import McpTools
-from dora_pipe.producers.adapters.mcp_wire import HttpWire, ServerAway
+from dora_pipe.producers.adapters.mcp_client import Connection, ServerAway, ServerRefused
 from dora_pipe.producers.tasks.messages import tool_schema
 from dora_pipe.producers.tasks.port import DescribedTool, Observation, Retry, Task, ToolCall, Turn
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S, ToolEnvironment, call_tools
 from tests.support.data_files import write_jsonl
 from tests.support.tidy import ROOT
+from tests.support.user_run import until
 
 COMMAND = (sys.executable, str(ROOT / "tests" / "support" / "mcp_server.py"))
 
@@ -76,7 +80,11 @@ def test_a_servers_tools_are_told_with_its_words_and_called(
     assert schema["function"]["description"] == "Add two numbers."
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
     assert told(tools, "add-numbers", a=2, b=40) == "42"
-    assert told(tools, "note", word="one") == '{"notes":["one"]}'
+    word = "Å…\x85\u2028 日本"  # of which ISO-8859-1, or a line's end, would make something else
+    assert told(tools, "note", word=word) == json.dumps(
+        {"notes": [word]}, ensure_ascii=False
+    ).replace(": ", ":")
+    assert told(tools, "note", word="\ud83d") == "error: the arguments are no valid Unicode"
     assert told(tools, "picture") == "see\n[image]"
     failed = called(tools, "fail")
     assert (failed.messages[0]["content"], failed.ok) == ("error: it is\nbroken", False)
@@ -165,17 +173,49 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch, closing: list[Mcp
         one[0].close()
 
 
-def test_a_wrong_key_and_a_forgotten_session_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("NOTES_KEY", "wrong")
+def test_a_server_that_says_much_and_reads_nothing_is_late_and_can_be_closed() -> None:
+    here = McpTools([McpServer(command=COMMAND, sessions="episode")])
+    tools = here.tools()
+    token = TOOL_LIMIT_S.set(0.4)
+    try:
+        for words in ({}, {"word": "x" * (1 << 20)}):  # the second fills its pipe
+            assert told(tools, "deaf", **words) == "error: timed out after 0.4 s"
+    finally:
+        TOOL_LIMIT_S.reset(token)
+        tools[0].close()
+        here._servers[0]._shared.close()
+    assert here._servers[0]._open == 0
+
+
+def test_a_wrong_key_and_a_forgotten_session_are_told_apart() -> None:
     for url in http():
-        with pytest.raises(TaskError, match="says 401: who are you"):
-            McpTools([McpServer(url=url, key_env="NOTES_KEY")]).tools()
-        wire = HttpWire("it", url, "secret")
-        with pytest.raises(ServerAway, match="404"):
-            wire.ask("tools/list", {}, 5.0)
-        wire.close()
+        use = McpServer(url=url)
+        with pytest.raises(ServerRefused, match="says 401: who are you"):
+            Connection("it", use, secret="wrong", directory="")
+        connection = Connection("it", use, secret="secret", directory="")
+        requests.delete(url, headers={"Mcp-Session-Id": "*"}, timeout=30)
+        with pytest.raises(ServerAway, match="says 404: no such session"):
+            connection.ask(methodcaller("list_tools"), 30.0)
+        connection.close()
+
+
+def test_a_server_that_was_started_here_does_not_outlive_its_task(tmp_path: Path) -> None:
+    """It ignores that its input ended."""
+    server = tmp_path / "server.py"
+    server.write_text(
+        f"import os, sys, time; sys.path.insert(0, {str(ROOT)!r}); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+        "from tests.support.mcp_server import over_a_pipe; over_a_pipe(); time.sleep(3600)"
+    )
+    code = (
+        "import os, signal; from dora_pipe.config.outside import McpServer; "
+        "from dora_pipe.producers.adapters.mcp import McpTools; "
+        f"McpTools([McpServer(command=({sys.executable!r}, {str(server)!r}))]).tools(); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    place = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    until(lambda: not place.exists() or place.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +253,7 @@ def test_a_data_set_may_have_tools_of_servers_and_of_its_own(tmp_path: Path) -> 
     one, other = task(), task(tools=("note",))
     one.check()
     assert not one.single_turn()
-    assert len(one.tools(one.rows("train")[0])) == 6
+    assert len(one.tools(one.rows("train")[0])) == 7
     assert set(one.packages()) == {"mcp:notes"}
     assert reward_digest(one) != reward_digest(other) != ""
     for task_of in (one, other):

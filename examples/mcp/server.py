@@ -21,18 +21,25 @@ TOOL = {
 }
 
 
-def result(method: str, params: dict[str, Any]) -> dict[str, Any]:
-    """Of a request."""
+def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The result of a request, or its error."""
     if method == "initialize":
-        return {
+        about = {
             "protocolVersion": params["protocolVersion"],
             "capabilities": {"tools": {}},
             "serverInfo": {"name": "sums", "version": "1.0"},
         }
+        return {"result": about}
     if method == "tools/list":
-        return {"tools": [TOOL]}
-    given = params["arguments"]
-    if method != "tools/call" or not all(isinstance(given.get(name), int) for name in "ab"):
+        return {"result": {"tools": [TOOL]}}
+    if method == "tools/call":
+        return {"result": called(params.get("arguments", {}))}
+    return {"error": {"code": -32601, "message": f"there is no {method}"}}
+
+
+def called(given: dict[str, Any]) -> dict[str, Any]:
+    """The result of the tool."""
+    if not all(isinstance(given.get(name), int) for name in "ab"):
         return {"content": [{"type": "text", "text": "a and b are numbers"}], "isError": True}
     total = (given["a"] + given["b"]) % 100
     return {"content": [{"type": "text", "text": str(total)}]}
@@ -43,9 +50,8 @@ def main() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message and "method" in message:
-            said = result(message["method"], message.get("params", {}))
-            answer = {"jsonrpc": "2.0", "id": message["id"], "result": said}
-            sys.stdout.write(json.dumps(answer) + "\n")
+            said = answer(message["method"], message.get("params", {}))
+            sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": message["id"], **said}) + "\n")
             sys.stdout.flush()
 
 

@@ -24,7 +24,6 @@ from dora_pipe.producers.tasks.background import Background
 if TYPE_CHECKING:
     import httpx2
     from mcp import Client, StdioServerParameters
-    from pydantic import BaseModel
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
 """Of one event of a stream."""
@@ -112,7 +111,7 @@ class Connection:
     async def _live(self) -> None:
         """Be connected until `close`: the SDK wants to be left in the task that entered it."""
         from mcp import Client
-        from mcp_types import Implementation
+        from mcp.types import Implementation
 
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # errors are raised in one line
         async with AsyncExitStack() as stack:
@@ -164,7 +163,7 @@ class Connection:
     def _error(self, asked: Future[Any], limit_s: float) -> ServerAway | ServerRefused:
         """The error of a request, or of a connection, that was cancelled or has failed."""
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
         error = None if asked.cancelled() else asked.exception(0.0)
         while isinstance(error, BaseExceptionGroup):
@@ -193,6 +192,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def plain(model: BaseModel) -> dict[str, Any]:
-    """A tool, or a result, as the protocol writes it."""
-    return model.model_dump(by_alias=True, mode="json", exclude_unset=True)
+def plain(model: Any) -> dict[str, Any]:
+    """A tool, or a result, of the SDK as the protocol writes it."""
+    written: dict[str, Any] = model.model_dump(by_alias=True, mode="json", exclude_unset=True)
+    return written

@@ -145,7 +145,7 @@ PLACE: Final[ContextVar[Place]] = ContextVar("place")
 
 
 class Background:
-    """A loop in a thread of its own. Make it in the main thread, before any call.
+    """A loop in a thread of its own; any thread may run something in it.
 
     Example::
 
@@ -156,13 +156,15 @@ class Background:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
+        self._starting = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Go on with a coroutine in the loop; `cancel` of what this gives cancels it."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            args = (self._loop,)
-            threading.Thread(target=self._forever, args=args, daemon=True).start()
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                args = (self._loop,)
+                threading.Thread(target=self._forever, args=args, daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:

@@ -379,8 +379,7 @@ def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
     which starts its own again, the two would fence each other for ever. A worker may join whoever
     runs. The kernel takes the lock back in the end.
 
-    What is forked meanwhile must not keep the descriptor (`fork_server.release_inherited_files`).
-    Raises UsageError where somebody else runs it.
+    A process that is started meanwhile does not inherit the descriptor. Raises UsageError where somebody else runs it.
     """
     if not directory.path.is_dir():
         yield

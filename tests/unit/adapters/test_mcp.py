@@ -215,7 +215,12 @@ def test_a_server_that_was_started_here_does_not_outlive_its_task(tmp_path: Path
     )
     subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
     place = Path("/proc", (tmp_path / "pid").read_text(), "stat")
-    until(lambda: not place.exists() or place.read_text().rpartition(")")[2].split()[0] == "Z")
+
+    def gone() -> bool:
+        return not place.exists() or place.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    until(gone)
+    assert gone()
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,8 @@ def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
     which starts its own again, the two would fence each other for ever. A worker may join whoever
     runs. The kernel takes the lock back in the end.
 
-    A process that is started meanwhile does not inherit the descriptor. Raises UsageError where somebody else runs it.
+    A process that is started meanwhile does not inherit the descriptor. Raises UsageError where
+    somebody else runs it.
     """
     if not directory.path.is_dir():
         yield

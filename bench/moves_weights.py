@@ -38,7 +38,6 @@ from dora_pipe.store.safetensors_file import (
     write_tensors,
 )
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.coming import Coming
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
 from dora_pipe.store.transfers.peers import PeerWeights
@@ -185,13 +184,12 @@ def run_all(tasks: Sequence[Task]) -> list[Took]:
             child.communicate(timeout=WAIT_S)
 
 
-def serve(root: Path, stack: ExitStack, coming: Coming | None = None) -> FlightTransfers:
-    """A process that serves the weights below `root`, and the version that it writes."""
+def serve(root: Path, stack: ExitStack) -> FlightTransfers:
+    """A process that serves the weights below `root`."""
     transfers = FlightTransfers(
         MappedFiles(root / "handover", clock=SystemClock()),
         Identity(token=TOKEN, run=RUN, host=HOST),
         stored=lambda name: root / name,
-        coming=coming,
     )
     stack.callback(transfers.close)
     return transfers

@@ -38,8 +38,6 @@ from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.files import Files
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.ahead import AHEAD, WeightsAhead
-from dora_pipe.store.transfers.coming import Coming, Written
 from dora_pipe.store.transfers.flight import FlightTransfers
 from dora_pipe.store.transfers.peers import PeerWeights
 from dora_pipe.store.transfers.port import Lost, Sink
@@ -98,7 +96,6 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     first: str
     """Digest of the version that it begins with."""
-    ahead: bool
     patched: bool
     versions: int
 
@@ -116,13 +113,11 @@ class Stamps(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How versions go: `peers` before the store, `ahead` while they are written; most as patches
-    or not."""
+    """How versions go: `peers` before the store; most as patches or not."""
 
     name: str
     elsewhere: bool
     peers: bool = False
-    ahead: bool = False
     patched: bool = False
 
 
@@ -133,7 +128,6 @@ WAYS: Final = (
     Way("store", elsewhere=True, patched=True),
     Way("peer", elsewhere=True, peers=True),
     Way("peer", elsewhere=True, peers=True, patched=True),
-    Way("ahead", elsewhere=True, peers=True, ahead=True),
 )
 
 
@@ -156,8 +150,7 @@ def _measured(folder: Path, way: Way, versions: int, mb_s: int) -> WayFigure:
         place = Place(
             root=str(folder / "worker" if way.elsewhere else trainer.store.root),
             store=str(folder / "store") if way.elsewhere else "",
-            peer=serve(trainer.store.root, stack, trainer.coming).address if way.peers else "",
-            ahead=way.ahead,
+            peer=serve(trainer.store.root, stack).address if way.peers else "",
             mb_s=mb_s,
             log=str(log),
             first=trainer.publish().manifest.digest,
@@ -213,7 +206,6 @@ class _Trainer:
     def __init__(self, folder: Path, way: Way, mb_s: int) -> None:
         there = _Link(open_files((folder / "store").as_uri(), folder=RUN), mb_s)
         remote = there if way.elsewhere else None
-        self.coming = Coming()
         self.store = PolicyStore(folder / "trainer", remote, patched=way.patched)
         self._patched = way.patched
         self._before = ""
@@ -238,7 +230,7 @@ class _Trainer:
 
         def write(path: Path) -> Manifest:
             nonlocal written_s
-            manifest = self.coming.write(lambda at: write_tensors(at, sources), path)
+            manifest = write_tensors(path, sources)
             written_s = time.monotonic()
             return manifest
 
@@ -342,14 +334,6 @@ class _TimedPeers:
         with self._fetching.timed():
             return self._source.copy(peer, name, PacedFile(target, self._mb_s))
 
-    def coming(self, peer: str) -> Written | Lost:
-        """See `ahead.Writer`."""
-        return self._source.coming(peer)
-
-    def follow(self, peer: str, written: Written, target: Sink) -> Lost | None:
-        """See `ahead.Writer`: before anybody asked for it, so nobody's time is counted."""
-        return self._source.follow(peer, written, PacedFile(target, self._mb_s))
-
 
 class PacedFile:
     """Takes bytes as a link of so many MB/s gives them; whoever sends has to wait."""
@@ -401,11 +385,7 @@ def _store(place: Place, fetching: _Fetching, stack: ExitStack) -> PolicyStore:
     peers = None
     if place.peer:
         source = _TimedPeers(serve(Path(place.root), stack), place.mb_s, fetching)
-        ahead = WeightsAhead(source, lambda: place.peer, Path(place.root) / AHEAD)
-        if place.ahead:
-            ahead.start()
-            stack.callback(ahead.close)
-        peers = PeerWeights(source, lambda _: [place.peer], ahead)
+        peers = PeerWeights(source, lambda _: [place.peer])
     return PolicyStore(Path(place.root), timed, patched=place.patched, peers=peers)
 
 

@@ -32,9 +32,6 @@ class Transfers(Section, frozen=True, kw_only=True):
     """PEM key of `cert_file`, not encrypted; empty: it stands in there too."""
     ca_file: str = ""
     """PEM certificates that peers are checked against, with TLS; empty: those of gRPC."""
-    ahead: bool = False
-    """With `flight` and a `store.url`: machines of workers pull the newest version from the trainer
-    while it is written (docs/storage.md)."""
 
 
 class Telemetry(Section, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ class Policies(Section, frozen=True, kw_only=True):
     """Every so many versions one is stored whole, and so is one with a checkpoint; of the others
     only what has changed is, as a patch (docs/storage.md). 1: all are whole, without patches; auto:
     8 where all weights are published in bfloat16, and 1 where patches would save nothing, as of
-    float32 and of adapters, or with `transfers.ahead`."""
+    float32 and of adapters."""
 
 
 class Store(Section, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ def whole_every(config: Config, dtype: PolicyDtype) -> int:
     if asked != "auto":
         return asked
     small = dtype == "bfloat16" and not config.lora.rank
-    return PATCHES if small and not config.transfers.ahead else 1
+    return PATCHES if small else 1
 
 
 def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
@@ -128,17 +128,3 @@ def keep_every_of(asked: int | Literal["auto"], started: RunStarted) -> int:
         return asked
     began = started.config.get("store", {}).get("keep_every", 0)
     return 0 if began == "auto" else int(began)
-
-
-def ahead_problem(config: Config) -> str:
-    """Why nothing would travel while it is written although `transfers.ahead` asks for it; empty:
-    it does, or is not asked for."""
-    if not config.transfers.ahead:
-        return ""
-    if config.transfers.kind != "flight":
-        return "versions come from peers, with transfers.kind = 'flight'"
-    if not config.store.url:
-        return "without a store.url all workers read the trainer's own file"
-    if config.policies.whole_every not in (1, "auto"):
-        return "what travels is whole, with policies.whole_every = 1 or 'auto'"
-    return ""

@@ -183,7 +183,7 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 
     stop = settle(name, config.run.name)
     with (
-        transferring(directory, config, pulls=True) as (opened, store),
+        transferring(directory, config) as (opened, store),
         closing(directory.open_bus(config)) as bus,
     ):
         run_worker(
@@ -200,13 +200,9 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 
 
 @contextmanager
-def transferring(
-    directory: RunDir, config: Config, *, pulls: bool = False
-) -> Iterator[tuple[Opened, PolicyStore]]:
-    """How this process hands bytes to others, and the policy store behind its peers; with `pulls`
-    it may get versions while they are written."""
+def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, PolicyStore]]:
+    """How this process hands bytes to others, and the policy store behind its peers."""
     root = directory.store(config)
-    far, whole = bool(config.store.url), config.policies.whole_every in (1, "auto")
     opened = open_transfers(
         config.transfers,
         directory.handover,
@@ -214,13 +210,9 @@ def transferring(
         open_bus=lambda: directory.open_bus(config),
         stored=lambda name: root / name,
         clock=SystemClock(),
-        ahead=config.transfers.ahead and far and whole,
     )
     with ExitStack() as stack:
         stack.callback(opened.transfers.close)
-        if pulls and opened.ahead is not None:
-            stack.callback(opened.ahead.close)
-            opened.ahead.start()
         yield opened, directory.policies(config, opened.peers)
 
 
@@ -245,7 +237,6 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
                 config=config,
                 adopt=adopt,
                 transfers=opened.transfers.address,
-                coming=opened.coming,
             )
     finally:
         end_ranks()

@@ -14,7 +14,6 @@ from typing import Final
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.load import load_config, read_table
 from dora_pipe.config.model import Config
-from dora_pipe.config.storage import ahead_problem
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import name_process, outlasting, say, typed
@@ -145,8 +144,6 @@ def need_parts(config: Config) -> None:
     need_endpoint(config)
     Samplers.load(config)
     need_gpus(config)
-    if refused := ahead_problem(config):
-        raise ConfigError(f"transfers.ahead: {refused}", hint="set that, or leave the key out")
     need_transfers(config.transfers)
 
 

@@ -17,7 +17,6 @@ import math
 import mmap
 import os
 import struct
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -156,21 +155,6 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
     except OSError as error:
         raise ResourceError(f"{path} cannot be read: {error.strerror}") from None
     return _parsed(path, header, size)
-
-
-def declared_bytes(path: Path) -> int:
-    """How long a file will be whose tensors are being written. Raises PolicyError while its header
-    is not there, OSError."""
-    with path.open("rb") as file:
-        length = _header_length(path, file.read(LENGTH_BYTES), sys.maxsize)
-        header = file.read(length)
-    try:
-        declared = _NAMES.decode(header)
-        declared.pop("__metadata__", None)
-        ends = [_DECLARED.decode(raw).data_offsets[1] for raw in declared.values()]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _garbage(path, f"its header is no header: {error}") from None
-    return LENGTH_BYTES + length + max(ends, default=0)
 
 
 def parse_header(data: memoryview, where: str) -> tuple[list[Entry], dict[str, str]]:

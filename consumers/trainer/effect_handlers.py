@@ -70,7 +70,6 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.names import BlobKind
 from dora_pipe.store.store import PolicyStore, PublishedVersion
-from dora_pipe.store.transfers.coming import Coming
 
 LOG = logging.getLogger(__name__)
 
@@ -110,11 +109,8 @@ class EffectHandlers:
         make_learner: Callable[[], Learner],
         clock: Clock,
         meter: Meter,
-        coming: Coming | None = None,
     ) -> None:
-        """`coming` is told of a version that is being written."""
         self._setup = setup
-        self._coming = coming or Coming()
         self._bus = bus
         self._store = store
         self._make_learner = make_learner
@@ -361,7 +357,7 @@ class EffectHandlers:
     ) -> Generator[None, None, PublishedVersion]:
         """Publish the learner's weights, as soon as there is room; see `PublishPolicy`. Raises
         NoRoom."""
-        save = partial(self._coming.write, self.learner.save_weights)
+        save = self.learner.save_weights
         publish = partial(self._store.publish_version, save, before=before, whole=whole)
         return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 

@@ -51,7 +51,6 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.coming import Coming
 
 LOG = logging.getLogger(__name__)
 
@@ -80,7 +79,6 @@ class _Trainer:
     config: Config
     adopt: bool
     transfers: str
-    coming: Coming | None
 
 
 def run_trainer(
@@ -93,7 +91,6 @@ def run_trainer(
     config: Config | None = None,
     adopt: bool = False,
     transfers: str = "",
-    coming: Coming | None = None,
     clock: Clock | None = None,
     meter: Meter | None = None,
 ) -> None:
@@ -102,8 +99,7 @@ def run_trainer(
     `open_bus` is called twice: the loop and the working thread have a bus each. `config` is this
     machine's: free keys (timing, checkpoints, threads) are taken from it, everything else from the
     log. With `adopt`, a step that cannot be reproduced here is taken as it was committed.
-    `transfers` is the address at which this process serves weights; `coming` what it serves while
-    that is written.
+    `transfers` is the address at which this process serves weights.
 
     Raises UsageError when the run does not start, ReplayDiverged, NonFinite, Fenced when a
     successor took over, OutcomeUnknown, PolicyError, ResourceError, BusError.
@@ -130,7 +126,6 @@ def run_trainer(
                 config=_config_of(history.run_started, config),
                 adopt=adopt,
                 transfers=transfers,
-                coming=coming,
             )
             _lend(history, bus, clock)
             role_epoch = _announce(writer, topics, history, clock)
@@ -234,7 +229,6 @@ def _opener(
                 make_learner=lambda: _make(here),
                 clock=here.clock,
                 meter=meter,
-                coming=here.coming,
             )
             with closing(handlers):
                 yield handlers

@@ -37,7 +37,6 @@ import pyarrow as pa
 from pyarrow import flight
 
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.store.transfers.coming import Coming, Written, followed, written_of
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.port import (
     BROKEN_OFF,
@@ -77,12 +76,9 @@ DROP: Final = "drop"
 
 SIZE: Final = "size"
 
-COMING: Final = "coming"
-"""The three actions: forget a blob; how many bytes a name has; which version is being written."""
+"""The two actions: forget a blob; how many bytes a name has."""
 
-NAME: Final = re.compile(
-    r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)|(coming)/(\.tmp-[\d-]{3,41})"
-)
+NAME: Final = re.compile(r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)")
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
@@ -108,9 +104,6 @@ WAIT_S: Final = 5.0
 
 BYTES_PER_S_MIN: Final = 20_000_000
 """Weights that come more slowly than this, after `WAIT_S`, are read from the store instead."""
-
-WRITING_S: Final = 120.0
-"""Longer than that a version that comes while it is written may take because it is."""
 
 LINGER_S: Final = 5.0
 """A process that ends serves what it offered for so long; behind that, requests are prefilled."""
@@ -192,12 +185,10 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         paths: Mapping[str, PathOf],
         drop: Callable[[str], None],
         sent: Callable[[str], None],
-        coming: Coming,
         streams_max: int = STREAMS_MAX,
         **tls: Any,
     ) -> None:
         self._paths = paths
-        self._coming = coming
         self._drop = drop
         self._sent = sent
         self._streams = threading.BoundedSemaphore(streams_max)
@@ -207,8 +198,6 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Stream a file. Raises FlightServerError: it is not here, or there are too many."""
         name = ticket.ticket
-        if _split(name)[0] == COMING:
-            return self._follow(_split(name)[1])
         data = self._mapped(name)
         if not self._streams.acquire(blocking=False):
             data.close()
@@ -225,32 +214,13 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         )
         return flight.GeneratorStream(SCHEMA, _Chunks(pieces, sent, self._streams.release))
 
-    def _follow(self, leaf: str) -> Any:
-        """Stream a version while it is written. Raises FlightServerError."""
-        try:
-            file, size = self._coming.opened(leaf)
-        except OSError:
-            raise flight.FlightServerError(GONE) from None
-        if not self._streams.acquire(blocking=False):
-            file.close()
-            raise flight.FlightServerError(BUSY)
-        pieces = map(pa.py_buffer, followed(file, size))
-
-        def done() -> None:
-            file.close()
-            self._streams.release()
-
-        return flight.GeneratorStream(SCHEMA, _Chunks(pieces, lambda: None, done))
-
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """Say hello to anybody; drop a blob, say how large a file is, or what is being written."""
+        """Say hello to anybody; drop a blob, or say how large a file is."""
         name = action.body.to_pybytes()
         if action.type == HELLO:
             return iter([self._gate.hello(name)])
         if context.get_middleware(GATE) is None:
             raise flight.FlightUnauthenticatedError(WRONG_TOKEN)
-        if action.type == COMING:
-            return iter([msgspec.json.encode(self._coming.written())])
         if action.type == SIZE:
             with self._mapped(name) as data:
                 return iter([str(len(data)).encode()])
@@ -340,13 +310,6 @@ class Client:
             return found
         text = b"".join(found)
         return int(text) if text.isdigit() else Lost(UNREADABLE)
-
-    def coming(self, peer: str) -> Written | Lost:
-        """The version that a peer is writing."""
-        found = self._call(peer, lambda client, options: _act(client, COMING, "", options), CALL_S)
-        if isinstance(found, Lost):
-            return found
-        return written_of(b"".join(found)) or Lost(UNREADABLE)
 
     def drop(self, peer: str, name: str) -> Lost | None:
         """Let a peer forget a blob."""
@@ -456,7 +419,6 @@ class FlightTransfers:
         identity: Identity,
         *,
         stored: Callable[[str], Path],
-        coming: Coming | None = None,
         streams_max: int = STREAMS_MAX,
         linger_s: float = LINGER_S,
     ) -> None:
@@ -476,7 +438,6 @@ class FlightTransfers:
             },
             drop=lambda leaf: place.drop(Blob(sha256=leaf, bytes=1)),
             sent=self._sent.add,
-            coming=coming or Coming(),
             streams_max=streams_max,
             **dict(identity.server_tls),
         )
@@ -535,19 +496,6 @@ class FlightTransfers:
         size = self._client.size(peer, name)
         if isinstance(size, Lost):
             return size
-        return self._received(peer, name, size, target, WAIT_S)
-
-    def coming(self, peer: str) -> Written | Lost:
-        return self._client.coming(peer)
-
-    def follow(self, peer: str, written: Written, target: Sink) -> Lost | None:
-        """As `copy`, of a version that the peer is writing, while it does."""
-        name = f"{COMING}/{written.name}"
-        return self._received(peer, name, written.bytes, target, WRITING_S)
-
-    def _received(
-        self, peer: str, name: str, size: int, target: Sink, wait_s: float
-    ) -> Lost | None:
         written, full = 0, False
 
         def take(chunk: Array) -> bool:
@@ -558,7 +506,7 @@ class FlightTransfers:
                 full = True
             return written <= size and not full
 
-        timeout_s = wait_s + size / BYTES_PER_S_MIN
+        timeout_s = WAIT_S + size / BYTES_PER_S_MIN
         lost = self._client.receive(peer, name, take, timeout_s=timeout_s)
         if full:
             return Lost(NO_ROOM)

@@ -15,8 +15,6 @@ from dora_pipe.config.outside import Transfers as Section
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.store.transfers.ahead import AHEAD, WeightsAhead
-from dora_pipe.store.transfers.coming import Coming
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.peers import PeerFinder, PeerWeights
 from dora_pipe.store.transfers.port import NoTransfers, Transfers
@@ -42,10 +40,6 @@ class Opened:
     transfers: Transfers
     peers: PeerWeights | None = None
     """What its policy store asks first; None where there is nobody to ask."""
-    coming: Coming | None = None
-    """What a trainer tells of versions that it writes; None where nobody wants to know."""
-    ahead: WeightsAhead | None = None
-    """What brings versions here while they are written, once it is started."""
 
 
 def open_transfers(
@@ -56,11 +50,9 @@ def open_transfers(
     open_bus: Callable[[], Bus],
     stored: Callable[[str], Path],
     clock: Clock,
-    ahead: bool = False,
 ) -> Opened:
     """What a configuration means. `place` is this machine's directory, `stored` says where a file
-    of the policy store lies on it; `ahead`: versions may travel while they are written. Raises
-    ConfigError for a missing token or file."""
+    of the policy store lies on it. Raises ConfigError for a missing token or file."""
     if section.kind == "none":
         return Opened(transfers=NoTransfers())
     files = MappedFiles(place, clock=clock)
@@ -70,8 +62,7 @@ def open_transfers(
 
     identity = _identity(section, topics.run)
     try:
-        coming = Coming() if ahead else None
-        flight = FlightTransfers(files, identity, stored=stored, coming=coming)
+        flight = FlightTransfers(files, identity, stored=stored)
     except (OSError, pa.ArrowException) as error:
         where = f"{identity.host}:{identity.port}"
         raise ConfigError(
@@ -79,9 +70,7 @@ def open_transfers(
             hint="set transfers.host to an address of this machine, transfers.port to a free one",
         ) from None
     finder = PeerFinder(open_bus, topics, own=flight.address)
-    pulled = WeightsAhead(flight, finder.trainer, stored(AHEAD)) if ahead else None
-    peers = PeerWeights(flight, finder.having, pulled)
-    return Opened(transfers=flight, peers=peers, coming=coming, ahead=pulled)
+    return Opened(transfers=flight, peers=PeerWeights(flight, finder.having))
 
 
 def need_transfers(section: Section) -> None:

@@ -17,7 +17,6 @@ from dora_pipe.core.errors import BusError, SchemaError
 from dora_pipe.schemas.metrics import TrainerStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.transfers.ahead import WeightsAhead
 from dora_pipe.store.transfers.port import Lost, Sink
 
 TAIL_RECORDS: Final = 4000
@@ -56,19 +55,6 @@ class PeerFinder:
             return []
         peers = {peer for peer, url in found.items() if url == f"{peer}/{name}"} - {self._own}
         return sorted(peers, key=lambda peer: sha256_hex(self._own.encode(), peer.encode()))
-
-    def trainer(self) -> str:
-        """The address of the trainer, as it said last; empty where it said none, or without a
-        log."""
-        found = ""
-        try:
-            for record in self._tail():
-                status = _serving(record)
-                if isinstance(status, TrainerStatus):
-                    found = status.weights_at.partition("/weights/")[0]
-        except BusError:
-            return ""
-        return found
 
     def _tail(self) -> Iterator[Record]:
         with closing(self._open_bus()) as bus:
@@ -109,21 +95,14 @@ class PeerFiles(Protocol):
 
 
 class PeerWeights:
-    """What a `PolicyStore` asks first. `having` says which peers may have a name; `ahead` may have
-    it here already.
+    """What a `PolicyStore` asks first. `having` says which peers may have a name.
 
     Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, finder.having))``
     """
 
-    def __init__(
-        self,
-        source: PeerFiles,
-        having: Callable[[str], list[str]],
-        ahead: WeightsAhead | None = None,
-    ) -> None:
+    def __init__(self, source: PeerFiles, having: Callable[[str], list[str]]) -> None:
         self._source = source
         self._having = having
-        self._ahead = ahead
 
     def __call__(self, name: str, target: Path) -> bool:
         """Write the file of this name; False when no peer gave it. Who has weights may have the
@@ -131,8 +110,6 @@ class PeerWeights:
         folder, _, leaf = name.partition("/")
         if folder not in ("patches", "weights"):
             return False
-        if self._ahead is not None and self._ahead.take(name, target):
-            return True
         weights = f"weights/{leaf.partition('.')[0]}.safetensors"
         for peer in self._having(weights)[:PEERS_MAX]:
             with target.open("wb") as file:

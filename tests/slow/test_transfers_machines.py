@@ -41,7 +41,6 @@ SETTINGS = """
 [transfers]
 kind = "flight"
 host = "127.0.0.1"
-ahead = {ahead}
 [bus]
 url = "sqlite:{folder}/log.sqlite"
 [store]
@@ -55,9 +54,6 @@ LONG = (
     ("lease_s = 5.0", "lease_s = 5.0\nplan_period_s = 0.3"),
     ("prompts = 4", "prompts = 0\n[staleness]\nmax_staleness = 0"),
 )
-AHEAD = (LONG[1], LONG[3])
-"""Long enough for a worker to be busy while a version comes."""
-
 SLOW_LAYERS = 12
 """Of the model: with fewer a request may have ended before its worker hears that it is drained."""
 
@@ -65,13 +61,13 @@ SLOW_LAYERS = 12
 class Site:
     """Machines with a folder each; they share the configuration, the log and the store."""
 
-    def __init__(self, folder: Path, *, ahead: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         shared = folder / "shared"
         shared.mkdir()
         self.config = furnish(shared, num_hidden_layers=SLOW_LAYERS) / "config.toml"
-        text = self.config.read_text() + SETTINGS.format(folder=folder, ahead=str(ahead).lower())
-        for old, new in AHEAD if ahead else LONG:
+        text = self.config.read_text() + SETTINGS.format(folder=folder)
+        for old, new in LONG:
             assert old in text
             text = text.replace(old, new)
         self.config.write_text(text)
@@ -112,11 +108,9 @@ class Site:
 
 
 @pytest.fixture
-def site(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Site]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    made = Site(tmp_path, ahead=bool(getattr(request, "param", False)))
+    made = Site(tmp_path)
     yield made
     for process in made.running.values():
         process.kill()
@@ -160,14 +154,3 @@ def prove(site: Site, moved: list[str]) -> None:
     assert call(other, "audit", ".") == 0, (other / "said").read_text()
     names = [word for one in moved for word in ("--trajectory", one)]
     assert call(other, "replay", ".", *names) == 0, (other / "said").read_text()
-
-
-@pytest.mark.parametrize("site", [True], indirect=True)
-def test_run_whose_versions_may_come_ahead_ends_and_leaves_none_behind(site: Site) -> None:
-    site.start("orchestrator")
-    for name in ("w0", "w1"):
-        site.start("worker", name=name)
-    site.start("trainer")
-    codes = {name: process.wait(WAIT_S) for name, process in site.running.items()}
-    assert set(codes.values()) == {0}, {name: site.said(name) for name in codes}
-    assert not list(site.folder.glob("w?/**/ahead/*.safetensors")), "what nobody took is gone"

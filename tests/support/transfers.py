@@ -15,7 +15,6 @@ import numpy as np
 
 from dora_pipe.core.clock import Clock
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.store.transfers.coming import Coming
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
 from dora_pipe.store.transfers.port import (
@@ -177,7 +176,6 @@ def served(
     streams_max: int = 8,
     port: int = 0,
     linger_s: float = 0.0,
-    coming: Coming | None = None,
 ) -> Iterator[FlightTransfers]:
     """A process of a machine of its own; its policy store is `folder/policies`."""
     place = MappedFiles(folder / "place", clock=clock or VirtualClock(), bytes_max=bytes_max)
@@ -185,7 +183,6 @@ def served(
         place,
         Identity(token=token, run=run, host=HOST, port=port),
         stored=lambda name: folder / "policies" / name,
-        coming=coming,
         streams_max=streams_max,
         linger_s=linger_s,
     )

@@ -19,7 +19,7 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import ahead_problem, keep_every, keep_every_of, whole_every
+from dora_pipe.config.storage import keep_every, keep_every_of, whole_every
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.topics import RULE
@@ -488,7 +488,6 @@ def test_a_run_that_is_older_than_parts_goes_on_without(tmp_path: Path) -> None:
         ({}, "bfloat16", 8),
         ({}, "float32", 1),
         ({"lora": {"rank": 4}}, "bfloat16", 1),
-        ({"transfers": {"kind": "flight", "ahead": True}}, "bfloat16", 1),
         ({"policies": {"whole_every": 3}}, "float32", 3),
         ({"policies": {"whole_every": 1}}, "bfloat16", 1),
     ],
@@ -512,7 +511,6 @@ FOUR_BILLION = 16 * 10**9  # bytes
         ({}, "bfloat16", 12 * 10**8, 0),  # 600 million parameters: mostly patches
         ({"trainer": {"checkpoint_every": 1}}, "bfloat16", 12 * 10**8, 10),
         ({"policies": {"whole_every": 1}}, "bfloat16", FOUR_BILLION // 2, 10),
-        ({"transfers": {"kind": "flight", "ahead": True}}, "bfloat16", FOUR_BILLION // 2, 10),
         ({"policies": {"whole_every": 8}}, "float32", FOUR_BILLION, 10),
         ({"lora": {"rank": 4}}, "bfloat16", 10**8, 0),
         ({"store": {"keep_every": 0}}, "float32", FOUR_BILLION, 0),
@@ -542,31 +540,3 @@ def test_a_run_keeps_what_it_began_with_until_its_file_says_otherwise(
 ) -> None:
     started = msgspec.structs.replace(run_started(), config=began)
     assert keep_every_of(says, started) == every
-
-
-@pytest.mark.parametrize(
-    ("keys", "why"),
-    [
-        ({"kind": "files"}, "with transfers.kind = 'flight'"),
-        ({"url": ""}, "without a store.url"),
-        ({"every": 8}, "what travels is whole"),
-        ({}, ""),
-        ({"ahead": False, "kind": "files", "every": 8}, ""),
-    ],
-)
-def test_versions_that_would_not_travel_while_they_are_written_are_said(
-    keys: dict[str, Any], why: str
-) -> None:
-    asked = {"kind": "flight", "ahead": True, "url": "file:///shared", "every": "auto"} | keys
-    config = from_plain(
-        {
-            "run": {"name": "r", "steps": 1},
-            "model": {"path": "m"},
-            "task": {"kind": "a:B"},
-            "transfers": {"kind": asked["kind"], "ahead": asked["ahead"]},
-            "store": {"url": asked["url"]},
-            "policies": {"whole_every": asked["every"]},
-        }
-    )
-    found = ahead_problem(config)
-    assert (why in found) if why else not found

@@ -12,6 +12,7 @@ import pytest
 from dora_pipe.config.model import Task
 from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.launch.model_checks import check_chat
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.template_features import PROBE_TOOL
 from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -123,6 +124,24 @@ def test_the_chats_of_a_run_are_known_again_by_their_digest(tmp_path: Path) -> N
     assert some in found and len(found) < len(every)
     assert digest_of(found) != digest_of(every) != ""
     assert recorded_chats(several, 0, tmp_path, tokenizer, set()) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "parser", "noted"),
+    [
+        (CHATML, "auto", False),
+        ("{{ tools | tojson if tools else '' }}" + CHATML, "auto", True),
+        ("{{ tools | tojson if tools else '' }}" + CHATML, "hermes", False),
+    ],
+)
+def test_an_agent_whose_calls_nothing_reads_is_noted_at_the_start(
+    text: str, parser: str, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_chat_model(tmp_path, text=text)
+    task = Task(kind="dataset", agent="agent:run", tool_parser=parser)
+    pool: Any = None  # An agent's prompts are its own.
+    check_chat(PoolSpec(task=task, sources=("train",)), pool, folder)
+    assert ("set task.tool_parser" in capsys.readouterr().err) == noted
 
 
 def test_a_digest_is_of_the_template_and_not_of_a_moment(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 NOTED_ROWS: Final = 256
 """Rows whose columns `DatasetTask.notes` looks at."""
 
+ANSWER: Final = "answer"
+"""The column of the answer, where `task.answer_column` names no other."""
+
 _EXAMPLE: Final = 'for instance "rewards:score"'
 
 
@@ -65,7 +68,7 @@ class DatasetTask(Task):
         filter: str = "",
         columns: Mapping[str, str] | None = None,
         prompt_column: str = "prompt",
-        answer_column: str = "answer",
+        answer_column: str = ANSWER,
         chat: bool = False,
         system_prompt: str = "",
         tools: Sequence[str] = (),
@@ -123,11 +126,12 @@ class DatasetTask(Task):
         if twice := next((name for name in names if names.count(name) > 1), ""):
             hint = "a server's tools with its `name` in front: task.mcp = [{name = ...}]"
             raise TaskError(f"{self._where}: two tools are called `{twice}`", hint=hint)
-        if self._rewards.wants_answer and self._answer not in self._answered(first):
+        named = self._answer != ANSWER
+        if (self._rewards.wants_answer or named) and self._answer not in self._answered(first):
             columns = ", ".join(f"`{name}`" for name in first)
+            wants = "task.answer_column names" if named else f"{self._rewards.key} compares with"
             raise TaskError(
-                f"{self._where}: the first row has no `{self._answer}`, which {self._rewards.key}"
-                " compares with",
+                f"{self._where}: the first row has no `{self._answer}`, which {wants}",
                 hint=f"task.answer_column; it has {columns}",
             )
         try:

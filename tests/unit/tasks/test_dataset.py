@@ -311,6 +311,14 @@ def test_what_no_row_could_do_with_is_said_before_anything_starts(
         DatasetTask(data=str(write(json.dumps(row))), reward="exact").check()
 
 
+def test_a_column_that_answer_column_names_must_be_there(write: Write, module: str) -> None:
+    path = str(write(json.dumps({"prompt": "1+1=", "solution": "2"})))
+    DatasetTask(data=path, reward=f"{module}:score", answer_column="solution").check()
+    with pytest.raises(TaskError, match=r"no `solutoin`, which task\.answer_column names") as error:
+        DatasetTask(data=path, reward=f"{module}:score", answer_column="solutoin").check()
+    assert "it has `prompt`, `solution`" in str(error.value.hint)
+
+
 def test_a_tool_that_cannot_be_told_is_said_before_anything_starts(
     write: Write, module: str
 ) -> None:

@@ -27,7 +27,7 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
-from dora_pipe.producers.engines.vllm.core import KV_TAG, WEIGHTS_TAG
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, KV_TAG, WEIGHTS_TAG
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
@@ -62,6 +62,8 @@ class VllmRequest(RunningRequest):
     """The KV cache that the request came with, until a stay begins with it."""
     cached: int = 0
     """Positions in vLLM's KV cache, as far as its answers tell: a prompt counts when it is done."""
+    blocks: list[int] = field(default_factory=list)
+    """Of the prompt of its stay, those that vLLM shares, by a hash of all up to their ends."""
     routes: GrowingRoutes = field(default_factory=GrowingRoutes)
     """Through which experts its tokens went, as far as somebody asked."""
 
@@ -100,6 +102,7 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         versions: LoraVersions,
         sleeps: bool = False,
         unassigned: bool = False,
+        prefix_cache: bool = True,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -115,7 +118,8 @@ class VllmEngineBase(EngineBase[VllmRequest]):
             self.declares |= {SLEEP}
             if self.device == "cpu":
                 LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
-        self._vocabulary = vocabulary
+        self._vocabulary, self._prefix_cache = vocabulary, prefix_cache
+        self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
         self._stays = 0
         self._label = ""
         """vLLM's name of the weights that are loaded; empty before, and while they change."""
@@ -132,9 +136,23 @@ class VllmEngineBase(EngineBase[VllmRequest]):
 
     @property
     def kv_used_tokens(self) -> int:
-        """See the port; prompts that vLLM shares between requests count for each, and what a server
-        is ahead of the steps does not count."""
-        return sum(row.cached for row in self._rows.values())
+        """See the port; blocks that vLLM shares between requests count once, and what a server is
+        ahead of the steps does not count."""
+        size, shared, own = self._block, set[int](), 0
+        for row in self._rows.values():
+            blocks = row.blocks[: row.cached // size]
+            shared.update(blocks)
+            own += row.cached - size * len(blocks)
+        return own + size * len(shared)
+
+    def _share(self, row: VllmRequest, salt: str) -> None:
+        """Note which blocks of a row's prompt vLLM shares with others of this salt."""
+        size, known = self._block, hash(salt)
+        ids, row.blocks = row.sequence, []
+        if self._prefix_cache and not row.unrouted:
+            for end in range(size, len(ids), size):  # The last token is computed in any case.
+                known = hash((known, *ids[end - size : end]))
+                row.blocks.append(known)
 
     def _extend(
         self,

@@ -105,6 +105,7 @@ class VllmEngine(VllmEngineBase):
             clock=clock,
             versions=vllm_lora.LoraVersions(host, most=versions_resident),
             sleeps=settings.sleep,
+            prefix_cache=settings.prefix_cache,
             unassigned=bool(unassigned),
         )
         self._layout = self._caches.facts.layout
@@ -209,6 +210,7 @@ class VllmEngine(VllmEngineBase):
         if row.kv is not None:
             self._caches.offer(row.stay, row.kv)
             row.kv, prompt["cache_salt"] = None, row.stay  # it has its own numbers, nobody else's
+        self._share(row, prompt["cache_salt"])
         request = self._core.input_processor.process_inputs(
             row.stay,
             prompt,

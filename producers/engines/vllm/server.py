@@ -171,6 +171,7 @@ class VllmServerEngine(VllmEngineBase):
                 clock=clock,
                 versions=LoraVersions(self._host, most=versions_resident),
                 sleeps=settings.sleep,
+                prefix_cache=settings.prefix_cache,
                 unassigned=bool(ids),
             )
             self._caches = RemoteCaches(self._server)
@@ -367,6 +368,7 @@ class VllmServerEngine(VllmEngineBase):
         if row.kv is not None:
             salt = row.stay  # it has its own numbers, nobody else's
             kv, row.kv = self._caches.offer(row.stay, row.kv), None
+        self._share(row, salt)
         body = wire.generate_body(
             row.stay,
             row.sequence,

@@ -94,6 +94,19 @@ def test_engine_of_a_server_keeps_the_contract(
     CHECKS[check](subject)
 
 
+def test_blocks_that_requests_share_are_counted_once(server: FakeVllm, subject: Subject) -> None:
+    engine, expected = _open(subject), 4 * 70 - 2 * 64
+    server.hold_after = {7: 1}
+    for name, first in (("a", 7), ("b", 7), ("c", 7), ("d", 8)):
+        engine.add(request(name, [first, *[7] * 69], max_tokens=30))
+    for _ in range(100):  # until each has its first token
+        engine.step()
+        if engine.kv_used_tokens == expected:
+            break
+    server.release.set()
+    assert engine.kv_used_tokens == expected, "a, b and c share whole blocks of 64 tokens"
+
+
 def test_server_is_told_which_ids_have_no_token(
     server: FakeVllm, subject: Subject, tmp_path: Path
 ) -> None:

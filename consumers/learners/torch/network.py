@@ -22,6 +22,10 @@ from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.vocabulary import unassigned_ids
 
+GROUPED: Final = "grouped_mm"
+"""transformers' name of experts that are computed in one product, its default."""
+GROUPED_IN_AUTOCAST: Final = "grouped_mm_in_autocast"
+
 _PROBE_TOKENS: Final = 4
 
 
@@ -84,10 +88,44 @@ def build(
     network.unassigned = UnassignedRows(unassigned_ids(assets), network.config.vocab_size)
     if narrow is not None:
         narrow.widen(network)
+    _compute_experts_in_autocast(network)
     chunk_layers(network, memory)
     if memory.gradient_checkpointing:
         checkpoint_layers(network, offload=memory.activation_offload)
     return network
+
+
+def _compute_experts_in_autocast(network: Any) -> None:
+    """Have grouped products of experts computed in autocast's type, as all others of a pass are:
+    torch's autocast does not know the operation."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if getattr(network.config, "_experts_implementation", None) != GROUPED:
+        return
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED_IN_AUTOCAST, _experts_in_autocast)
+    network.set_experts_implementation(GROUPED_IN_AUTOCAST)
+
+
+def _experts_in_autocast(experts: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
+    from transformers.integrations.moe import grouped_mm_experts_forward as forward
+
+    if not torch.is_autocast_enabled(hidden.device.type):
+        found: Tensor = forward(experts, hidden, *routing)
+        return found
+    narrow = torch.get_autocast_dtype(hidden.device.type)
+    narrowed: Any = _Narrowed(experts, narrow)
+    return forward(narrowed, hidden.to(narrow), *routing).to(hidden.dtype)
+
+
+class _Narrowed:
+    """A module whose parameters are read in another type."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value
 
 
 def head_is_all(network: Any, device: str) -> bool:

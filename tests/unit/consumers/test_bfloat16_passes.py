@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +114,28 @@ def test_a_mixture_is_trained_in_it_too(tmp_path: Path) -> None:
     narrow, wide = (gradients(mixture.trainer(one)) for one in ("bfloat16", "float32"))
     for name, one in narrow.items():  # A token near the border goes to another expert.
         assert float((one - wide[name]).norm()) < 0.5 * float(wide[name].norm()) + 1e-4, name
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["held", "computed again"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_are_computed_in_it(
+    dtype: ComputeDtype, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands: set[torch.dtype] = set()
+    plain = torch.nn.functional.grouped_mm
+
+    def spy(one: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor:
+        operands.update((one.dtype, other.dtype))
+        return plain(one, other, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
+    memory = MemoryOptions(gradient_checkpointing=again)
+    trainer = Policy(tmp_path, make_qwen3_moe).trainer(dtype, replace(PLAIN, memory=memory))
+    operands.clear()
+    found = gradients(trainer)
+    assert operands == {getattr(torch, dtype)}
+    experts = [one for name, one in found.items() if "experts" in name]
+    assert experts and all(one.dtype == torch.float32 and one.any() for one in experts)
 
 
 def test_head_in_chunks_computes_in_the_type_that_autocast_says_also_on_the_way_back() -> None:

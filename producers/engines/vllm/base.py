@@ -27,7 +27,7 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
-from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, KV_TAG, WEIGHTS_TAG
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, KV_TAG, WEIGHTS_TAG, VllmSettings
 from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
@@ -100,9 +100,8 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         decode: Decode | None,
         clock: Clock | None,
         versions: LoraVersions,
-        sleeps: bool = False,
+        settings: VllmSettings,
         unassigned: bool = False,
-        prefix_cache: bool = True,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -114,11 +113,11 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         self.declares = frozenset({COUNTER_SAMPLING, LORA if versions.adapters else INTERRUPTIBLE})
         self.declares |= {UNASSIGNED_LEFT_OUT} if unassigned else set()
         self._asleep = False
-        if sleeps:
+        if settings.sleep:
             self.declares |= {SLEEP}
             if self.device == "cpu":
                 LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
-        self._vocabulary, self._prefix_cache = vocabulary, prefix_cache
+        self._vocabulary, self._prefix_cache = vocabulary, settings.prefix_cache
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
         self._stays = 0
         self._label = ""

@@ -104,8 +104,7 @@ class VllmEngine(VllmEngineBase):
             decode=decode,
             clock=clock,
             versions=vllm_lora.LoraVersions(host, most=versions_resident),
-            sleeps=settings.sleep,
-            prefix_cache=settings.prefix_cache,
+            settings=settings,
             unassigned=bool(unassigned),
         )
         self._layout = self._caches.facts.layout

@@ -170,8 +170,7 @@ class VllmServerEngine(VllmEngineBase):
                 decode=decode,
                 clock=clock,
                 versions=LoraVersions(self._host, most=versions_resident),
-                sleeps=settings.sleep,
-                prefix_cache=settings.prefix_cache,
+                settings=settings,
                 unassigned=bool(ids),
             )
             self._caches = RemoteCaches(self._server)

@@ -14,6 +14,7 @@ import pytest
 
 from dora_pipe.producers.engines.port import PromptTokens
 from dora_pipe.producers.engines.vllm.base import VllmEngineBase
+from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.engine import VllmEngine
 from dora_pipe.producers.engines.vllm.lora import LoraVersion, LoraVersions
 from tests.support.engine_contract import request
@@ -71,6 +72,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _engine(core: Core, versions: LoraVersions) -> VllmEngine:
     engine = VllmEngine.__new__(VllmEngine)
+    engine.device = "cpu"
     VllmEngineBase.__init__(
         engine,
         slots=8,
@@ -79,6 +81,7 @@ def _engine(core: Core, versions: LoraVersions) -> VllmEngine:
         decode=None,
         clock=None,
         versions=versions,
+        settings=VllmSettings(),
     )
     engine._core, engine._tasks = core, ()
     return engine

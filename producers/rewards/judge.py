@@ -257,9 +257,18 @@ def _template(where: str, text: str) -> jinja2.Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
-        return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
+        return ImmutableSandboxedEnvironment(
+            undefined=jinja2.StrictUndefined, finalize=_written
+        ).from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{where}: prompt, line {error.lineno}: {error.message}") from None
+
+
+def _written(value: Any) -> Any:
+    """Raise TaskError for null, which the judge would read as the word None."""
+    if value is None:
+        raise TaskError("a value in the judge's prompt is null; `{{ row.x or '' }}` allows it")
+    return value
 
 
 class _Said(msgspec.Struct):

@@ -116,7 +116,8 @@ class Programs:
     """The programs of a task process; so many at a time."""
 
     def __init__(self, options: Code, where: str, context: RewardContext) -> None:
-        """Raises TaskError where isolation is required and there is none."""
+        """Raises ConfigError where isolation is required and there is none, TaskError where no
+        program can be run at all."""
         self._options = options
         self._patience_s = context.limit_s - options.wall_s - BESIDE_S
         self._room = asyncio.Semaphore(options.at_once)
@@ -125,7 +126,7 @@ class Programs:
             return
         if not self._isolate or not self._runs(isolate=False):
             raise TaskError(f"{where}: no program can be run here")
-        raise TaskError(
+        raise ConfigError(
             f"{where}: programs cannot be isolated: this kernel gives no namespaces to users",
             hint='its option isolation = "none" runs what the model writes with your files and'
             " network, on your own responsibility",

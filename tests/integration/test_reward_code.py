@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from dora_pipe.config import model
-from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.rewards import programs
 from dora_pipe.producers.rewards.arguments import RewardContext
 from dora_pipe.producers.rewards.programs import Expected, read_tests
@@ -194,7 +194,7 @@ def test_nothing_runs_without_isolation_unless_that_is_asked_for(
         programs.Programs, "_runs", lambda self, isolate: not isolate and runs(self, isolate=False)
     )
     use = model.RewardUse(use="code")
-    with pytest.raises(TaskError, match="this kernel gives no namespaces") as refused:
+    with pytest.raises(ConfigError, match="this kernel gives no namespaces") as refused:
         Rewards([use]).sources()
     assert refused.value.hint is not None
     assert 'isolation = "none"' in refused.value.hint
@@ -260,7 +260,7 @@ def test_pairs_may_be_numbers_and_lists() -> None:
 def _isolates() -> bool:
     try:
         programs.Programs(programs.Code(), "", RewardContext())
-    except TaskError:
+    except ConfigError:
         return False
     return True
 

@@ -97,6 +97,14 @@ def test_the_template_is_asked_at_temperature_0_and_the_score_is_from_0_to_1(
     ]
 
 
+def test_null_is_no_text_of_the_prompt(client_of: Callable[..., JudgeClient]) -> None:
+    with judge_endpoint(always("Score: 7")) as endpoint:
+        client = client_of(endpoint, prompt="{{ row.hint }}", prompt_file="")
+        with pytest.raises(TaskError, match="a value in the judge's prompt is null"):
+            asyncio.run(client.score({"hint": None}, "42", (), ()))
+    assert endpoint.asked == []
+
+
 @pytest.mark.parametrize(
     ("answer", "options", "value"),
     [

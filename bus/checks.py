@@ -127,7 +127,8 @@ def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], li
     ]
     hints = []
     if few:
-        hints.append(f"set bus.partitions = {min(there.partitions for _, there in few)}")
+        least = min(there.partitions for _, there in few)
+        hints.append(f"set bus.partitions = {least}, or add partitions to these topics")
     if small:
         limit = max(spec.record_bytes_max for spec, _ in small) + BATCH_ROOM_BYTES
         least = min(there.record_bytes_max for _, there in small)

@@ -66,6 +66,7 @@ _DISK_SIGNS = (
     ),
 )
 _RIGHT_SIGN = "AuthorizationFailed"  # some refusals come as text in a nameless error
+_THROTTLE_SIGN = "'throttle'"  # the client's reason not to send on a connection
 _CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
 
 PROBE_WAIT_S: Final = 5.0
@@ -129,6 +130,8 @@ def said_of(error: BaseException) -> tuple[str, str | None]:
     for kinds, words in _DISK_SIGNS:
         if isinstance(error, kinds):
             return f"{words} ({type(error).__name__})", ROOM_HINT
+    if _THROTTLE_SIGN in str(error) or isinstance(error, kafka_errors.ThrottlingQuotaExceededError):
+        return f"a quota of the cluster delays this client ({type(error).__name__})", QUOTA_HINT
     late = isinstance(error, kafka_errors.KafkaTimeoutError)
     return one_line(error), ROOM_HINT if late else None
 

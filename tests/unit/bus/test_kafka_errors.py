@@ -77,6 +77,19 @@ def test_error_of_an_append_names_the_cause_as_far_as_a_client_sees_it(
     assert raised.value.hint == ROOM_HINT
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        kafka_errors.NodeNotReadyError("Node paused: {'throttle'}"),
+        kafka_errors.ThrottlingQuotaExceededError(),
+    ],
+)
+def test_a_quota_is_named(theirs: Exception) -> None:
+    error = refused(theirs)
+    assert "a quota of the cluster delays this client" in error.message
+    assert "--entity-type clients" in (error.hint or "")
+
+
 def test_a_missing_right_names_principal_operation_and_resource() -> None:
     error = refused(
         kafka_errors.TopicAuthorizationFailedError("r.decisions"),

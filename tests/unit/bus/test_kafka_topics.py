@@ -71,8 +71,9 @@ def test_all_that_has_to_change_is_named_at_once() -> None:
         "topic r.trajectories exists and takes records of at most 1032204 bytes, not 10485760"
     )
     assert refused.value.hint == (
-        "set bus.partitions = 2; set bus.record_bytes_max = 1032204, or raise max.message.bytes to "
-        "11534336 for each of these topics; or choose another run.name"
+        "set bus.partitions = 2, or add partitions to these topics; "
+        "set bus.record_bytes_max = 1032204, or raise max.message.bytes to 11534336 for each of "
+        "these topics; or choose another run.name"
     )
     fits = {
         name: replace(spec, partitions=min(2, spec.partitions), record_bytes_max=1032204)

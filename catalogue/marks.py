@@ -141,6 +141,7 @@ class MarkAccount:
             self._orchestrator = fact.role_epoch
         before = self._back
         if before is None and fact.role_epoch == 0:
+            self._alive_ns = max(self._alive_ns, fact.at_ns)
             return []
         mark = Mark(
             at_ns=fact.at_ns,
@@ -156,6 +157,7 @@ class MarkAccount:
         since_ns = before[1].since_ns or fact.at_ns
         until_ns = max(fact.at_ns, before[1].at_ns)
         self.stops.append((since_ns, until_ns))
+        self._alive_ns = max(self._alive_ns, until_ns)
         return [replace(mark, kind="resumed", subject="run", at_ns=until_ns, since_ns=since_ns)]
 
     def _set(self, fact: Command, step: int) -> list[Mark]:

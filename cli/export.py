@@ -27,6 +27,7 @@ from dora_pipe.observe.traces.follow import Checkpoint, Follower, Sent
 from dora_pipe.observe.traces.sinks import (
     FileSink,
     HttpSink,
+    Rejected,
     RetryingSink,
     Sink,
     address_of,
@@ -164,11 +165,14 @@ def export_traces(
         report(f"waiting for {target}, which is busy")
         say(line)
 
+    rejected = Rejected()
     policy = SamplingPolicy(ratio=ratio, slow=run.config.telemetry.traces_slow)
     if is_address(target):
         checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
         before = checkpoint.read()
-        sink = RetryingSink(HttpSink(target), clock=SystemClock(), chance=random, notify=waits)
+        endpoint = HttpSink(target)
+        rejected = endpoint.rejected
+        sink = RetryingSink(endpoint, clock=SystemClock(), chance=random, notify=waits)
         try:
             if follow:
                 done = _follow(run, sink, policy, checkpoint)
@@ -184,7 +188,7 @@ def export_traces(
         may_write_file(Path(target), force=force)
         with FileSink(Path(target)) as file:
             done = _whole(run, file, policy, Checkpoint(None), report)
-    _say_sent(target, done)
+    _say_sent(target, done, rejected)
     raise_if_damaged(done.damage, ", and their traces told by facts alone")
 
 
@@ -240,8 +244,9 @@ def _follow(run: OpenRun, sink: Sink, policy: SamplingPolicy, checkpoint: Checkp
     ).run()
 
 
-def _say_sent(target: str, sent: Sent) -> None:
+def _say_sent(target: str, sent: Sent, rejected: Rejected) -> None:
     left_out = f", {sent.left_out} groups left out by their share" if sent.left_out else ""
-    say(f"{target}: {sent.groups} groups, {sent.spans} spans{left_out}")
+    spans = sent.spans - rejected.spans
+    say(f"{target}: {sent.groups} groups, {spans} spans{rejected.words}{left_out}")
     if not sent.whole:
         raise ResourceError("not everything was sent", hint="the same command goes on from there")

@@ -264,7 +264,8 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     finally:
         bus.close()
         sink.close()
-    say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {sent.spans} spans")
+    spans = f"{sent.spans - sink.rejected.spans} spans{sink.rejected.words}"
+    say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {spans}")
     if not sent.whole and not stop():
         say(
             f"not everything was sent; dora-pipe export {config.run.name} --traces URL sends it all"

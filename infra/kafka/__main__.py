@@ -6,6 +6,7 @@ python -m infra.kafka --brokers 3 [--folder DIR] --start 2
 """
 
 import argparse
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ask_to_start(folder, options.start, say)
             return 0
         with Launcher(brokers, folder, say) as launcher:
-            return launcher.run(options.command)
+            return launcher.run(options.command, _pressed if _is_terminal() else None)
     except KeyboardInterrupt:
         return 0
     except BrokerError as error:
@@ -75,6 +76,16 @@ def say(line: str) -> None:
     """A line for whoever looks on."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _pressed() -> bool:
+    """Whether a line was typed, or nobody can type any more."""
+    ready, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(ready)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

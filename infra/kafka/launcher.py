@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from infra.kafka.broker import STOP_LIMIT_S, KafkaBroker, end_all
+from infra.kafka.broker import HOST, STOP_LIMIT_S, KafkaBroker, end_all
 from infra.kafka.cluster import KafkaCluster
 from infra.kafka.jars import BrokerError
 
@@ -73,8 +73,11 @@ class Launcher:
         if self._lock is not None:
             self._lock.close()
 
-    def run(self, command: Sequence[str]) -> int:
-        """Until the command has ended, or without one until no broker is left; the exit status."""
+    def run(self, command: Sequence[str], pressed: Callable[[], bool] | None = None) -> int:
+        """Until the command has ended, or without one until no broker is left; the exit status.
+
+        With `pressed` the brokers run on after the command, until that is true: a key was pressed.
+        """
         if not command:
             return self._watch(lambda: None)
         words = [word.replace("{bootstrap}", self._brokers.bootstrap) for word in command]
@@ -84,8 +87,20 @@ class Launcher:
             except KeyboardInterrupt:  # Ctrl-C reached the command too
                 process.send_signal(signal.SIGINT)
                 code = process.wait()
-        self._say(f"the log stays in {self._folder}")
+        if pressed is not None and code == 0:
+            self._say(f"kafka://{self._brokers.bootstrap} runs on for the log; Enter stops it")
+            self._watch(lambda: 0 if pressed() else None)
+        self._say(f"the log stays in {self._folder}; to read it, {self._again}")
         return code
+
+    @property
+    def _again(self) -> str:
+        """How the brokers start again over the same data, under the same address."""
+        host, _, port = self._nodes[0].bootstrap.rpartition(":")
+        words = f"--folder {self._folder} --port {port}"
+        words += f" --brokers {len(self._nodes)}" if len(self._nodes) > 1 else ""
+        words += "" if host == HOST else f" --host {host}"
+        return f"start the broker again: python -m infra.kafka {words}"
 
     def _watch(self, ended: Callable[[], int | None]) -> int:
         while (code := ended()) is None:

@@ -39,6 +39,8 @@ LINKS_MAX: Final = 8192
 TIMEOUT_S: Final = 10.0
 """Of one request, with what it takes to connect."""
 
+LOG = logging.getLogger(__name__)
+
 TRACES_PATH: Final = "/v1/traces"
 """Where OTLP over HTTP takes traces."""
 
@@ -81,6 +83,21 @@ class NotTaken(ResourceError):
     def busy(self) -> bool:
         """Whether it would take them later."""
         return self.answer is not None and self.answer.status in BUSY_STATUSES
+
+
+@dataclass(slots=True)
+class Rejected:
+    """Spans that an endpoint has taken and dropped, as its answers say (partial success)."""
+
+    spans: int = 0
+    why: str = ""
+    """As it was said last."""
+
+    @property
+    def words(self) -> str:
+        """Behind a number of spans that were sent; empty where none was rejected."""
+        why = f": {self.why}" if self.why else ""
+        return f", {self.spans} rejected by the endpoint{why}" if self.spans else ""
 
 
 class _Refused(Exception):
@@ -133,6 +150,8 @@ class HttpSink:
         session = requests.Session()
         session.hooks["response"].append(self._heard)
         self._answer: EndpointAnswer | None = None
+        self.rejected = Rejected()
+        """Of all requests so far. OTLP forbids to send them again."""
         self._exporter = OTLPSpanExporter(endpoint=self.address, timeout=timeout_s, session=session)
 
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
@@ -160,6 +179,24 @@ class HttpSink:
             after = response.headers.get("Retry-After", "").strip()
             self._answer = EndpointAnswer(response.status_code, response.reason or "", after)
             raise _Refused
+        self._note_rejected(response.content)
+
+    def _note_rejected(self, body: bytes) -> None:
+        """Count what an answer says was rejected; one that is no protobuf says nothing."""
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+            ExportTraceServiceResponse,
+        )
+
+        try:
+            partial = ExportTraceServiceResponse.FromString(body).partial_success
+        except DecodeError:
+            return
+        if partial.rejected_spans > 0:
+            if not self.rejected.spans:
+                LOG.warning("%s rejects spans: %s", self.address, partial.error_message)
+            self.rejected.spans += partial.rejected_spans
+            self.rejected.why = partial.error_message
 
     def _not_taken(self, taken: int) -> NotTaken:
         answer = self._answer

@@ -285,7 +285,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
     kept_ns = _kept_ns(bus, topics, found, ended_ns)
     told = _for_batches([one for one in waits if one.free_ns >= kept_ns])
     known_s = sum(one.known_s for one in waits if one.free_ns >= kept_ns)
-    trainer = _role(
+    trainer = role_waits(
         TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, known_s=known_s, skip="batch"
     )
     stops = catalogue.query(STOPS)
@@ -296,7 +296,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         over=over,
         steps=sum(one.committed_ns is not None for one in waits),
         untold_s=max(0, kept_ns - started_ns) / 1e9 if kept_ns else 0.0,
-        roles=(trainer, *(_role(name, roles[name], heartbeat_ns) for name in sorted(roles))),
+        roles=(trainer, *(role_waits(name, roles[name], heartbeat_ns) for name in sorted(roles))),
         longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
         alarms=tuple(_alarms(map(pauses.excused, found))),
         failed=_failed(catalogue),
@@ -340,7 +340,7 @@ def _for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
     }
 
 
-def _role(
+def role_waits(
     name: str,
     found: Sequence[AnyMetrics],
     heartbeat_ns: int,

@@ -224,6 +224,19 @@ def test_show_gives_ids_as_json(recorded: RecordedRun, call: Call) -> None:
         assert spans[row["trace_id"], row["span_id"]].stage == row["stage"]
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_spans_that_the_endpoint_rejects_are_not_counted_as_sent(
+    recorded: RecordedRun, call: Call, follow: bool
+) -> None:
+    with OtlpEndpoint() as endpoint:
+        endpoint.rejects = 2
+        words = ("export", recorded.directory, "--traces", endpoint.address)
+        code, _, err = call(*words, *(["--follow"] if follow else []))
+        spans, rejected = len(endpoint.spans), 2 * len(endpoint.requests)
+    assert code == 0, err
+    assert f", {spans - rejected} spans, {rejected} rejected by the endpoint: quota" in err
+
+
 def test_follower_of_a_run_sends_what_is_configured(
     recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

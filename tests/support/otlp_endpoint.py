@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
@@ -34,6 +35,8 @@ class OtlpEndpoint:
         refuses: Callable[[int], tuple[int, str] | None] | None = None,
     ) -> None:
         self.refuses = refuses or (lambda asked: (status, "") if asked <= refuse else None)
+        self.rejects = 0
+        """Spans of each request that it takes and drops."""
         self.requests: list[ExportTraceServiceRequest] = []
         self.asked = 0
         handler = type("Handler", (_Handler,), {"endpoint": self})
@@ -93,7 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         request = ExportTraceServiceRequest()
         request.ParseFromString(body)
         self.endpoint.requests.append(request)
-        answer = ExportTraceServiceResponse().SerializeToString()
+        partial = ExportTracePartialSuccess(rejected_spans=self.endpoint.rejects)
+        partial.error_message = "quota" if self.endpoint.rejects else ""
+        answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
         self.send_response(200)
         self.send_header("content-type", "application/x-protobuf")
         self.send_header("content-length", str(len(answer)))

@@ -1,10 +1,8 @@
-"""`retrain`: trains steps of a run again from its log, as runs of their own; a table of them."""
+"""`retrain`: trains steps of a run again from its log, as a run of its own."""
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,27 +18,23 @@ from dora_pipe.audit.taken_again import BesideSource, EndedGroups, beside_source
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.cli.replay import open_trainer
-from dora_pipe.cli.retrain_eval import HEADINGS, Evaluation, Evaluator, cells, evaluator, words
-from dora_pipe.cli.then_live import Live, check_live, go_live
+from dora_pipe.cli.retrain_eval import Evaluation, Evaluator, evaluator, words
 from dora_pipe.consumers.trainer.change_file import named_rows, weighed_rows
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
+from dora_pipe.core.errors import PolicyError, UsageError
 from dora_pipe.launch.retrain import train_again
 from dora_pipe.launch.retrain_plan import Retraining, RetrainPlan, groups_again, plan_retrain
 from dora_pipe.launch.roles import StopFlag
 from dora_pipe.launch.run_dir import OpenRun, locked, opened
 from dora_pipe.schemas.control import StepCommitted
-from dora_pipe.schemas.topics import Topics, is_name
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
 
 FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
 """Of a step, in the tables; `--json` has every one."""
-
-OF_GRID: Final = frozenset({"batches", "rescored", "drop", "weights"})
-"""Keys of a setting in a grid that are no keys of a configuration."""
 
 
 KEPT: Final = "kept"
@@ -59,7 +53,7 @@ ENDS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What one run shall have otherwise, as a command or a grid says it."""
+    """What one run shall have otherwise, as a command says it."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -93,9 +87,9 @@ class TrainedRun:
         return next((one.step for one, digest in pairs if one.digest_after != digest), None)
 
 
-def retrain_runs(
+def retrain_run(
     run: str,
-    settings: Sequence[Setting],
+    setting: Setting,
     *,
     root: Path,
     first: int,
@@ -103,26 +97,21 @@ def retrain_runs(
     evaluation: Evaluation | None = None,
     as_json: bool,
 ) -> bool:
-    """Train every setting's run, one after the other, and print them; False where the user stopped
-    it before the last was done.
+    """Train a setting's run and print it; False where the user stopped it.
 
-    Raises UsageError, ConfigError for what cannot be, before anything is made of that setting, and
-    whatever ends a trainer or a probe.
+    Raises UsageError, ConfigError for what cannot be, before anything is made, and whatever ends a
+    trainer or a probe.
     """
-    stop, found = StopFlag(), list[TrainedRun]()
-    last = None if end is None else end - 1
+    if setting.batches not in BATCHES:
+        raise UsageError(f"--batches is {setting.batches!r}", hint=ONE_OF)
+    stop, last = StopFlag(), None if end is None else end - 1
     with evaluator(run, evaluation, root, stop) as evaluated:
-        for setting in settings:
-            done = _done(run, setting, first, last, root=root, stop=stop)
-            if done is not None and evaluated is not None:
-                done = _evaluated(done, evaluated)
-            if done is None:
-                return False
-            found.append(done)
-            if len(settings) == 1 or as_json:
-                _print(done, as_json=as_json)
-    if len(settings) > 1 and not as_json:
-        _print_grid(found)
+        done = _done(run, setting, first, last, root=root, stop=stop)
+        if done is not None and evaluated is not None:
+            done = _evaluated(done, evaluated)
+    if done is None:
+        return False
+    _print(done, as_json=as_json)
     return True
 
 
@@ -139,31 +128,6 @@ def _evaluated(done: TrainedRun, evaluated: Evaluator) -> TrainedRun | None:
     """The same with what it has learnt; None where the user stopped it."""
     found = evaluated.learnt(done.name, done.steps[-1].step + 1)
     return None if found is None else replace(done, learnt=found)
-
-
-def wants_live(run: str, setting: Setting, name: str, steps: int | None, *, root: Path) -> Live:
-    """The live run behind a setting's run, once everything it needs was found there.
-
-    Raises UsageError, ConfigError, TaskError.
-    """
-    live = Live(
-        name=name or f"{setting.name}-live",
-        retrained=setting.name,
-        overrides=setting.overrides,
-        steps=steps,
-    )
-    with opened(run, root) as source:
-        check_live(source, live, root)
-    return live
-
-
-def go_on_live(run: str, live: Live, *, root: Path) -> None:
-    """Go on from the last version of its run; this process becomes the live one."""
-    with opened(live.retrained, root) as done:
-        version = read_history(done.bus, done.topics, SystemClock()).next_step
-    with opened(run, root) as source:
-        file = source.directory.config_file
-    go_live(file, live, version, root)
 
 
 def _train(source: OpenRun, wanted: Retraining, stop: StopFlag) -> TrainedRun | None:
@@ -227,64 +191,6 @@ def _distance(own: PolicyStore, digest: str, theirs: PolicyStore, other: str) ->
 
 
 # What is otherwise.
-
-
-def asked_settings(one: Setting, grid: Path | None) -> list[Setting]:
-    """The settings of a command: its own one, or those of its grid.
-
-    Raises UsageError, ConfigError.
-    """
-    if one.batches not in BATCHES:
-        raise UsageError(f"--batches is {one.batches!r}", hint=ONE_OF)
-    if grid is None:
-        return [one]
-    if one != Setting(name=one.name):
-        raise UsageError("--grid says what is otherwise: leave the other options out")
-    return grid_of(grid, one.name)
-
-
-def grid_of(file: Path, name: str) -> list[Setting]:
-    """The settings of a grid: a table each, whose runs are called ``NAME-TABLE``. Raises
-    ConfigError."""
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
-    if not table:
-        raise ConfigError(f"{file} has no table", hint='e.g. [topr] with objective.kind = "topr"')
-    return [_setting(file, name, key, value) for key, value in table.items()]
-
-
-def _setting(file: Path, name: str, key: str, value: object) -> Setting:
-    if not isinstance(value, dict) or not is_name(f"{name}-{key}"):
-        raise ConfigError(
-            f"{file}: {key} is no table of a setting",
-            hint='e.g. [topr] with objective.kind = "topr"',
-        )
-    of_run = {one: given for one, given in value.items() if one not in OF_GRID}
-    own = {one: value[one] for one in OF_GRID & value.keys()}
-    if odd := [one for one, given in sorted(own.items()) if not isinstance(given, str)]:
-        raise ConfigError(f"{file}: {key}.{odd[0]} is no text")
-    if (batches := own.get("batches", KEPT)) not in BATCHES:
-        raise ConfigError(f"{file}: {key}.batches is {batches!r}", hint=ONE_OF)
-    return Setting(
-        name=f"{name}-{key}",
-        overrides=tuple(f"{dotted}={json.dumps(plain)}" for dotted, plain in _flat(of_run)),
-        batches=batches,
-        rescored=own.get("rescored", ""),
-        drop=file.parent / own["drop"] if "drop" in own else None,
-        weights=file.parent / own["weights"] if "weights" in own else None,
-    )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def wanted_of(source: OpenRun, setting: Setting, first: int, last: int | None) -> Retraining:
@@ -400,34 +306,6 @@ def _print(done: TrainedRun, *, as_json: bool) -> None:
 
 def _far(distance: float | None) -> str:
     return "not known: one of them is not in its store" if distance is None else f"{distance:.3g}"
-
-
-def _print_grid(found: Sequence[TrainedRun]) -> None:
-    lasts = {one.steps[-1].step for one in found}
-    rows = [
-        (
-            one.name,
-            *(one.steps[-1].figures.get(name) for name in FIGURES),
-            sum(step.compute_s for step in one.steps),
-            "none" if one.first_other is None else one.first_other,
-            one.distance,
-            *cells(one.learnt),
-        )
-        for one in found
-    ]
-    headings = HEADINGS if found[0].learnt is not None else ()
-    columns = ("run", *FIGURES, "compute s", "first other step", "distance", *headings)
-    if len(lasts) == 1:
-        emit_table(columns, rows, title=f"Figures of step {min(lasts)}")
-    else:  # One whose batches were taken again may have ended before the others.
-        pairs = zip(found, rows, strict=True)
-        ended = [(row[0], one.steps[-1].step, *row[1:]) for one, row in pairs]
-        emit_table((columns[0], "step", *columns[1:]), ended, title="Figures of the last steps")
-    of_source = {
-        one.steps[-1].step + 1: one.learnt.source for one in found if one.learnt is not None
-    }
-    for version, value in of_source.items():
-        emit_line(f"evaluation of version {version} of the source: {words(value)}")
 
 
 def _plain(done: TrainedRun) -> dict[str, Any]:

@@ -94,14 +94,6 @@ def evaluator(
         yield Evaluator(source=source, probe=probe, wanted=wanted, stop=stop, report=report)
 
 
-def cells(found: Learnt | None) -> tuple[str, ...]:
-    """A run's columns of `HEADINGS`."""
-    return () if found is None else (words(found.value), words(found.gain))
-
-
-HEADINGS: Final = ("evaluation (95 %)", "over the source (95 %)")
-
-
 def words(one: Interval) -> str:
     """Example: ``0.91 (0.88 to 0.93)``."""
     return f"{show(one.value)} ({show(one.low)} to {show(one.high)})"

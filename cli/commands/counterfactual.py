@@ -40,28 +40,11 @@ WeightsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Trajectories with a factor of their loss, a line each."),
 ]
-GridOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="TOML: a table for each run, with keys as of -o."),
-]
 EvalOption = Annotated[
     int | None,
     typer.Option(
         "--eval", min=1, metavar="N", help="Evaluate each last version by N draws of --probe."
     ),
-]
-ThenLiveOption = Annotated[
-    bool,
-    typer.Option(
-        "--then-live", help="Go on with live rollouts, from its last version and optimizer."
-    ),
-]
-LiveNameOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Of the live run; default NEW-live.")
-]
-LiveStepsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Steps of the live run; default as the source's configuration."),
 ]
 
 
@@ -214,9 +197,7 @@ def rescore(
 
 def retrain(
     run: RunArgument,
-    name: Annotated[
-        str, typer.Option("--name", metavar="NEW", help="Of the new run; of a grid, its beginning.")
-    ],
+    name: Annotated[str, typer.Option("--name", metavar="NEW", help="Of the new run.")],
     first: Annotated[int, typer.Option("--from", metavar="A", help="The first step.")] = 0,
     end: Annotated[
         int | None,
@@ -229,28 +210,19 @@ def retrain(
     ] = "",
     drop_rows: DropRowsOption = None,
     weights: WeightsOption = None,
-    grid: GridOption = None,
     draws: EvalOption = None,
     probe: ProbeOption = EVAL,
-    then_live: ThenLiveOption = False,
-    live_name: LiveNameOption = "",
-    live_steps: LiveStepsOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
     rows: a run of its own, without a rollout. The same command goes on where it was."""
-    from dora_pipe.cli.retrain import Setting, asked_settings, go_on_live, retrain_runs, wants_live
+    from dora_pipe.cli.retrain import Setting, retrain_run
     from dora_pipe.cli.retrain_eval import Evaluation
 
     if probe != EVAL and draws is None:
         raise UsageError("--probe is of --eval N")
-    if (live_name or live_steps is not None) and not then_live:
-        raise UsageError("--live-name and --live-steps are of --then-live")
-    if then_live and grid is not None:
-        raise UsageError("--then-live goes on with one run: --grid makes several")
-    live = None
-    one = Setting(
+    setting = Setting(
         name=name,
         overrides=tuple(override or ()),
         batches=batches,
@@ -258,14 +230,9 @@ def retrain(
         drop=drop_rows,
         weights=weights,
     )
-    settings = asked_settings(one, grid)
-    if then_live:
-        live = wants_live(run, settings[0], live_name, live_steps, root=root)
     evaluation = None if draws is None else Evaluation(draws=draws, probe=probe)
-    if not retrain_runs(
-        run, settings, root=root, first=first, end=end, evaluation=evaluation, as_json=as_json
+    if not retrain_run(
+        run, setting, root=root, first=first, end=end, evaluation=evaluation, as_json=as_json
     ):
         say("stopped: the same command goes on")
         raise typer.Exit(EXIT_INTERRUPTED)
-    if live is not None:
-        go_on_live(run, live, root=root)

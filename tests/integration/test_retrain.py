@@ -19,7 +19,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
 from dora_pipe.bus.port import Append
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli.retrain import Setting, change_of_setting, grid_of
+from dora_pipe.cli.retrain import Setting, change_of_setting
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.trainer import effect_handlers
 from dora_pipe.consumers.trainer.change_file import named_rows, weighed_rows
@@ -329,32 +329,6 @@ def test_scores_that_are_not_whole_or_of_another_run_are_refused(runs: Path) -> 
     scored(runs, {name: 1.0 for name in names}, started_ns=1)
     with pytest.raises(UsageError, match="the scores of another run of that name"):
         change_by(runs, "ab12cd34ef56")
-
-
-def test_a_grid_says_what_each_of_its_runs_has(tmp_path: Path) -> None:
-    file = tmp_path / "grid.toml"
-    file.write_text(
-        '[topr]\nobjective.kind = "topr"\n[low]\ntrainer.learning_rate = 1e-6\n'
-        'drop = "rows"\nrescored = "ab12"\n'
-    )
-    assert grid_of(file, "a") == [
-        Setting(name="a-topr", overrides=('objective.kind="topr"',)),
-        Setting(
-            name="a-low",
-            overrides=("trainer.learning_rate=1e-06",),
-            drop=tmp_path / "rows",
-            rescored="ab12",
-        ),
-    ]
-    for text, words in (
-        ("", "has no table"),
-        ("kind = 1", "kind is no table of a setting"),
-        ("[a]\ndrop = 1", "a.drop is no text"),
-        ("[a", "not TOML"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=words):
-            grid_of(file, "a")
 
 
 def test_a_run_that_has_lost_the_name_of_its_source_does_not_pass_for_an_ordinary_one(

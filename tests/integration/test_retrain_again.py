@@ -15,7 +15,7 @@ import pytest
 from dora_pipe.audit.line_file import line_of
 from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
 from dora_pipe.audit.taken_again import BatchTaken, taken_again
-from dora_pipe.cli.retrain import AGAIN, Setting, grid_of, wanted_of
+from dora_pipe.cli.retrain import AGAIN, Setting, wanted_of
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.core.errors import ConfigError, UsageError
 from dora_pipe.launch import retrain_plan
@@ -184,22 +184,10 @@ def test_rescored_rewards_are_those_of_every_group_that_a_step_may_take(runs: Pa
     assert change.rewards.keys() == set(rows)
 
 
-def test_a_table_of_a_grid_may_have_its_batches_taken_again(tmp_path: Path) -> None:
-    file = tmp_path / "grid.toml"
-    file.write_text('[more]\nbatches = "again"\ngroups.per_step = 3\n')
-    wanted = Setting(name="a-more", batches=AGAIN, overrides=("groups.per_step=3",))
-    assert grid_of(file, "a") == [wanted]
-    file.write_text('[more]\nbatches = "anew"\n')
-    with pytest.raises(ConfigError, match=r"more\.batches is 'anew'"):
-        grid_of(file, "a")
-
-
 def test_the_command_says_what_is_wrong_with_its_kind_of_batches(root: Path, call: Call) -> None:
     words = ("retrain", NAME, "--name", "new", "--runs", root)
     code, _, err = call(*words, "--batches", "anew")
     assert (code, "--batches is 'anew'" in err) == (2, True)
-    code, _, err = call(*words, "--batches", "again", "--grid", "grid.toml")
-    assert (code, "leave the other options out" in err) == (2, True)
     code, out, _ = call("audit", AGAIN, "--runs", root)
     assert code == 0
     assert "taken again by groups.filter_zero_advantage = False" in out

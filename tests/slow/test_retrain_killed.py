@@ -83,26 +83,13 @@ def _committed(root: Path, name: str) -> int:
     return 0
 
 
-def test_a_grid_is_a_run_for_each_table(root: Path, tmp_path: Path) -> None:
-    drop = tmp_path / "drop.txt"
-    group = commits(root, "small")[4].groups[0].group
-    drop.write_text(f"# one of step 4\n{group}\n")
-    grid = tmp_path / "grid.toml"
-    grid.write_text(
-        '[topr]\nobjective.kind = "topr"\n[low]\ntrainer.learning_rate = 1e-6\n'
-        '[without]\ndrop = "drop.txt"\n'
-        '[many]\nbatches = "again"\ngroups.per_step = 5\n'
-    )
-    words = command(root, "--name", "ablation", "--from", "4", "--grid", str(grid))
-    done = answer(root, *words)
+def test_batches_taken_again_are_proved_and_a_run_without_a_whole_batch_says_so(
+    root: Path, tmp_path: Path
+) -> None:
+    words = ("--batches", "again", "-o", "groups.per_step=5")
+    done = answer(root, *command(root, "--name", "many", "--from", "4", *words))
     assert done.returncode == 0, done.stderr
-    for name in ("ablation-topr", "ablation-low", "ablation-without"):
-        assert name in done.stdout
-        report = audited(root, name)
-        assert report.holds, [one.line for one in report.violations]
-        assert report.steps == 2
     assert "no whole batch is left for step 5, within deadlines" in done.stderr
-    assert "Figures of the last steps" in done.stdout
-    report = audited(root, "ablation-many")
+    report = audited(root, "many")
     assert (report.holds, report.steps) == (True, 1)
-    assert [len(one.groups) for one in commits(root, "ablation-many")] == [5]
+    assert [len(one.groups) for one in commits(root, "many")] == [5]

@@ -218,6 +218,8 @@ class Conversation:
         """Turns of the model so far."""
         self.text = ""
         """What the last of them says, without thoughts and calls."""
+        self.reasoning = ""
+        """The thoughts of the last of them."""
 
     def say(self, ids: Sequence[int]) -> Turn:
         """The model has sampled a turn. What it says; its calls have ids of their own."""
@@ -231,7 +233,7 @@ class Conversation:
         self._sampled = ids
         self._messages.append(said.message())
         self.turns += 1
-        self.text = said.text
+        self.text, self.reasoning = said.text, said.reasoning
         return said
 
     def answered(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:

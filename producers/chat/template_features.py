@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.producers.chat.template import Template
+from dora_pipe.producers.chat.tokenizer import THINK
 from dora_pipe.producers.tasks.messages import ROLES
 from dora_pipe.producers.tasks.port import Message
 
@@ -136,6 +137,8 @@ def learn(template: Template, tool_template: Template) -> TemplateFeatures:
         for role in ("system", "developer")
     )
     features = replace(features, system=system, developer=developer)
+    if _begins_thoughts(template, features):
+        features = replace(features, thinking="always")
     return _with_tools(tool_template, _with_reasoning(template, features))
 
 
@@ -147,8 +150,16 @@ def _with_reasoning(template: Template, features: TemplateFeatures) -> TemplateF
     for key in ("reasoning_content", "reasoning", "thinking"):
         found = replace(features, reasoning=key)
         if _shows(template, found, [_USER, _thoughtful(_ANSWER)], "druff"):
-            return replace(found, thinking=_thinking(template, found))
+            always = features.thinking == "always"
+            return found if always else replace(found, thinking=_thinking(template, found))
     return features
+
+
+def _begins_thoughts(template: Template, features: TemplateFeatures) -> bool:
+    """Whether what is written in front of a turn begins thoughts and does not end them."""
+    asked = template.render(features.messages([_USER]), (), generate=True)
+    begin, end = (asked.rfind(mark) for mark in THINK)
+    return begin > max(end, asked.rindex("quorl"))
 
 
 def _thoughtful(message: Message) -> Message:

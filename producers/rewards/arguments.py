@@ -24,9 +24,9 @@ from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.rewards.batches import Batches
 from dora_pipe.producers.tasks.port import Completion, Row
 
-KNOWN: Final = ("row", "text", "turns", "messages", "completion", "answer")
-"""Of the trajectory: its row, the last turn's text, all segments' texts, the conversation, all of
-this at once, and the row's answer."""
+KNOWN: Final = ("row", "text", "reasoning", "turns", "messages", "completion", "answer")
+"""Of the trajectory: its row, the last turn's text and thoughts, all segments' texts, the
+conversation, all of this at once, and the row's answer."""
 
 LISTS: Final = {
     "rows": "row",

@@ -1,6 +1,6 @@
 """The reward `judge`: a model behind an endpoint of OpenAI's chat completions gives a score.
 
-It decides what is asked (a template over row, text, turns and messages), what of an answer is the
+It decides what is asked (a template over row, text, reasoning, turns and messages), what of an answer is the
 score, and what of a failure passes: an endpoint that is busy, away, or gives no score is asked
 again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content of their
 question, so that the same question has one answer, and costs once.
@@ -67,7 +67,8 @@ class Judge(Options, frozen=True, kw_only=True):
     key_env: str = ""
     """The environment variable with the key. A key stands in no configuration."""
     prompt: str = ""
-    """A Jinja template with the rubric; `row`, `text`, `turns` and `messages` are known in it."""
+    """A Jinja template with the rubric; `row`, `text`, `reasoning`, `turns` and
+    `messages` are known in it."""
     prompt_file: str = ""
     """The file that has it, relative to `task.directory`."""
     system: str = ""
@@ -162,11 +163,18 @@ class JudgeClient:
         self._asked: dict[str, asyncio.Future[JudgeAnswer]] = {}
 
     async def score(
-        self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
+        self,
+        row: Row,
+        text: str,
+        turns: Sequence[str],
+        messages: Sequence[Message],
+        reasoning: str = "",
     ) -> Reward:
         """The score, from 0 to 1. Raises Retry where another try may do better, TaskError where the
         endpoint refuses."""
-        prompt = self._template.render(row=row, text=text, turns=turns, messages=messages)
+        prompt = self._template.render(
+            row=row, text=text, reasoning=reasoning, turns=turns, messages=messages
+        )
         return await self._scored(await self._answered(self._question(prompt)))
 
     async def _answered(self, question: Mapping[str, Any]) -> JudgeAnswer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER, WrongQuestion
 from dora_pipe.producers.rewards.golds import Gold, is_right, right_answers
-from dora_pipe.producers.tasks.port import Reward, Row
+from dora_pipe.producers.tasks.port import Completion, Reward, Row
 
 _STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
 
@@ -149,6 +149,9 @@ class Regex(Compared, frozen=True, kw_only=True):
     """Python's; flags stand in it, as ``(?i)``."""
     group: str = ""
     """Name or number of the group that is compared."""
+    of: Literal["auto", "text", "reasoning", "written"] = "auto"
+    """What the pattern is searched in: the last turn's text, its thoughts, or the turn as it was
+    written, thoughts included; `auto` is `written` for a pattern with `<think>` or `</think>`."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         try:
@@ -160,13 +163,21 @@ class Regex(Compared, frozen=True, kw_only=True):
             raise ConfigError(f"{where}: the pattern has no group `{self.group}`")
         return self.compared if self.group else self.found
 
-    def found(self, text: str) -> float | Reward:
+    def searched(self, completion: Completion) -> str:
+        """The text in which the pattern is searched."""
+        marked = any(mark in self.pattern for mark in ("<think>", "</think>"))
+        of = self.of if self.of != "auto" else "written" if marked else "text"
+        return str(getattr(completion, of))
+
+    def found(self, completion: Completion) -> float | Reward:
         """1 where the pattern matches somewhere."""
+        text = self.searched(completion)
         held = HELPER.ask("search", pattern=self.pattern, group="", text=text)
         return _STOPPED if held is None else float(held)
 
-    def compared(self, text: str, answer: Any) -> Reward:
+    def compared(self, completion: Completion, answer: Any) -> Reward:
         """1 where the last match's group is an answer; white space around both does not count."""
+        text = self.searched(completion)
         golds = right_answers(answer, self.field)
         held = HELPER.ask("search", pattern=self.pattern, group=self.group, text=text)
         if held is None:

@@ -88,6 +88,7 @@ class RewardCall(Message, frozen=True, kw_only=True):
     text: str
     turns: tuple[str, ...]
     messages: tuple[dict[str, Any], ...] = ()
+    reasoning: str = ""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):

@@ -171,6 +171,17 @@ class Completion:
     messages: Sequence[Message] = ()
     """The whole conversation, the prompt and the last turn included, where prompts are messages;
     for `score_group` only of a single turn."""
+    reasoning: str = ""
+    """The thoughts of the last turn, where prompts are messages. Of thoughts that never end, `text`
+    is empty."""
+
+    @property
+    def written(self) -> str:
+        """The last turn as it was written: thoughts in `<think>`, which the prompt may have begun,
+        calls and text."""
+        turn = self.turns[-1] if self.turns else self.text
+        begun = "<think>" not in turn and (self.reasoning or "</think>" in turn)
+        return f"<think>{turn}" if begun else turn
 
 
 class Environment:

@@ -400,7 +400,9 @@ class TaskServer:
         if found is not None:
             return scored(call.request, found)
         row = self._row(call.split, call.index)
-        said = Completion(text=call.text, turns=call.turns, messages=call.messages)
+        said = Completion(
+            text=call.text, turns=call.turns, messages=call.messages, reasoning=call.reasoning
+        )
         return scored(call.request, await call_user_code(self._task.score, row, said))
 
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
@@ -421,11 +423,13 @@ class TaskServer:
     async def _completion(self, row: Row, one: Said) -> Completion:
         """Of a single turn also the conversation, where the prompt is messages."""
         if one.turn is None or len(one.turns) > 1:
-            return Completion(text=one.text, turns=one.turns)
+            thoughts = "" if one.turn is None else one.turn.reasoning
+            return Completion(text=one.text, turns=one.turns, reasoning=thoughts)
         prompt = await call_user_code(self._task.prompt, row)
         messages = () if isinstance(prompt, str) else (*normal(prompt, "prompt"),)
         said = (*messages, one.turn.message()) if messages else ()
-        return Completion(text=one.text, turns=one.turns, messages=said)
+        thoughts = one.turn.reasoning
+        return Completion(text=one.text, turns=one.turns, messages=said, reasoning=thoughts)
 
     async def _close(self, world: Environment, under_way: Sequence[Future[None]]) -> None:
         PLACE.set(Place(threads=self._threads, beside=self._config.threads > 1))

@@ -182,19 +182,22 @@ class TaskPort:
     def _score(self, effect: RewardCall) -> Iterator[Any]:
         conversation = self._conversations.pop(effect.request, None)
         messages: tuple[dict[str, Any], ...] = ()
+        reasoning = ""
         answer = self._texts.text(effect.answer)
         single = len(effect.turns) == 1
         turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
         if effect.text is not None:
             answer = effect.text
         elif self._addresses is not None and self._chat is not None:
-            answer = self._chat.parse(effect.answer, effect.before, ()).text
+            turn = self._chat.parse(effect.answer, effect.before, ())
+            answer, reasoning = turn.text, turn.reasoning
         if conversation is not None:
             if (
                 len(effect.turns) + 1
             ) // 2 > conversation.turns:  # Nobody has answered the last one.
                 conversation.say(effect.answer)
-            answer, messages = conversation.text, conversation.messages()
+            answer, reasoning = conversation.text, conversation.reasoning
+            messages = conversation.messages()
         call = calls.RewardCall(
             request=effect.request,
             split=effect.split,
@@ -202,6 +205,7 @@ class TaskPort:
             text=answer,
             turns=turns,
             messages=messages,
+            reasoning=reasoning,
         )
         self._tasks.start(call)
         yield from ()

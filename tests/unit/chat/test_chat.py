@@ -13,6 +13,7 @@ from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.template import Template, find_templates
 from dora_pipe.producers.chat.template_features import PROBE_TOOL
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.tasks.port import Completion
 from tests.support.chat_models import CHATML, write_chat_model
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"}]
@@ -121,7 +122,6 @@ def test_settings_are_in_the_digest(tmp_path: Path) -> None:
         {"kwargs": {"enable_thinking": False}},
         {"renderer": "template"},
         {"tool_parser": "xml"},
-        {"now_ns": 10**9},
         {"parse": True},
     ]
     digests = [open_chat(tmp_path, **one).digest for one in [{}, *changed]]
@@ -219,3 +219,38 @@ def test_an_end_of_the_template_ends_turns(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
     ends = {tokenizer.backend.token_to_id(one) for one in ("</s>", "<|im_end|>")}
     assert set(open_chat(tmp_path).stop_ids) == ends
+
+
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+DRAWN = R1.replace("<think>\n", "<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "text", "reasoning", "written"),
+    [
+        (R1, "so 3</think>It is 3.</s>", "It is 3.", "so 3", "<think>so 3</think>It is 3."),
+        (R1, "</think>It is 3.</s>", "It is 3.", "", "<think></think>It is 3."),
+        (R1, "maybe 42, or 3</s>", "", "maybe 42, or 3", "<think>maybe 42, or 3"),
+        (R1, "maybe 42, or 3", "", "maybe 42, or 3", "<think>maybe 42, or 3"),
+        (R1, "<think>so</think>3</s>", "3", "so", "<think>so</think>3"),
+        (DRAWN, "It is 3.</s>", "It is 3.", "", "It is 3."),
+        (CHATML, "It is 3.</s>", "It is 3.", "", "It is 3."),
+        (CHATML, "<think>so</s>", "", "so", "<think>so"),
+    ],
+)
+def test_thoughts_that_the_prompt_has_begun_are_no_answer(
+    template: str, sampled: str, text: str, reasoning: str, written: str, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, text=template))
+    ids = tokenizer.backend.encode(sampled, add_special_tokens=False).ids
+    conversation = open_chat(tmp_path).start([{"role": "user", "content": "1+2? <think>"}])
+    turn = conversation.say(ids)
+    assert (turn.text, turn.reasoning) == (text, reasoning)
+    completion = Completion(
+        text=conversation.text, reasoning=conversation.reasoning, turns=(tokenizer.text(ids),)
+    )
+    assert completion.written == written

@@ -255,6 +255,22 @@ def test_regex_finds_a_pattern_or_compares_a_group(
     assert score("regex", text, {"answer": "42"}, **options).value == value
 
 
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"pattern": "(?s)^<think>.*</think>"}, 1.0),
+        ({"pattern": "so"}, 0.0),
+        ({"pattern": "so", "of": "reasoning"}, 1.0),
+        ({"pattern": "^3 is$", "of": "text"}, 1.0),
+        ({"pattern": "</think>", "of": "text"}, 0.0),
+    ],
+)
+def test_regex_sees_thoughts_where_it_is_asked_to(options: dict[str, Any], value: float) -> None:
+    said = Completion(text="3 is", reasoning="so", turns=("so</think>3 is",))
+    found = Rewards([model.RewardUse(use="regex", options=options)]).score({}, said)
+    assert isinstance(found, Reward) and found.value == value
+
+
 @pytest.mark.usefixtures("hasty")
 def test_a_pattern_that_tries_for_ever_is_stopped_and_no_match() -> None:
     found = score("regex", "a" * 60 + "b", {}, pattern="(a+)+$")

@@ -1,9 +1,9 @@
 """The reward `judge`: a model behind an endpoint of OpenAI's chat completions gives a score.
 
-It decides what is asked (a template over row, text, reasoning, turns and messages), what of an answer is the
-score, and what of a failure passes: an endpoint that is busy, away, or gives no score is asked
-again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content of their
-question, so that the same question has one answer, and costs once.
+It decides what is asked (a template over row, text, thoughts, turns and messages), what of an
+answer is the score, and what of a failure passes: an endpoint that is busy, away, or gives no score
+is asked again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content
+of their question, so that the same question has one answer, and costs once.
 """
 
 from __future__ import annotations

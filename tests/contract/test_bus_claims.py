@@ -14,7 +14,7 @@ from tests.support.bus_contract import CHECKS
 from tests.support.bus_harness import MemoryHarness, SqliteHarness
 from tests.support.bus_steps import Check
 
-LIMIT_OF_THE_CHECK_BYTES = 980
+LIMIT_OF_THE_CHECK_BYTES = 99_980
 """What `a_record_too_large_is_refused_with_its_whole_call` means by too large, without headers."""
 
 

@@ -16,5 +16,7 @@ def bypass_proxies(*hosts: str) -> None:
     Clients read one of the two variables, so both get what either has.
     """
     known = [one.strip() for name in _NAMES for one in os.environ.get(name, "").split(",")]
-    value = ",".join(dict.fromkeys(filter(None, (*known, *LOOPBACK, *hosts))))
+    everywhere = "*" in known  # some clients know it only as the whole value
+    hosts = ("*",) if everywhere else (*filter(None, known), *LOOPBACK, *hosts)
+    value = ",".join(dict.fromkeys(hosts))
     os.environ.update(dict.fromkeys(_NAMES, value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -42,8 +43,7 @@ def proxied_by_urllib(url: str) -> bool:
 
 
 @pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx, proxied_by_urllib])
-def test_clients_of_every_kind_bypass_proxies(proxied: object) -> None:
-    assert callable(proxied)
+def test_clients_of_every_kind_bypass_proxies(proxied: Callable[[str], bool]) -> None:
     bypass_proxies("10.0.0.5")
     assert [host for host in BYPASSED if proxied(f"http://{host}:8000/v1")] == []
     assert proxied("http://outside.example/v1")
@@ -55,6 +55,15 @@ def test_bypassing_twice_names_each_host_once() -> None:
     before = os.environ["NO_PROXY"]
     bypass_proxies("127.0.0.1")
     assert os.environ["NO_PROXY"] == before == "inside.example,127.0.0.1,localhost,::1"
+
+
+@pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx, proxied_by_urllib])
+def test_who_bypasses_all_proxies_still_does(
+    proxied: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    bypass_proxies("10.0.0.5")
+    assert not proxied("http://outside.example/v1")
 
 
 def test_every_command_bypasses_proxies() -> None:

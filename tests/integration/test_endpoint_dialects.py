@@ -175,6 +175,8 @@ def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
     [
         ("/responses", {"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("/responses", {"input": "hi", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("/responses", {"input": "hi", "truncation": "auto"}, "truncation"),
+        ("/inference/v1/generate", {"token_ids": [5], "stream": True}, "stream"),
         ("/inference/v1/generate", {"token_ids": [10**6]}, "below"),
         ("/inference/v1/generate", {"token_ids": "text"}, "token_ids"),
         ("/chat/completions", {"messages": "hi"}, "messages"),

@@ -30,7 +30,7 @@ from dora_pipe.orchestrator.fold import (
     fold_inputs,
     fold_records,
 )
-from dora_pipe.orchestrator.planner import PLANNER, PLANNERS, decide
+from dora_pipe.orchestrator.planner import PLANNER, decide
 from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import AnyDecision, Dispatch, Round
@@ -118,7 +118,7 @@ class FoldCheck:
 
     def _started(self, planner: str) -> None:
         self.planner = planner
-        if planner not in PLANNERS and self.makes_plans:
+        if planner != PLANNER and self.makes_plans:
             self._stop_planning()
             note = f"plans were made by {planner or 'a planner without a name'}; this is {PLANNER}"
             self._findings.notes.append(f"{note}: they were not made again")

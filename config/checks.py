@@ -31,10 +31,9 @@ from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.topics import PATTERN, RULE
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
 
-ROUND_DECISIONS_MAX: Final = 1000
-"""A planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX_2`, a floor
-above; that of new runs cuts at half of it); the groups of one evaluation are dispatched together
-all the same."""
+ROUND_DECISIONS_MAX: Final = 500
+"""The planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX`, a floor
+above); the groups of one evaluation are dispatched together all the same."""
 
 PORT_MAX: Final = 65_535
 

@@ -1,9 +1,4 @@
-"""A configuration as a log or a run's directory has it: decides what keys mean that it is older
-than.
-
-`run started` and the run's config.toml hold every key. One that lacks a key was written before
-there was such a key, and its run goes on, and is replayed, in the way that there was then. A new
-TOML file without the key gets the key's default, which may be another.
+"""A configuration as a log or a run's directory has it, and its keys that change in a run.
 
 Keys that may change in a run are in force as its commands left them (`logged_keys`).
 """
@@ -18,21 +13,7 @@ import msgspec
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.model import Config
 from dora_pipe.config.schedule import rate_of
-from dora_pipe.config.several import SEVERAL, tables_of
-
-OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
-    "groups": {"failed_share_max": None},
-    "sampling": {"logprobs": "raw"},
-    "policies": {"dtype": "float32"},
-    "task": {"special_tokens": "parse"},
-    "trainer": {
-        "weight_decay_exclude": "none",
-        "parts": 1,
-        "head_chunk_tokens": 0,
-        "mlp_chunk_tokens": 0,
-    },
-}
-"""By section, keys that are younger than the first logs and whose default is not the older way."""
+from dora_pipe.config.several import tables_of
 
 FILLED_IN: Final = ("trainer.parts", "evaluation.sampling")
 """Frozen keys, or sections of them, that a file which says nothing of them gets by more than a
@@ -41,47 +22,28 @@ as it began, whatever would be filled in now; a test finds those that are missin
 
 
 def logged_config(plain: Mapping[str, Any]) -> Config:
-    """The configuration of `run started`, whatever version of this package wrote it.
+    """The configuration of `run started`.
 
-    What one section asks of another is not checked: rules may be younger than the run. Raises
-    msgspec.ValidationError.
+    What one section asks of another is not checked. Raises msgspec.ValidationError.
 
     Example: ``logged_config(run_started.config).sampling.logprobs``
     """
-    return msgspec.convert(with_older(plain), Config)
-
-
-def with_older(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """These plain values with the older way for every key of `OLDER` that they lack."""
-    found = dict(plain)
-    for section, keys in OLDER.items():
-        _lay_under(found, section, keys)
-    sampling = found["sampling"]
-    if isinstance(sampling, Mapping):
-        older = {key: sampling[key] for key in OLDER["sampling"]}
-        _lay_under(found, "evaluation", {"sampling": {}})
-        for one in tables_of(found, "evaluation"):
-            _lay_under(one, "sampling", older)
-    return found
+    return msgspec.convert(plain, Config)
 
 
 def as_begun(table: dict[str, Any], begun: Mapping[str, Any]) -> None:
-    """Lay under a file's table what its run began with, of keys that nobody else could say: those
-    of `FILLED_IN`, and those of `OLDER` that the run is older than. What the file says stays.
+    """Lay under a file's table what its run began with, of the keys of `FILLED_IN`. What the file
+    says stays.
 
     Both tables have their lists taken apart (`several.take_apart`).
     """
-    there = with_older(begun)
     names: dict[str, set[str]] = {}
     for dotted in FILLED_IN:
         section, _, name = dotted.partition(".")
         names.setdefault(section, set()).add(name)
-    for section, keys in OLDER.items():
-        lacked = keys.keys() - begun.get(section, {}).keys()
-        names.setdefault(section, set()).update(lacked)
     for section, kept in names.items():
         table.setdefault(section, {})
-        values = {str(one.get("name", "")): one for one in tables_of(there, section)}
+        values = {str(one.get("name", "")): one for one in tables_of(begun, section)}
         for own in tables_of(table, section):
             for name in kept & values.get(str(own.get("name", "")), {}).keys():
                 own[name] = _under(values[str(own.get("name", ""))][name], own.get(name))
@@ -92,16 +54,6 @@ def _under(begun: Any, own: Any) -> Any:
     if isinstance(begun, Mapping) and isinstance(own, Mapping | None):
         return {**begun, **(own or {})}
     return begun if own is None else own
-
-
-def _lay_under(plain: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
-    """Give a section, and those after it where it is there several times, the keys they lack."""
-    own = plain.get(section, {})
-    if isinstance(own, Mapping):
-        plain[section] = {**keys, **own}
-    more = SEVERAL.get(section, (section,))[0]
-    if isinstance(others := plain.get(more), list | tuple):
-        plain[more] = [{**keys, **one} if isinstance(one, Mapping) else one for one in others]
 
 
 MINIBATCHES: Final = "trainer.minibatches"

@@ -219,7 +219,7 @@ def _config(source: OpenRun, wanted: Retraining, last: int) -> Config:
     own = (f"run.name={wanted.name}", f"run.steps={last + 1}")
     overrides = [*wanted.overrides, *own]
     file = source.directory.config_file
-    config = load_config(file, overrides, stored=True, another=True)
+    config = load_config(file, overrides, another=True)
     frozen, logged, _ = changed_keys(source.config, config)
     free = {"run.name"} if wanted.again is None else {"run.name", *AGAIN_KEYS}
     odd = sorted((frozen - free) | (logged - SETTABLE - {"run.steps"}))

@@ -182,7 +182,7 @@ def load_wanted(config: Path, overrides: Sequence[str], paradigm: str = "") -> C
     """The configuration that a file, or a run's directory, holds."""
     inside = config / "config.toml"
     if inside.is_file():
-        return load_config(inside, overrides, paradigm=paradigm, stored=True)
+        return load_config(inside, overrides, paradigm=paradigm)
     return load_config(config, overrides, paradigm=paradigm)
 
 

@@ -96,7 +96,7 @@ class RunDir:
 
     def config(self) -> Config:
         """The run's configuration as it was stored."""
-        return load_config(self.config_file, (), stored=True)
+        return load_config(self.config_file, ())
 
     @property
     def words(self) -> str:

@@ -135,7 +135,7 @@ def note_slots(state: State) -> None:
 def close_round(state: State, round_: Round) -> None:
     """What a round says about itself enters the state last; a whole plan has seen its trigger."""
     note_slots(state)
-    if round_.planned and not is_cut(round_.decisions, state.planner):
+    if round_.planned and not is_cut(round_.decisions):
         state.trigger = ""
     state.rounds = round_.ordinal + 1
     state.round_epoch = round_.role_epoch

@@ -364,7 +364,7 @@ class OrchestratorMachine:
         plans = self._caught_up and not self._pace.puts_off(state, self._folded)
         decisions = decide(state, samplers=self._samplers) if plans else []
         self._time_groups((one.spec.group for one in decisions if isinstance(one, Dispatch)), now)
-        self._more = is_cut(decisions, state.planner) or (self._caught_up and not plans)
+        self._more = is_cut(decisions) or (self._caught_up and not plans)
         if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns
             return

@@ -69,20 +69,12 @@ from dora_pipe.schemas.topics import worker_name_error
 PLANNER: Final = "consolidate-3"
 """Name and version; `run started` carries it. Whoever changes what a plan contains changes it."""
 
-PLANNER_2: Final = "consolidate-2"
-"""Decides the same and cuts its plans at `DECISIONS_MAX_2`, a batch counting as one decision."""
-
-PLANNERS: Final = frozenset({PLANNER, PLANNER_2})
-"""Those whose plans can be made again; a run that one of them began goes on under it."""
-
 DECISIONS_MAX: Final = 500
 """A plan of this size (`size_of`) stops and goes on in the next round: no round takes too long.
 
 What belongs together is not cut: a group's cancels and end, an admitted group's placements, the
 groups of a batch and those of one evaluation may lead beyond it.
 """
-
-DECISIONS_MAX_2: Final = 1000
 
 
 @dataclass(slots=True)
@@ -119,13 +111,13 @@ class Draft:
         """One more decision; whatever is decided after it sees what it did."""
         apply_decision(self.state, decision)
         self._decisions.append(decision)
-        self._size += size_of([decision], self.state.planner)
+        self._size += size_of([decision])
 
     def take(self, decision: TakeBatch) -> None:
         """The batch that was just made of this state is taken."""
         take_batch(self.state, decision)
         self._decisions.append(decision)
-        self._size += size_of([decision], self.state.planner)
+        self._size += size_of([decision])
 
     def dispatch(self, spec: GroupSpec, reason: str, skipped: tuple[int, ...] = ()) -> None:
         """A group that was just made for this state is admitted."""
@@ -174,10 +166,10 @@ def decide(
 ) -> list[AnyDecision]:
     """What to decide now, already applied to `state`; unless it is cut, its trigger is answered.
 
-    `limit`: where it is cut; by default where the run's planner does. Raises ConfigError where a
+    `limit`: where it is cut, by default at `DECISIONS_MAX`. Raises ConfigError where a
     task's rows are drawn and `samplers` cannot.
     """
-    draft = Draft(state, size_max(state.planner) if limit is None else limit, samplers)
+    draft = Draft(state, DECISIONS_MAX if limit is None else limit, samplers)
     if state.facts is not None and not state.done:
         for stage in _STAGES:
             if not state.failures.halted:
@@ -512,7 +504,7 @@ _STAGES: Final = (
 """In this order; each sees what the ones before it did."""
 
 
-def size_of(decisions: Sequence[AnyDecision], planner: str = PLANNER) -> int:
+def size_of(decisions: Sequence[AnyDecision]) -> int:
     """What a plan costs to make and to write, in decisions about one request: a placement counts
     once for each of its requests, a batch once for each of its groups, a group that is scored once
     for each of its siblings."""
@@ -520,7 +512,7 @@ def size_of(decisions: Sequence[AnyDecision], planner: str = PLANNER) -> int:
     for one in decisions:
         if isinstance(one, Place):
             size += len(one.siblings)
-        elif isinstance(one, TakePart | TakeBatch) and planner == PLANNER:
+        elif isinstance(one, TakePart | TakeBatch):
             size += len(one.groups)
         elif isinstance(one, ScoreGroup):
             size += len(one.trajectories)
@@ -529,11 +521,6 @@ def size_of(decisions: Sequence[AnyDecision], planner: str = PLANNER) -> int:
     return size
 
 
-def size_max(planner: str) -> int:
-    """Where a planner cuts its plans."""
-    return DECISIONS_MAX if planner == PLANNER else DECISIONS_MAX_2
-
-
-def is_cut(decisions: Sequence[AnyDecision], planner: str) -> bool:
+def is_cut(decisions: Sequence[AnyDecision]) -> bool:
     """Whether a plan may go on in the next round."""
-    return len(decisions) > 0 and size_of(decisions, planner) >= size_max(planner)
+    return len(decisions) > 0 and size_of(decisions) >= DECISIONS_MAX

@@ -15,8 +15,7 @@ import pytest
 from dora_pipe.audit.check_fold import FoldCheck
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
-from dora_pipe.orchestrator import planner
-from dora_pipe.orchestrator.planner import PLANNER, PLANNER_2
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -148,18 +147,6 @@ def planned_by(planner: str) -> list[FoldedRound]:
         facts.append(fact)
     found[0] = FoldedRound(offset=first.offset, round=first.round, facts=tuple(facts))
     return found
-
-
-def test_plans_of_the_planner_before_are_cut_where_it_cut_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The run has no plan of 500: with its own bound at 5 it would be cut, and is not."""
-    monkeypatch.setattr(planner, "DECISIONS_MAX", 5)
-    fold, findings = check(planned_by(PLANNER_2))
-    assert findings.violations == [] and findings.notes == []
-    assert fold.plans == sum(one.round.planned for one in turns() if one.round is not None)
-    _, other = check(list(turns()))
-    assert other.violations, "the bound was not passed by any plan"
 
 
 def test_plans_of_another_planner_are_not_made_again_and_audit_says_so() -> None:

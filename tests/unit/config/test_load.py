@@ -471,15 +471,7 @@ def test_a_batch_goes_in_parts_unless_the_file_says_otherwise_or_it_cannot(
     config = load_config(file, words)
     assert config.trainer.parts == parts
     (tmp_path / "again.toml").write_text(dump_toml(config))
-    assert load_config(tmp_path / "again.toml", (), stored=True) == config
-
-
-def test_a_run_that_is_older_than_parts_goes_on_without(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(
-        '[run]\nname = "a"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
-    )
-    assert load_config(file, ["groups.per_step=32"], stored=True).trainer.parts == 1
+    assert load_config(tmp_path / "again.toml", ()) == config
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A configuration that is older than a key means what it meant when it was written."""
+"""A configuration in a log is the configuration that the run was started with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dora_pipe.config.load import dump_toml, from_plain, load_config
-from dora_pipe.config.logged import OLDER, logged_config, with_older
+from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import ConfigError
 
 PLAIN: dict[str, Any] = {
@@ -21,49 +21,12 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def as_older(plain: dict[str, Any]) -> dict[str, Any]:
-    """What a version without the keys wrote."""
-    for section, keys in OLDER.items():
-        for key in keys:
-            del plain[section][key]
-            plain["evaluation"]["sampling"].pop(key, None)
-    return plain
-
-
-def test_new_file_without_the_keys_gets_the_new_way_and_says_so_in_full() -> None:
+def test_logged_configuration_says_every_key() -> None:
     config = from_plain(PLAIN)
     assert (config.sampling.logprobs, config.evaluation.sampling.logprobs) == ("tempered",) * 2
     assert config.task.special_tokens == "text"
     plain = msgspec.to_builtins(config)
     assert logged_config(plain) == config
-    assert with_older(plain) == plain
-
-
-def test_log_without_the_keys_keeps_the_old_way() -> None:
-    older = as_older(msgspec.to_builtins(from_plain(PLAIN)))
-    assert with_older(older) != older
-    config = logged_config(older)
-    assert (config.sampling.logprobs, config.evaluation.sampling.logprobs) == ("raw", "raw")
-    assert config.task.special_tokens == "parse"
-    assert config.sampling.logprob_temperature == 1.0
-    plain = msgspec.to_builtins(config)
-    assert with_older(plain) == plain
-
-
-def test_stored_file_of_an_older_run_keeps_the_old_way_and_can_be_told_otherwise(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(dump_toml(from_plain(PLAIN)))
-    lines = file.read_text().splitlines()
-    keys = [key for section in OLDER.values() for key in section]
-    file.write_text("\n".join(one for one in lines if one.split(" ")[0] not in keys))
-    assert load_config(file, (), stored=True).sampling.logprobs == "raw"
-    assert load_config(file, (), stored=True).evaluation.sampling.logprobs == "raw"
-    assert load_config(file, (), stored=True).task.special_tokens == "parse"
-    assert load_config(file, ()).sampling.logprobs == "tempered"
-    told = load_config(file, ("sampling.logprobs=tempered",), stored=True)
-    assert told.sampling.logprobs == "tempered"
 
 
 @pytest.mark.parametrize("section", ["sampling", "evaluation.sampling"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.config.changes import with_settings
 from dora_pipe.config.load import ELSEWHERE, from_plain, leaves
-from dora_pipe.config.logged import learning_rate, logged_config, settings_in_force
+from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.schedule import rate_of
 from dora_pipe.core.errors import ConfigError
 
@@ -106,16 +105,6 @@ def test_reference_moves_on_when_the_kind_of_objective_changes() -> None:
     assert settings_in_force(again, 9)["trainer.reference"] == 8
     with pytest.raises(ValueError, match="cannot change in a run"):
         with_settings(before, {"objective.reference_every": 2})
-
-
-def test_log_without_these_keys_keeps_one_rate_and_decays_everything() -> None:
-    young = ("schedule", "warmup_steps", "learning_rate_min", "schedule_steps")
-    plain = msgspec.to_builtins(config(learning_rate=0.5, weight_decay=0.1))
-    for name in (*young, "weight_decay_exclude"):
-        del plain["trainer"][name]
-    older = logged_config(plain)
-    assert older.trainer.weight_decay_exclude == "none"
-    assert {learning_rate(older, step) for step in range(100)} == {0.5}
 
 
 @pytest.mark.parametrize(

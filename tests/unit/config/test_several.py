@@ -68,7 +68,7 @@ def test_all_are_read_with_paths_directories_and_sampling_of_their_own(file: Pat
 def test_what_is_stored_reads_back_the_same(file: Path, tmp_path: Path) -> None:
     config = load_config(file, ())
     (stored := tmp_path / "stored.toml").write_text(dump_toml(config))
-    assert load_config(stored, (), stored=True) == config
+    assert load_config(stored, ()) == config
     plain = msgspec.to_builtins(config)
     assert from_plain(plain) == logged_config(plain) == config
 

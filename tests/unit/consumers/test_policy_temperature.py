@@ -182,7 +182,6 @@ def test_temperature_stands_in_the_fingerprint_where_it_is_not_one(policy: Polic
     [
         ({"temperature": HOT, "logprobs": "tempered"}, HOT),
         ({"temperature": HOT, "logprobs": "raw"}, 1.0),
-        ({"temperature": HOT}, 1.0),  # a log that is older than the key
     ],
 )
 def test_trainer_and_scorer_of_a_run_are_at_the_temperature_of_its_records(

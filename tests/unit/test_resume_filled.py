@@ -1,4 +1,4 @@
-"""A run that is older than a key goes on as it began, from any file that does not name the key."""
+"""A run goes on as it began, from any file that does not name a key that is filled in."""
 
 from __future__ import annotations
 
@@ -22,23 +22,6 @@ kind = "arithmetic"
 [sampling]
 temperature = 0.7
 """
-
-
-def test_resume_by_the_users_own_file_keeps_the_way_in_which_the_run_began(tmp_path: Path) -> None:
-    own, runs = tmp_path / "own.toml", tmp_path / "runs"
-    own.write_text(OWN)
-    stored = runs / "r" / "config.toml"
-    stored.parent.mkdir(parents=True)
-    text = dump_toml(load_config(own, ()))
-    stored.write_text(text)
-    assert load_again(own, (), "", runs).sampling.logprobs == "tempered"
-    older = text.replace('logprobs = "tempered"', "").replace('special_tokens = "text"', "")
-    stored.write_text(older)
-    for file in (own, stored.parent):
-        again = load_again(file, (), "", runs)
-        assert (again.sampling.logprobs, again.task.special_tokens) == ("raw", "parse")
-    told = load_again(own, ("sampling.logprobs=tempered",), "", runs)
-    assert told.sampling.logprobs == "tempered"  # and is refused as a changed frozen key
 
 
 def test_resume_by_a_file_that_says_nothing_of_parts_keeps_what_the_run_began_with(
@@ -92,13 +75,3 @@ def test_what_one_of_several_evaluations_began_with_stays_its_own(tmp_path: Path
     word = "evaluation.b.sampling.temperature=0.0"
     own, runs = _begun(tmp_path, several, word)
     assert load_again(own, (), "", runs) == load_config(own, (word,))
-
-
-def test_a_run_that_is_older_than_one_key_keeps_what_it_began_with_of_the_others(
-    tmp_path: Path,
-) -> None:
-    own, runs = _begun(tmp_path, OWN + "[groups]\nper_step = 32\n", "trainer.parts=4")
-    stored = runs / "r" / "config.toml"
-    stored.write_text(stored.read_text().replace("mlp_chunk_tokens", "# mlp_chunk_tokens"))
-    assert load_again(own, (), "", runs).trainer.parts == 4
-    assert load_again(own, ("trainer.parts=2",), "", runs).trainer.parts == 2

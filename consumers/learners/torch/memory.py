@@ -171,11 +171,14 @@ class UnassignedRows:
         self._mask[list(ids)] = True
 
     def leave_out(self, logits: Tensor) -> Tensor:
-        """Logits [N, V], changed in place: those ids have no share of the distribution."""
+        """Logits [N, V] in which those ids have no share of the distribution: changed in place,
+        unless a gradient goes through them, as ZeRO hands out views."""
         if not self.count:
             return logits
         if self._mask.device != logits.device:
             self._mask = self._mask.to(logits.device)
+        if logits.requires_grad:
+            return logits.masked_fill(self._mask, -torch.inf)
         return logits.masked_fill_(self._mask, -torch.inf)
 
     @property

@@ -107,7 +107,7 @@ def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None
     [
         ("nan", "NoAnswer", "the reward is nan"),
         ("inf", "NoAnswer", "the reward is inf"),
-        ("none", "NoAnswer", "the reward is NoneType, not a number"),
+        ("none", "NoAnswer", "the reward abstained (None), and there is no other"),
         ("text", "NoAnswer", "the reward is str, not a number"),
         ("bad part", "NoAnswer", "part `length` is nan"),
         ("exit", "SystemExit", "3"),

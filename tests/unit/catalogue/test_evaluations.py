@@ -14,6 +14,7 @@ from dora_pipe.catalogue.evaluations import (
     Sample,
     figures_of,
     interval_of,
+    part_means,
     pass_at,
     success_of,
     tries_of,
@@ -129,3 +130,17 @@ def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:
 def test_success_is_that_of_the_evaluation_and_1_of_older_runs() -> None:
     config = {"evaluation": {"name": "a"}, "more_evaluations": [{"name": "b", "success": 0.5}]}
     assert (success_of(config, "a"), success_of(config, "b"), success_of({}, "")) == (1.0, 0.5, 1.0)
+
+
+def test_means_of_parts_leave_out_what_abstained() -> None:
+    samples = [
+        Sample(1.0, "", {"sums": 1.0, "sums.read": 1.0}),
+        Sample(0.0, "", {"sums": 0.0, "rivers": 0.5}),
+        Sample(1.0, "", {"sums.abstained": 1.0, "rivers": 1.0}),
+    ]
+    assert part_means(samples) == {
+        "sums": 0.5,
+        "sums.read": 0.5,
+        "sums.abstained": pytest.approx(1 / 3),
+        "rivers": 0.5,
+    }

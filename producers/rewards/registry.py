@@ -149,6 +149,13 @@ class Rewards:
         alone, of_groups = self._parts
         return any("answer" in (part.ask.takes or ()) for part in (*alone, *of_groups))
 
+    @property
+    def wants_reasoning(self) -> bool:
+        """Whether one of them looks at the thoughts alone."""
+        parts = (*self._parts[0], *self._parts[1])
+        named = any("reasoning" in (part.ask.takes or ()) for part in parts)
+        return named or any(use.options.get("of") == "reasoning" for use in self._uses)
+
     def check_answer(self, answer: Any) -> None:
         """Raises TaskError for a row's answer that one of them cannot compare with."""
         for part in self._parts[0]:

@@ -41,6 +41,13 @@ class Compared(Options, frozen=True, kw_only=True):
 
     field: str = ""
     """The field of an answer that is an object; dots go deeper."""
+    of: Literal["auto", "text", "reasoning", "written"] = "auto"
+    """What is looked at: the last turn's text, its thoughts, or the turn as it was written,
+    thoughts included; `auto` is `text`."""
+
+    def part(self, completion: Completion) -> str:
+        """Return what is looked at."""
+        return str(getattr(completion, "text" if self.of == "auto" else self.of))
 
     def check_answer(self, answer: Any) -> None:
         """See Options."""
@@ -62,11 +69,11 @@ class Math(Compared, frozen=True, kw_only=True):
         HELPER.ask("equal", gold="1", answer="1")
         return self.score
 
-    def score(self, text: str, answer: Any) -> Reward:
+    def score(self, completion: Completion, answer: Any) -> Reward:
         """1 or 0. Raises TaskError where no answer of the row is an expression."""
-        said = text
+        said = self.part(completion)
         if self.boxed:
-            inner = last_boxed(text)
+            inner = last_boxed(said)
             said = "" if inner is None else f"\\boxed{{{inner}}}"
         found, why = [], ""
         for gold in right_answers(answer, self.field):
@@ -120,11 +127,11 @@ class Exact(Compared, frozen=True, kw_only=True):
     def open(self, where: str, context: RewardContext) -> Function:
         return self.score
 
-    def score(self, text: str, answer: Any) -> Reward:
+    def score(self, completion: Completion, answer: Any) -> Reward:
         """1 or 0."""
-        said, golds = text, right_answers(answer, self.field)
+        said, golds = self.part(completion), right_answers(answer, self.field)
         if self.behind:
-            _, marker, said = text.rpartition(self.behind)
+            _, marker, said = said.rpartition(self.behind)
             if not marker:
                 return Reward(value=0.0)
         return _compared(said, golds, self._normal)
@@ -149,9 +156,6 @@ class Regex(Compared, frozen=True, kw_only=True):
     """Python's; flags stand in it, as ``(?i)``."""
     group: str = ""
     """Name or number of the group that is compared."""
-    of: Literal["auto", "text", "reasoning", "written"] = "auto"
-    """What the pattern is searched in: the last turn's text, its thoughts, or the turn as it was
-    written, thoughts included; `auto` is `written` for a pattern with `<think>` or `</think>`."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         try:
@@ -163,21 +167,20 @@ class Regex(Compared, frozen=True, kw_only=True):
             raise ConfigError(f"{where}: the pattern has no group `{self.group}`")
         return self.compared if self.group else self.found
 
-    def searched(self, completion: Completion) -> str:
-        """The text in which the pattern is searched."""
+    def part(self, completion: Completion) -> str:
+        """See Compared; `auto` is `written` for a pattern with `<think>` or `</think>`."""
         marked = any(mark in self.pattern for mark in ("<think>", "</think>"))
-        of = self.of if self.of != "auto" else "written" if marked else "text"
-        return str(getattr(completion, of))
+        return completion.written if self.of == "auto" and marked else super().part(completion)
 
     def found(self, completion: Completion) -> float | Reward:
         """1 where the pattern matches somewhere."""
-        text = self.searched(completion)
+        text = self.part(completion)
         held = HELPER.ask("search", pattern=self.pattern, group="", text=text)
         return _STOPPED if held is None else float(held)
 
     def compared(self, completion: Completion, answer: Any) -> Reward:
         """1 where the last match's group is an answer; white space around both does not count."""
-        text = self.searched(completion)
+        text = self.part(completion)
         golds = right_answers(answer, self.field)
         held = HELPER.ask("search", pattern=self.pattern, group=self.group, text=text)
         if held is None:

@@ -57,6 +57,9 @@ class DatasetTask(Task):
     imported when it is first needed, so that rows can be read without running the user's code.
     """
 
+    played = False
+    """An agent makes its own prompts."""
+
     def __init__(
         self,
         *,
@@ -120,6 +123,12 @@ class DatasetTask(Task):
         try:
             if not isinstance(prompt := self.prompt(first), str):
                 normal(prompt, "messages")
+            elif self._rewards.wants_reasoning and not self.played:
+                raise TaskError(
+                    f"{self._where}: {self._rewards.key} looks at the reasoning, which prompts of"
+                    " text do not separate from the answer",
+                    hint="task.chat = true makes them messages",
+                )
             names = [tool_schema(tool)["function"]["name"] for tool in self.tools(first)]
         except NoAnswer as error:
             raise TaskError(f"{self._where}: the first row's prompt: {error}") from None

@@ -77,6 +77,8 @@ def open_task(config: model.Task) -> Task:
     task = factory(**arguments)
     if not isinstance(task, Task):
         raise TaskError(f"task.kind: `{config.kind}` gave {type(task).__name__}, which is no Task")
+    if isinstance(task, DatasetTask):
+        task.played = config.has_agent
     if any(one.group for one in config.rewards) and not task.scores_groups():
         raise ConfigError(
             f"task.rewards: `{config.kind}` asks no reward of groups",

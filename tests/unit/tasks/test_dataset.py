@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
+from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.port import Reward, Row
 from tests.support.data_files import write_splits
@@ -317,6 +319,14 @@ def test_a_column_that_answer_column_names_must_be_there(write: Write, module: s
     with pytest.raises(TaskError, match=r"no `solutoin`, which task\.answer_column names") as error:
         DatasetTask(data=path, reward=f"{module}:score", answer_column="solutoin").check()
     assert "it has `prompt`, `solution`" in str(error.value.hint)
+
+
+def test_reasoning_needs_prompts_of_messages(write: Write) -> None:
+    uses = [model.RewardUse(use="exact", options={"of": "reasoning"})]
+    path = write(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    with pytest.raises(TaskError, match="looks at the reasoning"):
+        DatasetTask(data=str(path), reward=Rewards(uses)).check()
+    DatasetTask(data=str(path), reward=Rewards(uses), chat=True).check()
 
 
 def test_a_tool_that_cannot_be_told_is_said_before_anything_starts(

@@ -208,6 +208,13 @@ def test_an_answer_means_what_its_form_says(
     assert [one.value for one in scores] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("use", ["exact", "math"])
+def test_the_reasoning_may_be_compared(use: str) -> None:
+    rewards = Rewards([model.RewardUse(use=use, options={"of": "reasoning"})])
+    found = [rewards.score({"answer": 3}, Completion(text="no", reasoning=one)) for one in "34"]
+    assert [one.value for one in found if isinstance(one, Reward)] == [1.0, 0.0]
+
+
 def test_true_is_a_word() -> None:
     assert [score("exact", text, {"answer": True}).value for text in ("true", "True", "1")] == [
         1.0,

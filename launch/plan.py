@@ -30,7 +30,7 @@ from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.checks import commit_problem
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Task
 from dora_pipe.config.several import pool_specs
 from dora_pipe.config.storage import deletes, with_keep_every
 from dora_pipe.consumers.learners.registry import published_dtype
@@ -381,6 +381,7 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
     for pool in pool_specs(config):
         with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
             facts = processes.wait()
+            _check_share(config, pool.task, facts)
             for note in facts.notes:
                 say(f"note: {note}")
             if model is not None:
@@ -394,6 +395,16 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
                 name = f" of {pool.task.name}" if pool.task.name else ""
                 raise ConfigError(f"the training data{name} has no rows", hint="see task.data")
     return found
+
+
+def _check_share(config: Config, task: Task, facts: TaskFacts) -> None:
+    """Raise ConfigError where evaluations need rows and `eval_share` holds out none."""
+    if task.eval_share and config.evaluation.every and not facts.eval_rows:
+        raise ConfigError(
+            f"task.eval_share: {task.eval_share:g} of {facts.train_rows} rows holds out no row to"
+            " evaluate",
+            hint="a larger share, task.eval_data, or evaluation.every = 0",
+        )
 
 
 def _with_template(store: PolicyStore, assets: str, template: Path) -> str:

@@ -18,6 +18,7 @@ from dora_pipe.producers.chat.template_features import PROBE_TOOL, call
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
 from dora_pipe.producers.chat.tokenizer import THINK
 from dora_pipe.producers.tasks.port import ToolCall, Turn
+from dora_pipe.producers.tasks.values import escaped
 
 Parser = Callable[[str, Tools], Turn]
 
@@ -57,6 +58,12 @@ def _blocks(
     return parse
 
 
+def _loaded(text: str) -> Any:
+    """JSON that the model wrote; half characters (lone surrogates) stay as their escapes, NaN and
+    infinities as their names. Raises ValueError."""
+    return escaped(json.loads(text, parse_constant=str))
+
+
 def _bad(raw: str, why: str, name: str = "") -> ToolCall:
     return ToolCall(name=name, error=why, raw=raw)
 
@@ -66,7 +73,7 @@ def _made(name: Any, arguments: Any, raw: str) -> ToolCall:
         return _bad(raw, "a call without a name")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _loaded(arguments)
         except ValueError:
             return _bad(raw, "arguments are no JSON", name)
     if not isinstance(arguments, dict):
@@ -79,7 +86,7 @@ def _json_call(inner: str, tools: Tools) -> list[ToolCall]:
     del tools
     raw = f"<tool_call>{inner}</tool_call>"
     try:
-        value = json.loads(inner)
+        value = _loaded(inner)
     except ValueError as error:
         return [_bad(raw, f"no JSON: {error}")]
     if not isinstance(value, dict):
@@ -133,7 +140,7 @@ def _value(text: str, kind: Any) -> Any:
     if kind == "string":
         return text
     try:
-        return json.loads(text)
+        return _loaded(text)
     except ValueError:
         return text
 
@@ -167,7 +174,7 @@ def _llama(text: str, tools: Tools) -> Turn:
     if not body.startswith("{") or '"name"' not in body:
         return Turn(text=body, reasoning=thoughts)
     try:
-        value = json.loads(body)
+        value = _loaded(body)
     except ValueError as error:
         found = _bad(body, f"no JSON: {error}")
     else:

@@ -158,9 +158,17 @@ def _on_this_side(row: dict[str, Any], spec: DataSpec) -> bool:
 def _check_prompt(row: dict[str, Any], column: str) -> None:
     """Raise TaskError unless the column holds text or a conversation."""
     value = row.get(column)
-    if not isinstance(value, str) and conversation_of(value) is None:
-        what = "no messages" if isinstance(value, list) else "no text"
-        raise TaskError(f"{what} in `{column}`", hint=nearest(column, row) or _columns(row))
+    if isinstance(value, str) or conversation_of(value) is not None:
+        return
+    if isinstance(value, list):
+        what = f"a list of {type(value[0]).__name__}" if value else "an empty list"
+        hint = f"it has {what}; a message has `role` and `content`"
+        raise TaskError(f"no messages in `{column}`", hint=hint)
+    if value is not None:
+        hint = f"it has {type(value).__name__}; task.prompt_column names another column"
+        raise TaskError(f"no text in `{column}`", hint=hint)
+    others = {name: one for name, one in row.items() if name != column}
+    raise TaskError(f"no text in `{column}`", hint=nearest(column, others) or _columns(row))
 
 
 def _columns(row: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Rows of one file or data set, one at a time, whatever the format; nothing is held but a batch.
 
 It decides how values become plain JSON: dates and times are ISO text, decimals and durations (in
-seconds) are numbers, what is no number (NaN) is nothing. Bytes and images are refused by their
+seconds) are numbers, NaN is null, in JSON too. Bytes, images and infinities are refused by their
 column. Cells of CSV are text, all of them: `007` stays what it is.
 """
 
@@ -12,6 +12,8 @@ import csv
 import datetime
 import gzip
 import io
+import json
+import math
 import mmap
 import sys
 import zlib
@@ -116,10 +118,11 @@ def _array_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[
     else:
         data = stream.read()
     view = memoryview(data)
+    text = view[3:] if bytes(view[:3]) == _BOM else view
     try:
-        found = _RAWS.decode(view[3:] if bytes(view[:3]) == _BOM else view)
+        found = _RAWS.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: {error}") from error
+        found = [msgspec.Raw(msgspec.json.encode(row)) for row in _of_python(path, text, error)]
     for number, raw in enumerate(found):
         yield f"row {number}", _object(path, f"row {number}", raw)
 
@@ -128,7 +131,32 @@ def _object(path: Path, place: Place, text: bytes | msgspec.Raw) -> dict[str, An
     try:
         return _OBJECT.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TaskError(f"{path}, {place}: {error}") from error
+        found = _of_python(f"{path}, {place}", bytes(text), error)
+        if not isinstance(found, dict):
+            raise TaskError(f"{path}, {place}: {error}") from error
+        return found
+
+
+def _of_python(where: object, text: bytes | memoryview, why: Exception) -> Any:
+    """JSON as Python's `json` writes it, with NaN as null. Raises TaskError for an infinity, and
+    for what is no JSON there either, with `why`."""
+    try:
+        return json.loads(bytes(text), parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        what = error if isinstance(error, _Infinite) else why
+        begun = b"\n" not in bytes(text).strip() and bytes(text).lstrip().startswith(b"{")
+        hint = "a row is one line; an array of objects, in [ and ], may span lines"
+        cut = begun and "truncated" in str(why)
+        raise TaskError(f"{where}: {what}", hint=hint if cut else None) from error
+
+
+class _Infinite(ValueError):
+    """A number that JSON does not have."""
+
+
+def _constant(name: str) -> None:
+    if name != "NaN":
+        raise _Infinite(f"{name} is no number of JSON")
 
 
 def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator[Placed]:
@@ -229,7 +257,10 @@ def _plain_rows(table: Any, needs: Mapping[str, bool]) -> Iterator[dict[str, Any
     for row in _in_python(table).to_pylist(maps_as_pydicts="lossy"):
         for name, need in needs.items():
             if need:
-                row[name] = _plain(row[name])
+                try:
+                    row[name] = _plain(row[name])
+                except _Infinite as error:
+                    raise ValueError(f"column `{name}`: {error}") from None
         yield row
 
 
@@ -306,6 +337,8 @@ def _filled(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
+        if math.isinf(value):
+            raise _Infinite(f"{value} is no number of JSON")
         return value if value == value else None
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}

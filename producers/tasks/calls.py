@@ -33,6 +33,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.core.frames import framed, unframed
 from dora_pipe.producers.tasks.port import Split, Turn
+from dora_pipe.producers.tasks.values import escaped
 from dora_pipe.schemas.control import DataSet
 
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -327,8 +328,13 @@ UP: Final = msgspec.json.Decoder(Up)
 
 
 def pack(frame: PipeFrame) -> bytes:
-    """The bytes of a frame. Raises ValueError where it is longer than `FRAME_BYTES_MAX`."""
-    return framed(_ENCODER.encode(frame), FRAME_BYTES_MAX)
+    """The bytes of a frame, half characters (lone surrogates) as their escapes. Raises ValueError
+    where it is longer than `FRAME_BYTES_MAX`."""
+    try:
+        encoded = _ENCODER.encode(frame)
+    except UnicodeEncodeError:
+        encoded = _ENCODER.encode(escaped(msgspec.to_builtins(frame)))
+    return framed(encoded, FRAME_BYTES_MAX)
 
 
 def unpack(buffer: bytearray) -> Iterator[bytes]:

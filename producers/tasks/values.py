@@ -43,6 +43,15 @@ def as_text(value: Any) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def escaped(value: Any) -> Any:
+    """Return a plain value with half characters (lone surrogates) as their escapes."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {escaped(key): escaped(item) for key, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def in_order(what: str, found: Any, count: int) -> list[Any]:
     """Return what a function gave for several, as a list. Raises TypeError for what has no order,
     and ValueError for another number of items."""

@@ -99,6 +99,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
 CHAT = ("-o", "task.kind=dataset", "-o", "task.chat=true")
 
 
+def test_an_eval_share_without_a_row_is_refused_where_something_is_evaluated(
+    place: Path, call: Call
+) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    task = ("task.kind=dataset", f"task.data={place}/rows.jsonl", "task.reward=exact")
+    keys = (*task, "task.eval_data=", "task.eval_share=0.01", "evaluation.every=1")
+    code, _, err = call("run", "config.toml", *(word for key in keys for word in ("-o", key)))
+    assert code == ConfigError.exit_code
+    assert "task.eval_share: 0.01 of 1 rows holds out no row" in err, err
+    assert not (place / "runs").exists()
+
+
 def test_a_chat_without_a_template_is_refused(place: Path, call: Call) -> None:
     code, _, err = call("run", "config.toml", *CHAT)
     assert (code, "the model has no chat template" in err) == (9, True), err

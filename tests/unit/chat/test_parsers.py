@@ -36,6 +36,12 @@ WELL_MADE: list[tuple[str, str, str, list[dict[str, Any]]]] = [
     ),
     ("llama", '{"name": "add", "parameters": {"a": 1, "b": "x y"}}', "", [ADD]),
     (
+        "llama",
+        '{"name": "add", "parameters": {"a": NaN, "b": "\\ud83d"}}',
+        "",
+        [{"name": "add", "arguments": {"a": "NaN", "b": "\\ud83d"}}],
+    ),
+    (
         "pythonic",
         "<|tool_call_start|>[add(a=1, b='x y'), add(a=1, b='x y')]<|tool_call_end|>",
         "",

@@ -68,7 +68,8 @@ def test_rows_keep_all_their_columns_and_blank_lines_are_skipped(write: Write) -
         ('{"prompt": "a"}\n\n[1]\n', "line 3: Expected `object`, got `array`"),
         ('{"answer": "a"}\n', "line 1: no text in `prompt`"),
         ('{"prompt": 3}\n', "line 1: no text in `prompt`"),
-        ('{"prompt": "a", "x": NaN}\n', "line 1"),
+        ('{"prompt": "a", "x": Infinity}\n', "line 1: Infinity is no number of JSON"),
+        ('{"prompt": "a"}\n{\n"prompt": "b"}\n', "line 2: Input data was truncated"),
         (b'{"prompt": "\xff"}\n', "line 1"),
     ],
 )
@@ -80,6 +81,24 @@ def test_row_that_cannot_be_read_is_named_with_file_and_line(
         read(path)
     assert str(path) in caught.value.message
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        ('{\n  "prompt": "a"\n}\n', "a row is one line; an array of objects"),
+        ('{"prompt": ["a"]}', "it has a list of str; a message has `role` and `content`"),
+        ('{"prompt": []}', "it has an empty list; a message has `role` and `content`"),
+        ('{"prompt": 3}', "it has int; task.prompt_column"),
+        ('{"prompt": null, "promt": "a"}', "did you mean `promt`?"),
+    ],
+)
+def test_a_hint_names_another_way_than_the_one_that_failed(
+    write: Write, content: str, hint: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        read(write(content))
+    assert hint in (caught.value.hint or "")
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def _reader_left(end: BaseException) -> bool:
     cause: BaseException | None = end
     while cause is not None and not isinstance(cause, BrokenPipeError):
         cause = cause.__context__
+    if cause is None:
+        return False
     pipe = select.poll()
     pipe.register(sys.stdout, 0)
-    return cause is not None and any(event & select.POLLERR for _, event in pipe.poll(0))
+    return any(event & select.POLLERR for _, event in pipe.poll(0))

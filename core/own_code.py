@@ -8,13 +8,16 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Final
 
-from dora_pipe.core.errors import ConfigError, DoraError
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ConfigError, DoraError, one_line
+
+TRACEBACK_LINES_MAX: Final = 60
 
 _BROKEN: Final = (
     ImportError,
@@ -47,6 +50,22 @@ def raised_at(error: BaseException) -> str:
         elif not file.startswith((_LIBRARY, "<")):
             own = f"{Path(file).name}:{line}"
     return own or installed
+
+
+def with_place(error: BaseException) -> str:
+    """``with_place(error) == "rewards.py:12: list index out of range"``."""
+    place = raised_at(error)
+    return f"{place}: {error}" if place else str(error)
+
+
+def traceback_of(error: BaseException) -> str:
+    """A traceback for a role's log. What users' code says there may be of any length: its lines are
+    cut, and of many lines the first and the last are kept."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    if len(lines) > TRACEBACK_LINES_MAX:
+        half = TRACEBACK_LINES_MAX // 2
+        lines = [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]
+    return "".join(f"{one_line(line, MESSAGE_CHARACTERS_MAX)}\n" for line in lines)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -161,6 +161,8 @@ class RunProgress(RunStats):
         super()._record(fact)
         if fact.reward is None:
             self._failure(fact.trajectory, fact.error, fact.worker)
+        if fact.tool_error:
+            self._failure(f"a tool of {fact.trajectory}", fact.tool_error, fact.worker)
 
     def _failure(self, subject: str, error: str, worker: str) -> None:
         """Show the first error of each class; the shares behind the steps count the others."""

@@ -286,6 +286,8 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     finish: FinishReason
     error: str = ""
     """Why it is not valid: class and first line, at most `ERROR_CHARACTERS_MAX` characters."""
+    tool_error: str = ""
+    """What the function of a tool raised first, likewise; the trajectory may be valid."""
     answer: str = ""
     """What its reward read as its answer, as its record has it; empty where none said one."""
     parts: dict[str, float] = {}
@@ -315,6 +317,7 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     finish: FinishReason
     error: str
+    tool_error: str = ""
     answer: str = ""
     parts: dict[str, float] = {}
     contexts: int = 1
@@ -365,6 +368,7 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
                 reward=one.reward,
                 finish=one.finish,
                 error=one.error,
+                tool_error=one.tool_error,
                 answer=one.answer,
                 parts=one.parts,
                 contexts=one.contexts,

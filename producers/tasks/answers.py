@@ -57,6 +57,7 @@ def observed(request: str, seen: object) -> EnvObserved:
         done=_truth("done", seen.done),
         tool=seen.tool,
         ok=_truth("ok", seen.ok),
+        error=str(seen.error),
         messages=normal(seen.messages, "messages") if seen.messages else (),
     )
 

@@ -155,6 +155,7 @@ class EnvObserved(Message, frozen=True, kw_only=True):
     done: bool
     tool: str
     ok: bool
+    error: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     """In normal form, in place of `text`."""
 

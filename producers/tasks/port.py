@@ -158,6 +158,8 @@ class Observation:
     tool: str = ""
     """Name of the tool that answered; empty for the environment itself."""
     ok: bool = True
+    error: str = ""
+    """Class, place and message of what a tool's function raised; the console shows the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

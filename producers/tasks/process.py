@@ -22,6 +22,7 @@ import msgspec
 
 from dora_pipe.core.console import die_with, name_process, say
 from dora_pipe.core.errors import ConfigError, DoraError, printable
+from dora_pipe.core.own_code import traceback_of
 from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.calls import (
     DOWN,
@@ -37,7 +38,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.main_thread import MAIN
 from dora_pipe.producers.tasks.registry import open_task
-from dora_pipe.producers.tasks.server import TaskServer, traceback_of
+from dora_pipe.producers.tasks.server import TaskServer
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 
 SERVED: Final = "DORA_PIPE_SERVED_TASK"

@@ -16,7 +16,6 @@ import inspect
 import itertools
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
-from dora_pipe.core.own_code import raised_at
+from dora_pipe.core.own_code import traceback_of, with_place
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
 from dora_pipe.producers.tasks.answers import (
     agent_ended,
@@ -103,7 +102,6 @@ ERRORS_MAX: Final = 20
 """So many errors are shown per process; those after them only travel."""
 ONE_LINE_ERRORS: Final = (DoraError, RaisedThere)
 """Errors that a line says: a traceback is for code of the user's."""
-TRACEBACK_LINES_MAX: Final = 60
 
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
@@ -261,8 +259,7 @@ class TaskServer:
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
             name = error.error if isinstance(error, RaisedThere) else name
-            place = raised_at(error) if fault_of(name) == "code" else ""
-            message = one_line(f"{place}: {error}" if place else str(error))
+            message = one_line(with_place(error) if fault_of(name) == "code" else str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))
         running = self._running.pop(call.number, None)
         if running is not None:
@@ -478,13 +475,3 @@ class _Running:
     episode: int | None
     ended: Future[None] = field(default_factory=Future)
     work: Future[None] | None = None
-
-
-def traceback_of(error: BaseException) -> str:
-    """A traceback for a role's log. What users' code says there may be of any length: its lines are
-    cut, and of many lines the first and the last are kept."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    if len(lines) > TRACEBACK_LINES_MAX:
-        half = TRACEBACK_LINES_MAX // 2
-        lines = [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]
-    return "".join(f"{cut(line, MESSAGE_CHARACTERS_MAX)}\n" for line in lines)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.own_code import nearest, traceback_of, with_place
 from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
@@ -37,7 +37,7 @@ CALLS_MAX: Final = 32
 """Calls of one turn that are made."""
 
 REFUSED_MAX: Final = 20
-"""Kinds of values without a form as text that the log names."""
+"""Kinds of errors, and of values without a form as text, that the log has."""
 
 _refused: set[tuple[str, str]] = set()
 
@@ -101,6 +101,7 @@ async def call_tools(
         if at not in known
     }
     again: Retry | None = None
+    raised = ""
     try:
         if left:
             await asyncio.wait(left.values(), timeout=TOOL_LIMIT_S.get())
@@ -110,6 +111,7 @@ async def call_tools(
                 again = error
             else:
                 known[at] = _outcome(task, error)
+                raised = raised or _raised(turn.tool_calls[at].name, error)
     finally:
         for task in left.values():
             task.cancel()
@@ -123,6 +125,7 @@ async def call_tools(
         messages=[_message(call, said) for call, said in zip(turn.tool_calls, told, strict=True)],
         tool=",".join(names),
         ok=all(said.ok for said in told),
+        error=raised,
     )
 
 
@@ -164,6 +167,17 @@ def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:
     if task.cancelled():
         return Told(text="error: it was cancelled", ok=False)
     return task.result()
+
+
+def _raised(name: str, error: BaseException | None) -> str:
+    """Describe what a function raised; the log gets the first traceback of each class."""
+    if error is None or isinstance(error, ToolFailed):
+        return ""
+    kind = type(error).__name__
+    if (name, kind) not in _refused and len(_refused) < REFUSED_MAX:
+        _refused.add((name, kind))
+        sys.stderr.write(f"task: the tool `{name}` raised:\n{traceback_of(error)}")
+    return one_line(f"{kind}: {with_place(error)}")
 
 
 def _message(call: ToolCall, told: Told) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class EnvObserved(OfRequest, frozen=True, kw_only=True):
     done: bool
     tool: str
     ok: bool
+    error: str = ""
 
 
 class RewardCall(OfRequest, frozen=True, kw_only=True):

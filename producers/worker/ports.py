@@ -252,6 +252,7 @@ class TaskPort:
                 done=event.done,
                 tool=event.tool,
                 ok=event.ok,
+                error=event.error,
             )
         elif isinstance(event, calls.AgentEnded):
             yield AgentEnded(

@@ -224,6 +224,8 @@ class RequestState:
     rewarded_by: Literal["task", "agent"] = "task"
     agent_answer: str | None = None
     reward_error: str | None = None
+    tool_error: str = ""
+    """What a tool raised first, since the request began here."""
     sha256: str = ""
     value_bytes: int = 0
 

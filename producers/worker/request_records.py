@@ -200,6 +200,7 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
         finish=request.finish,
         reward=request.reward,
         error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
+        tool_error=one_line(request.tool_error, ERROR_CHARACTERS_MAX),
         answer=request.reward_answer,
         parts=parts_in_control(request.reward_parts),
         contexts=1 if request.session is None else 1 + len(request.session.contexts),

@@ -316,6 +316,7 @@ class Requests(ProgressRecords):
     def _observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
         """What does not fit is not appended; then the request ends by length, if not by itself."""
         sequence, setup = request.sequence, self.setup
+        request.tool_error = request.tool_error or event.error
         fits = len(sequence) + len(event.token_ids) <= setup.context_tokens
         if fits:
             sequence.observed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
@@ -73,6 +75,20 @@ def test_observation_that_does_not_fit_the_context_is_left_out_and_ends_by_lengt
     world.until_idle(worker)
     (trajectory,) = world.trajectories().values()
     assert (len(trajectory.token_ids), trajectory.meta.finish) == (9, "length")
+
+
+def test_first_error_of_a_tool_is_named_beside_a_valid_reward() -> None:
+    world = World(lengths=lambda seed, turn: 3)
+    tasks = InlineTasks(episodes=True)
+    errors = chain(("", "KeyError: t.py:3: 'x'"), repeat("ValueError: t.py:4: late"))
+    tasks.step = lambda call: EnvObserved(
+        request=call.request, text="9", done=False, tool="t", ok=False, error=next(errors)
+    )
+    worker = world.start(tasks=tasks, turns_max={"train": 4, "eval": 4})
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (fact,) = world.facts(TrajectoryLogged)
+    assert (fact.tool_error, fact.error, fact.valid) == ("KeyError: t.py:3: 'x'", "", True)
 
 
 def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> None:

@@ -103,6 +103,20 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
     progress.close()
 
 
+def test_first_error_of_a_tool_is_a_line_though_its_trajectory_is_valid() -> None:
+    bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
+    bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
+    progress = RunProgress(bus, TOPICS)
+    stage = Stage(stats=progress)
+    epoch = stage.worker()
+    raised = {"tool_error": "KeyError: tools.py:3: 'Oslo'"}
+    stage.logged(stage.group(0, epoch), epoch, (1.0, 0.0), said={0: raised, 1: raised})
+    assert [line for line in progress.lines() if "joined" not in line] == [
+        "a tool of g0000000000-000 failed: KeyError: tools.py:3: 'Oslo'; traceback in the log of w0"
+    ]
+    progress.close()
+
+
 def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> None:
     bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])

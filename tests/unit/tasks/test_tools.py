@@ -1,6 +1,7 @@
 """A turn's calls are made at the same time, and the model is told what came of each."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -106,6 +107,9 @@ def test_the_model_is_told_what_came_of_a_call(asked: ToolCall, text: str, ok: b
     assert message["tool_call_id"] == asked.id
     assert message.get("name", "") == asked.name
     assert (seen.ok, seen.done) == (bool(ok), False)
+    raised = r"ZeroDivisionError: test_tools\.py:\d+: integer division or modulo by zero"
+    own = {"broken": raised, "leaves": None}.get(asked.name, "")
+    assert own is None or re.fullmatch(own, seen.error)
 
 
 def test_the_calls_of_a_turn_run_at_the_same_time_and_are_answered_in_their_order() -> None:

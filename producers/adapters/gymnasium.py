@@ -22,6 +22,7 @@ from dora_pipe.core.own_code import load_function, nearest
 from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
+from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.identity import derive_seed
 
 ACTIONS: Final[Mapping[str, Sequence[str]]] = {
@@ -163,7 +164,7 @@ class GymnasiumTask(SeededTask):
         """An observation as text."""
         observe = self._own[0]
         if observe is not None:
-            return str(observe(observation, info))
+            return observation_text(observe(observation, info))
         if self.render:
             return marked(made.render())
         said: str = self._spaces.say(made.observation_space, observation, self.digits)

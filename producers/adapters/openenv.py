@@ -27,6 +27,7 @@ from dora_pipe.core.own_code import load_function, nearest
 from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Row
+from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
@@ -117,7 +118,7 @@ class OpenEnvTask(SeededTask):
     def said(self, observation: Any) -> str:
         """An observation as text."""
         if self._observe is not None:
-            return str(self._observe(observation))
+            return observation_text(self._observe(observation))
         fields = {
             name: value
             for name, value in dict(observation).items()

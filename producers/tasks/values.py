@@ -52,6 +52,13 @@ def escaped(value: Any) -> Any:
     return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def observation_text(value: Any) -> str:
+    """As `as_text`. Raises NoValue also for None: a function without `return`."""
+    if value is None:
+        raise NoValue("the observation is None")
+    return as_text(value)
+
+
 def in_order(what: str, found: Any, count: int) -> list[Any]:
     """Return what a function gave for several, as a list. Raises TypeError for what has no order,
     and ValueError for another number of items."""

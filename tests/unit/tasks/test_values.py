@@ -16,7 +16,7 @@ import msgspec
 import numpy
 import pytest
 
-from dora_pipe.producers.tasks.values import NoValue, as_text
+from dora_pipe.producers.tasks.values import NoValue, as_text, observation_text
 
 
 class Color(enum.Enum):
@@ -84,6 +84,12 @@ def test_value_keeps_its_meaning(value: Any, text: str) -> None:
 def test_what_has_no_form_is_refused(value: Any) -> None:
     with pytest.raises(NoValue):
         as_text(value)
+
+
+def test_an_observation_is_no_none() -> None:
+    assert observation_text(numpy.arange(2000)).endswith(",1998,1999]")
+    with pytest.raises(NoValue, match="the observation is None"):
+        observation_text(None)
 
 
 def test_tables_of_pandas_keep_their_index() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dora_pipe.orchestrator.state import State, Worker
     from dora_pipe.schemas.control import TakenGroup
 
-STATE_FORM: Final = "3"
+STATE_FORM: Final = "4"
 """What a digest covers and how, by name: another form with every field that comes or goes, so that
 a later version can go on with a log whose digests it cannot make again (ADR 0014)."""
 
@@ -75,19 +75,6 @@ LEFT_OUT: Final = frozenset(
 )
 """The fields of State that are not in the rest."""
 
-YOUNGER: Final = (
-    "drawn",
-    "evaluations",
-    "watched",
-    "curricula",
-    "samplers",
-    "scoring",
-    "surplus",
-    "parts",
-    "in_flight",
-)
-"""Left out while they are empty: the digests of runs without them are what they were."""
-
 PAIRS: Final = ("policies", "pins", "deadlines")
 """Maps keyed by a number are written as sorted pairs: canonical JSON has no such maps."""
 
@@ -101,9 +88,6 @@ def rest_of(state: State) -> dict[str, Any]:
     names = (one for one in state.__dataclass_fields__ if one not in LEFT_OUT)
     rest: dict[str, Any] = {name: getattr(state, name) for name in names}
     rest["config"] = state.config and logged_keys(state.config)
-    for name in YOUNGER:
-        if not rest[name]:
-            del rest[name]
     for name in PAIRS:
         rest[name] = sorted(rest[name].items())
     counters = rest.pop("counters")
@@ -257,9 +241,5 @@ def _share(count: int, rounds: int) -> int:
 
 
 def _alone(worker: Worker) -> dict[str, Any]:
-    """A worker without its requests, which say themselves where they are: there may be many.
-
-    `off_engine` and `elastic` are younger than the form, and left out while they say nothing.
-    """
-    out = {"requests", *(name for name in ("off_engine", "elastic") if not getattr(worker, name))}
-    return {name: getattr(worker, name) for name in worker.__struct_fields__ if name not in out}
+    """A worker without its requests, which say themselves where they are: there may be many."""
+    return {name: getattr(worker, name) for name in worker.__struct_fields__ if name != "requests"}

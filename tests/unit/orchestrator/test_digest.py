@@ -205,7 +205,7 @@ def by_a_stranger(leaves: Sequence[bytes], rest: bytes) -> str:
     whole = sha256(rest).digest()
     for bucket in buckets:
         whole += sha256(b"".join(sorted(bucket))).digest()
-    return f"3:{sha256(whole).hexdigest()}"
+    return f"4:{sha256(whole).hexdigest()}"
 
 
 def written(value: Any) -> str:

@@ -15,6 +15,7 @@ and a reader keeps what was fetched over its caller's bounds (`Fetched`).
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -87,6 +88,9 @@ _log = logging.getLogger(__name__)
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 LEADER_LIMIT_S: Final = 10.0
 """A cluster of several brokers has chosen new leaders by then."""
+
+THROTTLED_S: Final = 30.0
+"""A broker that delayed a reader so lately may also delay its answer to the probe."""
 
 _Answer = TypeVar("_Answer")
 
@@ -302,6 +306,7 @@ class KafkaReader(Reader):
         self._fetched = Fetched()
         self._heard_s = time.monotonic()
         self._slow = self._warned = False
+        self._throttled_s = -math.inf
         with self._errors():
             self._consumer = DrivenConsumer(
                 **bus.client_settings(), **consumer_settings(len(positions))
@@ -350,6 +355,7 @@ class KafkaReader(Reader):
         self._slow = False
         if throttle := throttle_s(self._consumer._manager):
             heard = self._slow = True  # the broker answers, and says when it will answer again
+            self._throttled_s = now_s
             self._warn(
                 "a quota of the Kafka cluster (consumer_byte_rate or request_percentage) "
                 f"delays reading by {throttle:.1f} s: slow, and nothing is lost; {QUOTA_HINT}"
@@ -361,7 +367,8 @@ class KafkaReader(Reader):
                         list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
                     )
             except BusError:
-                if not self._consumer.receives(now_s):
+                throttled = now_s - self._throttled_s < THROTTLED_S
+                if not throttled and not self._consumer.receives(now_s):
                     raise
                 self._slow = True
                 self._warn("the network to the Kafka cluster is slow: an answer is still coming")

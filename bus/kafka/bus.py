@@ -38,7 +38,6 @@ from dora_pipe.bus.checks import (
     check_spec,
     check_trimmed,
     first_kept,
-    record_bytes,
 )
 from dora_pipe.bus.kafka.access import (
     QUOTA_HINT,
@@ -71,6 +70,7 @@ from dora_pipe.bus.kafka.client import (
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
 from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
+from dora_pipe.bus.kafka.records import Fetched
 from dora_pipe.bus.kafka.refused import REFUSED, refusal
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
@@ -559,45 +559,6 @@ class InFlight:
         acknowledged = future.value if future.succeeded() else future.get(_left(deadline_s))
         self._offsets.append(int(acknowledged.offset))
         self.bytes -= size
-
-
-class Fetched:
-    """Records that came over the bounds of one poll, kept for the next, in order."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], deque[Record]] = {}
-        """By partition, none empty."""
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
-
-    def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
-        """What the bounds allow of those kept and those that came behind them; at least one."""
-        for one in came:
-            at = one.topic, one.partition
-            if at not in self._kept:
-                self._kept[at] = deque()
-            self._kept[at].append(one)
-        found: list[Record] = []
-        for at in list(self._kept):
-            waiting = self._kept[at]
-            while waiting and len(found) < records_max:
-                bytes_max -= record_bytes(waiting[0])
-                if found and bytes_max < 0:
-                    return found
-                found.append(waiting.popleft())
-            if waiting:
-                break
-            del self._kept[at]
-        return found
-
-    def first(self, tp: TopicPartition) -> int | None:
-        """The offset of the first record kept of a partition."""
-        waiting = self._kept.get(tp)
-        return waiting[0].offset if waiting else None
-
-    def forget(self, tp: TopicPartition) -> None:
-        self._kept.pop(tp, None)
 
 
 def _left(deadline_s: float) -> float:

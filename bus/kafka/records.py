@@ -9,7 +9,8 @@ length, aborted transactions and control batches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +19,8 @@ from kafka.consumer.fetcher import Fetcher
 from kafka.protocol.consumer import IsolationLevel
 from kafka.record.default_records import DefaultRecordBatch
 
-from dora_pipe.bus.port import Record
+from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.port import Record, TopicPartition
 
 SHOWN_BYTES_MIN: Final = 16 * 1024
 """Of a record, on average: a batch of such ones is not copied as a whole before it is unpacked."""
@@ -94,6 +96,45 @@ class ShownBatch(DefaultRecordBatch):  # type: ignore[misc]  # the client has no
     def __init__(self, buffer: memoryview) -> None:
         super().__init__(buffer[: self.HEADER_STRUCT.size])
         self._buffer = buffer
+
+
+class Fetched:
+    """Records that came over the bounds of one poll, kept for the next, in order."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], deque[Record]] = {}
+        """By partition, none empty."""
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
+        """What the bounds allow of those kept and those that came behind them; at least one."""
+        for one in came:
+            at = one.topic, one.partition
+            if at not in self._kept:
+                self._kept[at] = deque()
+            self._kept[at].append(one)
+        found: list[Record] = []
+        for at in list(self._kept):
+            waiting = self._kept[at]
+            while waiting and len(found) < records_max:
+                bytes_max -= record_bytes(waiting[0])
+                if found and bytes_max < 0:
+                    return found
+                found.append(waiting.popleft())
+            if waiting:
+                break
+            del self._kept[at]
+        return found
+
+    def first(self, tp: TopicPartition) -> int | None:
+        """The offset of the first record kept of a partition."""
+        waiting = self._kept.get(tp)
+        return waiting[0].offset if waiting else None
+
+    def forget(self, tp: TopicPartition) -> None:
+        self._kept.pop(tp, None)
 
 
 def next_batch(records: Any) -> Any:

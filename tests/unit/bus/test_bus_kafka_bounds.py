@@ -13,7 +13,8 @@ from kafka.future import Future
 
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.kafka import bus as kafka_bus
-from dora_pipe.bus.kafka.bus import Fetched, InFlight
+from dora_pipe.bus.kafka.bus import InFlight
+from dora_pipe.bus.kafka.records import Fetched
 from dora_pipe.bus.port import Append, Record, TopicPartition
 
 

@@ -8,8 +8,10 @@ episodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -52,7 +54,7 @@ class PromptsSeen:
     source: str
     rows: int
     """Rows of the source."""
-    lengths: list[int] = field(default_factory=list)
+    lengths: array[int] = field(default_factory=partial(array, "i"))
     """Tokens of each prompt."""
     failed: list[tuple[int, str, str]] = field(default_factory=list)
     """Rows that make no prompt, with the error and its hint."""
@@ -148,10 +150,10 @@ def look(
         if not rows:
             continue
         seen = PromptsSeen(source=source, rows=rows)
-        until_ns = clock.now_ns() + int(seconds * _NS)
+        is_over = partial(_is_past, clock, clock.now_ns() + int(seconds * _NS))
         order = list(dict.fromkeys([*spread(rows, FIRST_ROWS), *range(rows)]))[:rows_max]
-        for row, event in _answers(pool, source, order, clock, until_ns):
-            _read(seen, row, event, tokenizer, chats.get(source))
+        for row, event in answers(pool, source, order, is_over):
+            read(seen, row, event, tokenizer, chats.get(source))
         yield seen
 
 
@@ -161,8 +163,11 @@ def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
     return not task.has_agent and (single_turn or tools_alone)
 
 
-def _answers(
-    pool: TaskPool, source: str, rows: Sequence[int], clock: Clock, until_ns: int
+def answers(
+    pool: TaskPool,
+    source: str,
+    rows: Iterable[int],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, TaskEvent]]:
     """Each row's answer, as they come, until the time is over."""
     split: Split = "train" if source.startswith("train") else "eval"
@@ -172,7 +177,7 @@ def _answers(
             request = f"{source} {row}"
             pool.start(PromptCall(request=request, split=split, index=row, source=source))
             asked[request] = row
-        if not asked or clock.now_ns() > until_ns:
+        if not asked or is_over():
             break
         for event in pool.poll(POLL_S):
             if event.request in asked:
@@ -182,7 +187,11 @@ def _answers(
         pool.start(Forget(request=request, source=source))
 
 
-def _read(
+def _is_past(clock: Clock, until_ns: int) -> bool:
+    return clock.now_ns() > until_ns
+
+
+def read(
     seen: PromptsSeen, row: int, event: TaskEvent, tokenizer: Tokenizer, chat: Chat | None
 ) -> None:
     """Note what a row's answer is as a prompt."""

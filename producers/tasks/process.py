@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TextIO
@@ -45,6 +46,8 @@ SERVED: Final = "DORA_PIPE_SERVED_TASK"
 """Names the file that says which task a process serves, whatever the connection asks for."""
 
 READ_BYTES: Final = 1 << 18
+END_S: Final = 5.0
+"""Time that a pool has to end a process whose main thread hangs."""
 
 
 class PlainLines(io.TextIOWrapper):
@@ -88,11 +91,18 @@ def main() -> None:
         return
     server, hello = opened
     _write(outbox, pack(hello))
-    threading.Thread(target=MAIN.watch, args=(server.hangs,), daemon=True).start()
+    threading.Thread(target=_watch, args=(server,), daemon=True).start()
     _serve(frames, server)
     MAIN.stop()
     server.keep()
     server.close()
+
+
+def _watch(server: TaskServer) -> None:
+    """End a process whose main thread hangs, also where no pool can kill it."""
+    MAIN.watch(server.hangs)
+    time.sleep(END_S)
+    os._exit(1)
 
 
 def _serve(frames: Iterator[Down], server: TaskServer) -> None:

@@ -66,7 +66,7 @@ GROUP_LINES_MIN: Final = 3
 FIGURES: Final = (
     *("reward_mean", "loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "clipped_share"),
     *("entropy", "truncated", "kl", "teacher_kl", "tokens", "updates", "staleness_mean"),
-    *("without_gradient", "turn_valued_share", "turn_value_tokens"),
+    "without_gradient",
 )
 """Those that are shown; --all has every one."""
 

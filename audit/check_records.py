@@ -265,8 +265,7 @@ class RecordCheck:
         self._findings.looked["records"] += content.calls
         if content.fault:
             self._wrong(who, content.fault)
-        if logged.fact.parts:  # Logs from before control repeated them have none.
-            self._same("records", who, "reward parts", logged.fact.parts, content.parts)
+        self._same("records", who, "reward parts", logged.fact.parts, content.parts)
         self._mixture(content, group, who)
         self._versions(content, versions, logged, group)
 

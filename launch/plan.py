@@ -170,16 +170,17 @@ def sampled_nothing(directory: RunDir, config: Config) -> bool:
 
     Raises UsageError where somebody runs it.
     """
-    began = (directory.path / BEGINS_WITH).is_file() and directory.was_started
-    if not began or config.bus.url or directory.config().bus.url:
+    if config.bus.url or not (directory.path / BEGINS_WITH).is_file() or not directory.was_started:
         return False
     refuse_running(directory)
     topic = Topics(config.run.name).trajectories
     try:
+        if directory.config().bus.url:
+            return False
         with closing(directory.open_bus(config)) as bus:
             parts = range(bus.partitions(topic)) if topic in bus.topics() else ()
             return not any(bus.end(TopicPartition(topic, part)) for part in parts)
-    except BusError:
+    except (BusError, ConfigError):
         return False
 
 

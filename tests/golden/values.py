@@ -119,6 +119,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
                 tokens=21,
                 reward=0.75,
                 finish="stop",
+                tool_error="KeyError: tools.py:3: 'Oslo'",
             ),
             control.LoggedEntry(
                 trajectory=f"{GROUP}-001",

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
+from dora_pipe.core.console import write_to
+
 GAP: Final = 2
 """Blanks between two columns."""
 
@@ -83,7 +85,10 @@ class Table:
             drawn.add_row(*(Text(row[at]) if at < len(row) else "" for at in self._kept))
         width = max(1, self._room(self._widths))
         color: Literal["auto"] | None = "auto" if styled else None
-        Console(file=stream, highlight=False, width=width, color_system=color).print(drawn)
+        console = Console(file=stream, highlight=False, width=width, color_system=color)
+        with console.capture() as captured:
+            console.print(drawn)
+        write_to(stream, captured.get())  # rich ends the process when a reader has left
 
 
 def distinct(names: Sequence[str]) -> list[str]:

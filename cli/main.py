@@ -26,7 +26,6 @@ def _run() -> None:
 
     from dora_pipe.cli.app import app
     from dora_pipe.core.console import complain, log_to_stderr, speak
-    from dora_pipe.core.durable import need_temporary_folder
     from dora_pipe.core.errors import DoraError
     from dora_pipe.core.proxies import bypass_proxies
 
@@ -37,6 +36,8 @@ def _run() -> None:
         try:
             app()
         except FileNotFoundError:
+            from dora_pipe.core.durable import need_temporary_folder
+
             need_temporary_folder()  # raises if that is what is missing
             raise
     except DoraError as error:

@@ -24,6 +24,9 @@ _PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
 
 _QUOTED: Final = 200
 
+_PIECE_BYTES: Final = 512
+"""Read between two looks at the clock; a slow server takes long to fill a large piece."""
+
 
 class EndpointAway(ResourceError):
     """It does not answer, or not now; asked again it may."""
@@ -53,9 +56,9 @@ class JsonEndpoint:
         self._opening = threading.Lock()
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """What it answers within the time limit, whatever it does. EndpointAway, EndpointRefused.
+        """Return the answer within the time limit. Raises EndpointAway, EndpointRefused.
 
-        A thread of its own asks: limits of a socket hold for each wait, and not for their sum.
+        A thread of its own asks: a socket's limit is one of each wait, not of their sum.
         """
         done: Future[bytes] = Future()
 
@@ -75,7 +78,6 @@ class JsonEndpoint:
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> bytes:
         import requests
-        from urllib3.exceptions import HTTPError
 
         end = time.monotonic() + self._timeout_s
         try:
@@ -89,7 +91,7 @@ class JsonEndpoint:
             ) as answer:
                 said = self._body(answer, end)
                 status = answer.status_code
-        except (requests.RequestException, HTTPError) as error:
+        except requests.RequestException as error:
             raise EndpointAway(f"{self.where} does not answer: {error}") from None
         if status in _PASSES:
             raise EndpointAway(f"{self.where} says {status}: {self._shown(said)}")
@@ -123,7 +125,7 @@ class JsonEndpoint:
     def _body(self, answer: requests.Response, end: float) -> bytes:
         """What comes until `end`, and no more than may."""
         body = bytearray()
-        while piece := answer.raw.read1(1 << 16, decode_content=True):
+        for piece in answer.iter_content(_PIECE_BYTES):
             body += piece
             if len(body) > self._bytes_max or time.monotonic() > end:
                 raise EndpointAway(

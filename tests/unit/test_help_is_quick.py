@@ -41,6 +41,7 @@ OWN = frozenset(
         ".core.console",
         ".core.errors",
         ".core.local_http",
+        ".core.proxies",
     )
 )
 """Modules of ours that say what a command takes, and how it talks."""

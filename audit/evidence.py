@@ -204,6 +204,10 @@ class EvidenceSource(Protocol):
         """Evidence below was given."""
         ...
 
+    def held_back(self) -> bool:
+        """Whether the log delays records (a quota): slow, not lost."""
+        ...
+
     def close(self) -> None:
         """Let go of everything; idempotent."""
         ...
@@ -244,6 +248,10 @@ class OwnReader:
     def position(self, partition: int) -> int:
         """Evidence below was given."""
         return self._reader.position(TopicPartition(self._topic, partition))
+
+    def held_back(self) -> bool:
+        """See the protocol."""
+        return bool(self._reader.held_back())
 
     def close(self) -> None:
         """Let go of the reader."""
@@ -294,7 +302,7 @@ class EvidenceBuffer:
                 position = min(self._source.position(each), self._ends[each])
                 self.positions[each] = max(self.positions[each], position)
             moved = pieces or self.positions[partition] > before
-            empty = 0 if moved else empty + 1
+            empty = 0 if moved else max(1, empty + (not self._source.held_back()))
             if empty > EMPTY_POLLS_MAX:
                 raise BusError(f"partition {partition} gives no more records before its end")
         self._overflow()
@@ -367,6 +375,7 @@ class HelperFrame(msgspec.Struct, frozen=True, array_like=True):
     positions: dict[int, int]
     pieces: list[Evidence]
     error: str = ""
+    held_back: bool = False
 
 
 def helpers_for(records: int, partitions: int) -> int:
@@ -391,11 +400,12 @@ def _serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
         while any(at[one] < request.ends[one] for one in at):
             pieces = reader.poll(next(iter(at)), wait_after(empty))
             before, at = at, {one: reader.position(one) for one in at}
-            empty = 0 if pieces or before != at else empty + 1
+            moved, held_back = bool(pieces) or before != at, reader.held_back()
+            empty = 0 if moved else max(1, empty + (not held_back))
             if empty > EMPTY_POLLS_MAX:
                 raise BusError(f"{request.topic} gives no more records before its end")
-            if pieces or before != at:
-                _write(out, encode(HelperFrame(at, pieces)))
+            if moved or held_back:
+                _write(out, encode(HelperFrame(at, pieces, held_back=held_back)))
     except DoraError as error:
         _write(out, encode(HelperFrame(at, [], error.message)))
     finally:
@@ -444,6 +454,10 @@ class Helpers:
         """Evidence below was given."""
         return self._owners[partition].at[partition]
 
+    def held_back(self) -> bool:
+        """See the protocol."""
+        return any(helper.held_back for helper in self._helpers)
+
     def close(self) -> None:
         for helper in self._helpers:
             helper.close()
@@ -453,6 +467,7 @@ class Helpers:
 class _Helper:
     def __init__(self, start: Start, request: Request) -> None:
         self.at = dict(request.positions)
+        self.held_back = False
         self._decoder = msgspec.msgpack.Decoder(HelperFrame)
         self._process = start(request)
         assert self._process.stdout is not None
@@ -469,7 +484,7 @@ class _Helper:
         frame = self._frame()
         if frame.error:
             raise BusError(frame.error)
-        self.at = frame.positions
+        self.at, self.held_back = frame.positions, frame.held_back
         return frame.pieces
 
     def _frame(self) -> HelperFrame:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.audit.auditor import Auditor, audit
-from dora_pipe.audit.evidence import Helpers, OwnReader, Request, helpers_for, serve
+from dora_pipe.audit.evidence import (
+    Evidence,
+    EvidenceBuffer,
+    Helpers,
+    OwnReader,
+    Request,
+    helpers_for,
+    serve,
+)
 from dora_pipe.audit.helper import start_helper
-from dora_pipe.audit.reading import ends_of
+from dora_pipe.audit.reading import EMPTY_POLLS_MAX, ends_of
 from dora_pipe.audit.report import plain
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.sqlite import SqliteBus
@@ -102,6 +111,30 @@ def test_helper_that_writes_nonsense_or_nothing_is_one_line(written: bytes) -> N
     with pytest.raises(BusError, match="helps audit"):
         helpers.poll(0, 20.0)
     helpers.close()
+
+
+@pytest.mark.parametrize("held_back", [True, False])
+def test_log_that_holds_records_back_is_slow_and_not_cut(held_back: bool) -> None:
+    class Delayed:
+        polls = 0
+
+        def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
+            assert timeout_s or not self.polls, "a busy wait"
+            self.polls += 1
+            return []
+
+        def position(self, partition: int) -> int:
+            return 5 if self.polls > 2 * EMPTY_POLLS_MAX else 0
+
+        def held_back(self) -> bool:
+            return held_back
+
+        def close(self) -> None: ...
+
+    buffer, source = EvidenceBuffer(), Delayed()
+    buffer.begin({0: 5}, lambda _: source)
+    with nullcontext() if held_back else pytest.raises(BusError, match="no more records"):
+        buffer.read_all()
 
 
 def test_short_log_is_read_without_help() -> None:

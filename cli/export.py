@@ -39,6 +39,7 @@ from dora_pipe.observe.trackers.follow import Tracking
 from dora_pipe.observe.trackers.port import Tracker
 from dora_pipe.observe.trackers.tensorboard import TensorBoardTracker
 from dora_pipe.observe.trackers.wandb import WandbTracker
+from dora_pipe.orchestrator.watched import watched_evaluation
 
 CHECKPOINTS: Final = "traces-sent"
 CHECKPOINT_DIGITS: Final = 16
@@ -110,10 +111,15 @@ def version_of(run: OpenRun, policy: str) -> int:
         return int(policy)
     if policy != "best":
         raise UsageError(f"--policy {policy}: a version's number, or best")
-    name = run.config.evaluation.name
+    name = (watched_evaluation(run.config) or run.config.evaluation).name
     with closing(run.tables()) as tables:
         best = best_version(tables, run.config)
         logged = [best] if best is not None else logged_versions(tables, name)
+    if not logged:
+        raise UsageError(
+            f"run {run.topics.run} has no best version",
+            hint="it needs a complete evaluation: evaluation.every, evaluation.prompts",
+        )
     for version, reward in logged:
         try:
             rebuilder(run).weights(version)
@@ -122,10 +128,7 @@ def version_of(run: OpenRun, policy: str) -> int:
             continue
         say(f"best: version {version}, {reward:.3f} in evaluation {name}".removesuffix(" "))
         return version
-    raise UsageError(
-        f"run {run.topics.run} has no best version",
-        hint="it needs a complete evaluation: evaluation.every, evaluation.prompts",
-    )
+    raise PolicyError(f"the weights of no evaluated version can be had ({len(logged)} tried)")
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:

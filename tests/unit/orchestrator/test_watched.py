@@ -8,22 +8,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import best_version, logged_versions
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.cli import main
+from dora_pipe.cli import export, main
 from dora_pipe.config.load import dump_toml, from_plain
+from dora_pipe.config.model import Evaluation
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.errors import ConfigError, InvariantBroken
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
 from dora_pipe.orchestrator.apply_decision import apply_decision, pinned
 from dora_pipe.orchestrator.watched import Watched, begun, ended, kept, stop_due
 from dora_pipe.schemas.rounds import EarlyStop, TakeBatch
+from dora_pipe.schemas.topics import Topics
 from tests.support.catalogue_stage import CatalogueStage
 from tests.support.cluster import ORCHESTRATOR, Cluster
 from tests.support.cluster import make_config as cluster_config
@@ -245,3 +249,26 @@ def test_keys_that_watch_nothing_or_two_evaluations_are_refused(
     with pytest.raises(ConfigError, match=f"^{key}: ") as found:
         from_plain(plain)
     assert found.value.hint
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_best_is_named_with_the_evaluation_that_decides_it(
+    kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def weights(version: int) -> None:
+        if not kept:
+            raise PolicyError("its file is gone")
+
+    hard = Evaluation(name="hard", best=True)
+    config = replace(make_config(evaluation__name="easy"), more_evaluations=(hard,))
+    run: Any = SimpleNamespace(
+        config=config, topics=Topics("r"), tables=lambda: SimpleNamespace(close=lambda: None)
+    )
+    monkeypatch.setattr(export, "best_version", lambda *_: (3, 0.5))
+    monkeypatch.setattr(export, "rebuilder", lambda _: SimpleNamespace(weights=weights))
+    if kept:
+        assert export.version_of(run, "best") == 3
+        assert "version 3, 0.500 in evaluation hard" in capsys.readouterr().err
+    else:
+        with pytest.raises(PolicyError, match="no evaluated version can be had"):
+            export.version_of(run, "best")

@@ -64,11 +64,11 @@ PAUSES: Final = """
 
 FAILED: Final = """
     with ended as (
-        select trajectory_id, coalesce(error, a.why) as error,
+        select t.trajectory_id, coalesce(error, a.why) as error,
                coalesce(error_class, split_part(a.why, ':', 1)) as class
         from trajectories t join groups g using (group_id)
-        left join (select trajectory_id, arg_max(why, attempt) as why from attempts
-                   where outcome = 'failed' group by all) a using (trajectory_id)
+        left join attempts a on a.trajectory_id = t.trajectory_id and a.attempt = t.attempt
+            and a.outcome = 'failed'
         where g.purpose = 'train' and g.fate in ('trained', 'filtered', 'failed')
               and (logged_ns is not null or a.why is not null)
     )

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.observe.why.summary import role_waits
+from dora_pipe.observe.why.summary import FAILED, role_waits
+from dora_pipe.schemas.control import RequestFailed
+from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.metrics import TrainerStatus, Wait
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
@@ -96,3 +98,35 @@ def test_steps_and_stops_add_up_to_the_time_of_the_run(story: Sequence[str]) -> 
     for number, seconds, waited_s, _ in rows:
         assert waits.get(number, 0.0) == pytest.approx(waited_s)
         assert waited_s <= seconds < 30
+
+
+@pytest.mark.parametrize(("again", "failed"), [((0.5, 0.0), 0), ((None, 0.0), 1), ((), 2)])
+def test_a_trajectory_failed_if_its_last_attempt_did(
+    again: tuple[float | None, ...], failed: int
+) -> None:
+    stage = CatalogueStage()
+    epoch = stage.worker()
+    spec = stage.group(0)
+    for attempt in (1, 2):
+        stage.place(spec, epoch, attempt=attempt)
+        if attempt == 2 and again:
+            said = {0: {"error": "KeyError: 'x'"}} if None in again else {}
+            stage.logged(spec, epoch, again, attempt=attempt, said=said)
+            continue
+        for sibling in range(2):
+            stage.fact(
+                RequestFailed(
+                    at_ns=0,
+                    worker="w0",
+                    epoch=epoch,
+                    trajectory=trajectory_id(spec.group, sibling),
+                    attempt=attempt,
+                    error="EngineError",
+                    message="lost",
+                    retryable=True,
+                )
+            )
+    stage.end(spec, "failed")
+    with closing(stage.catalogue) as tables:
+        (row,) = tables.records(FAILED)
+    assert (row["trajectories"], row["failed"]) == (2, failed)

@@ -14,6 +14,9 @@ from dora_pipe.schemas.control import error_class
 WINDOW_GROUPS: Final = 64
 """Groups that ended last, of which a share is shown."""
 
+SINCE_STEP_GROUPS: Final = 4096
+"""Groups since the last step, of which a share is shown: a run may never make one."""
+
 VALUES_MAX: Final = 3
 """Rewards that a line shows."""
 
@@ -62,7 +65,7 @@ class FailedTrajectories:
     Example: ``for event in account.round(round_, offset): failed.happened(event)``
     """
 
-    def __init__(self, groups: int | None = WINDOW_GROUPS) -> None:
+    def __init__(self, groups: int = WINDOW_GROUPS) -> None:
         self._groups: deque[tuple[int, list[tuple[str, str]]]] = deque(maxlen=groups)
 
     def happened(self, event: Event) -> None:

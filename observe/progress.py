@@ -110,7 +110,6 @@ class RunProgress(RunStats):
         """See the base."""
         if self._past and offset >= self._past:
             self._past = 0
-            self._errors_shown.clear()
             said = f"resumed at step {self.account.step}; earlier steps: dora-pipe show {self.run}"
             self._lines.insert(0, said)
         super().fact(offset, fact)

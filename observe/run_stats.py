@@ -39,7 +39,7 @@ from dora_pipe.catalogue.statuses import (
 )
 from dora_pipe.observe.alarms import Pauses
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
-from dora_pipe.observe.failed import FailedShare, FailedTrajectories
+from dora_pipe.observe.failed import SINCE_STEP_GROUPS, FailedShare, FailedTrajectories
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -310,7 +310,8 @@ class RunStats:
         """(finish, valid) of every trajectory that was logged, counting or not."""
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
-        self.failed, self._failed_now = FailedTrajectories(), FailedTrajectories(groups=None)
+        self.failed = FailedTrajectories()
+        self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
         self.turn_value_tokens: int | None = None
         """What values of turns cost, of the steps that count; None: no turn is valued."""
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})

@@ -203,11 +203,12 @@ def conclusion(found: Explanation, changes: Sequence[str] = ()) -> list[str]:
     Example: ``without g0000003871 (7 of 8 end in the same 40-token loop, reward 1): .71 -> .83``
     """
     if not found.cause or found.proof is None:
-        lines = [_nothing(found)]
+        lines = [_nothing(found, "no group" if changes else "nothing")]
         if changes:
-            lines[0] = lines[0].replace("nothing explains", "no group explains")
-            said = "; ".join(changes)
-            lines.append(f"a changed setting may ({said}); `dora-pipe retrain` takes the old value")
+            settings = "; ".join(changes)
+            lines.append(
+                f"a changed setting may ({settings}): `dora-pipe retrain` with its old value"
+            )
     else:
         named = ", ".join(_named(one) for one in found.cause)
         lines = [f"without {named}: {_change(found.proof)}"]
@@ -220,9 +221,9 @@ def conclusion(found: Explanation, changes: Sequence[str] = ()) -> list[str]:
     return lines
 
 
-def _nothing(found: Explanation) -> str:
+def _nothing(found: Explanation, subject: str) -> str:
     if not found.suspects:
-        return "nothing explains the fall: the step has no group that could be left out"
+        return f"{subject} explains the fall: the step has no group that could be left out"
     if found.proof is None:
         return "nothing was tried: the trials need more steps, --steps"
     count = len(found.suspects)
@@ -232,7 +233,7 @@ def _nothing(found: Explanation) -> str:
             f" without all {_change(found.proof)}; more with --draws-max"
         )
     return (
-        f"nothing explains the fall: without all {count} suspects {_change(found.proof)};"
+        f"{subject} explains the fall: without all {count} suspects {_change(found.proof)};"
         " more of them with --suspects, steps before with --before"
     )
 

@@ -42,9 +42,6 @@ BATCHES: Final = """
     select step, list(group_id order by group_id) from groups where fate = 'trained'
     group by step order by step"""
 
-LAST: Final = 2**31 - 1
-"""No step comes after it."""
-
 RETRAINED: Final = "select retrained_from from runs"
 
 STEPS: Final = "select step, reward, seconds, staleness_mean from steps order by step"
@@ -115,15 +112,15 @@ class RunDiff:
     @property
     def settings(self) -> str:
         """How settings of steps differ: from the start on, or because they changed in a run."""
-        said = [
-            f"{key} {one} and {other}"
-            for key, (one, other) in self.config.items()
+        differences = [
+            f"{key} {first} and {second}"
+            for key, (first, second) in self.config.items()
             if key in LOGGED or key.startswith("trainer.")
         ]
         if self.changes[0] != self.changes[1]:
-            for who, changes in zip(("the first", "the other"), self.changes, strict=True):
-                said += [f"{who} {change} at step {step}" for step, change in changes]
-        return "; ".join(said) or "the same"
+            for run, changes in zip(("the first", "the other"), self.changes, strict=True):
+                differences += [f"{run} {change} at step {step}" for step, change in changes]
+        return "; ".join(differences) or "the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +150,7 @@ def run_of(tables: Catalogue, config: Mapping[str, Any]) -> ComparedRun:
         evaluations={
             (name, version): reward for name, version, reward in tables.query(EVALUATIONS)
         },
-        changes=list(tables.query(SETTINGS, [0, LAST])),
+        changes=tables.query(SETTINGS),
         borrows=bool(source),
     )
 

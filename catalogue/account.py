@@ -102,7 +102,7 @@ class StepEnded:
     batch: Batch
     groups: tuple[GroupHistory, ...]
     stops: tuple[Stop, ...] = ()
-    """Of the run so far: no time in them counts."""
+    """Stops of the run so far, whose time does not count."""
 
     @property
     def results(self) -> list[TrajectoryLogged]:

@@ -426,7 +426,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _stated(error: BaseException) -> str:
-    """What DuckDB says of a query, the names that it proposes included, without the query."""
+    """Return DuckDB's message with the names that it proposes, without the query."""
     return "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
 
 

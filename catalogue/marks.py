@@ -45,7 +45,7 @@ class Mark:
     after: str | None = None
     why: str = ""
     since_ns: int | None = None
-    """Of a stop: when the run wrote its last record."""
+    """When the run wrote its last record; only for a stop."""
 
     @property
     def line(self) -> str:
@@ -67,7 +67,7 @@ class Mark:
 
 SETTINGS: Final = """
     select step, subject || ' ' || before || ' -> ' || after as change from marks
-    where kind = 'setting' and step between ? and ? order by step, subject"""
+    where kind = 'setting' order by step, subject"""
 """Settings that changed, by the step that each is in force from."""
 
 

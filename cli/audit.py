@@ -98,13 +98,12 @@ class AuditSession:
     ) -> None:
         self._run, self._whole = run, not quick
         self._mark = file_identity(run)
-        files = store
         self._opened = open_index(
             index or run.directory.path / FILE_NAME,
             run.bus,
             run.topics,
             whole=self._whole,
-            files=files,
+            files=store,
             fresh=fresh,
             mark=self._mark,
         )
@@ -112,7 +111,7 @@ class AuditSession:
         self._auditor = Auditor(
             run.bus,
             run.topics,
-            run.policies if files else None,
+            run.policies if store else None,
             books=self._opened.books,
             whole=self._whole,
             source=self._source,

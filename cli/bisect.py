@@ -49,7 +49,9 @@ def bisect_run(
     _check(history, good, bad)
     with closing(run.tables()) as tables:
         changes = [
-            f"step {step}: {change}" for step, change in tables.query(SETTINGS, [good, bad - 1])
+            f"step {step}: {change}"
+            for step, change in tables.query(SETTINGS)
+            if good <= step < bad
         ]
     settings = settings_words(changes, good, bad)
     if settings and not as_json:
@@ -70,8 +72,9 @@ def bisect_run(
             steps = len(history.notes)
             found = look_into(fall, measuring, subjects.repeater(), limits, steps=steps)
         subjects.forget()
-    said = [fall_words(fall), *([] if found is None else conclusion(found, changes))]
-    file.keep(_found(fall, found, [settings, *said] if settings else said, good=good, bad=bad))
+    lines = [settings] if settings else []
+    lines += [fall_words(fall), *([] if found is None else conclusion(found, changes))]
+    file.keep(_found(fall, found, lines, good=good, bad=bad))
     if as_json:
         emit_json({"settings": changes, **_plain(fall, found, file, subjects.led, changes)})
     elif found is not None:
@@ -132,7 +135,7 @@ def settings_words(changes: Sequence[str], good: int, bad: int) -> str:
 
 
 def _found(
-    fall: Fall, found: Explanation | None, said: list[str], *, good: int, bad: int
+    fall: Fall, found: Explanation | None, lines: list[str], *, good: int, bad: int
 ) -> BisectFound:
     """What is kept of it beside the values."""
     verdicts = {one.subject.words: like(one.verdict) for one in fall.tested}
@@ -141,7 +144,7 @@ def _found(
     return BisectFound(
         good=good,
         bad=bad,
-        conclusion=said,
+        conclusion=lines,
         like=verdicts | ends | {one.subject.words: like(one.verdict) for one in trials},
         suspects=[
             KeptSuspect(

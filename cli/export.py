@@ -49,11 +49,10 @@ CHECKPOINT_DIGITS: Final = 16
 def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force: bool) -> None:
     """Write the trajectories of a run. Raises InvariantBroken where some are damaged."""
     may_write_file(parquet, force=force)
-    store = run.policies
     texts = texts_of(run)
     with closing(run.tables()) as tables:
         done = export_parquet(
-            run.bus, run.topics, tables, store, parquet, everything=everything, texts=texts
+            run.bus, run.topics, tables, run.policies, parquet, everything=everything, texts=texts
         )
     left = f", {done.left_out} records left out" if done.left_out else ""
     say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")

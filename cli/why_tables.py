@@ -43,7 +43,7 @@ FIRST: Final = 2
 BLANK: Final = " "
 """A cell that says nothing, not even that there is nothing."""
 
-STOPPED: Final = "the run was stopped, and nobody waited"
+STOPPED: Final = "the run was stopped"
 
 TREE_HINT: Final = "--tree names every group and request on the way"
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 LEARNING: Final[Mapping[str, str]] = {
-    "loss": "Of the step, by its objective.",
+    "loss": "Loss of the step, by its objective.",
     "grad_norm": "Mean norm of the updates' gradients, before they are clipped.",
     "entropy": "Mean -log-prob of the batch's sampled tokens: an estimate, nats per token.",
     "truncated": "Share of the batch's trajectories that a limit of tokens or turns ended.",
     "kl": "Mean KL estimate to the reference, per token.",
     "clipped_share": "Share of trained tokens whose gradient the clip took away.",
-    "learning_rate": "Of the step, by its schedule.",
+    "learning_rate": "Learning rate of the step, by its schedule.",
 }
 """Names, and what each says. docs/observe.md defines them."""
 

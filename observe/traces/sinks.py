@@ -91,11 +91,11 @@ class Rejected:
 
     spans: int = 0
     why: str = ""
-    """As it was said last."""
+    """Reason in the newest answer."""
 
     @property
     def words(self) -> str:
-        """Behind a number of spans that were sent; empty where none was rejected."""
+        """Text after the number of sent spans; empty if the endpoint rejected none."""
         why = f": {self.why}" if self.why else ""
         return f", {self.spans} rejected by the endpoint{why}" if self.spans else ""
 
@@ -151,7 +151,7 @@ class HttpSink:
         session.hooks["response"].append(self._heard)
         self._answer: EndpointAnswer | None = None
         self.rejected = Rejected()
-        """Of all requests so far. OTLP forbids to send them again."""
+        """Counted over all requests. OTLP forbids sending them again."""
         self._exporter = OTLPSpanExporter(endpoint=self.address, timeout=timeout_s, session=session)
 
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:

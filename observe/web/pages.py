@@ -48,8 +48,7 @@ class RunSource:
 
     bus: Bus
     topics: Topics
-    policies: PolicyStore | None
-    """None where there is none."""
+    policies: PolicyStore
     decode: Decode | None
     """None where there is no tokenizer."""
     redact: bool = False

@@ -168,8 +168,8 @@ function bandPath(xs, low, high, x, y) {
   }).join("");
 }
 
-// What happened to the run, as upright lines: a changed setting, a stop, a lost role; hovering names
-// it. Marks that stand at the same place are one.
+// Draws a vertical line for each changed setting, stop or lost role; hovering names it. Marks at the
+// same place share a line.
 function marked(svg, marks, x, span, bottom, of) {
   const places = new Map();
   for (const one of marks) {

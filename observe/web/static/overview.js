@@ -9,7 +9,7 @@ const PHASES = {
   queued: "queued", worker: "on a worker", siblings: "for siblings", batch: "for a batch",
   training: "in training",
 };
-// What happened to the run, or runs, whose page is made: every chart over steps or time has it.
+// Marks of the runs on this page, in every chart over steps or time.
 let marks = [];
 const curve = (spec) => lines({ marks, ...spec });
 const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
@@ -162,9 +162,9 @@ function histogram(own) {
 }
 
 function workers(run, data) {
-  const place = h("div", null), told = marks;
+  const place = h("div", null), shown = marks;
   const draw = (window) => place.replaceChildren(timeline({
-    title: "Workers by version", data: window, marks: told,
+    title: "Workers by version", data: window, marks: shown,
     note: "What each worker hosted, with the version's number. Hatched white: weights are loaded. " +
       "A cross: the worker left or was fenced." + (window.trainer ? " The trainer's line: a " +
         "stripe for each part of a batch that was computed ahead of it, and for the rest." : ""),

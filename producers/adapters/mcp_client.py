@@ -40,6 +40,9 @@ CANCEL_S: Final = 1.0
 _PASSES: Final = frozenset((404, 408, 409, 425, 429))
 """HTTP statuses, besides 5xx, of what another time may answer; 404: the session was forgotten."""
 
+_STAND_INS: Final = ("Not Found", "Session terminated", "Server returned an error response")
+"""Messages of the SDK for a request that was refused by an HTTP status."""
+
 _QUOTED: Final = 2048
 
 _DIE_WITH_PARENT: Final = """
@@ -78,6 +81,7 @@ class Connection:
         ServerRefused."""
         self._where, self._use, self._secret, self._directory = where, use, secret, directory
         self._refusal: tuple[int, str] | None = None
+        """Status and words of the last answer to a request that was an HTTP error."""
         self._closing = asyncio.Event()
         self._opened: Future[Client] = Future()
         self._living = _LOOP.run(self._live())
@@ -155,8 +159,9 @@ class Connection:
         )
 
     async def _note(self, response: httpx2.Response) -> None:
-        """Keep what a server says to a request that it refuses: the SDK gives the code alone."""
-        if response.status_code >= 400:
+        """Keep what a server says to a request that it refuses: the SDK gives the code alone. Many
+        servers refuse its GET for a stream, which no caller waits for."""
+        if response.status_code >= 400 and response.request.method == "POST":
             body = (await response.aread())[:_QUOTED].decode(errors="replace")
             self._refusal = response.status_code, one_line(" ".join(body.split()), _QUOTED)
 
@@ -168,13 +173,12 @@ class Connection:
         error = None if asked.cancelled() else asked.exception(0.0)
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        refusal, self._refusal = self._refusal, None
         if isinstance(error, ServerAway | ServerRefused):
             return error
         if error is None or isinstance(error, TimeoutError):
             return ServerLate(f"{self._where} did not answer within {limit_s:g} s")
-        if refusal is not None:
-            status, said = refusal
+        if isinstance(error, MCPError) and error.message in _STAND_INS and self._refusal:
+            status, said = self._refusal
             kind = ServerAway if status in _PASSES or status >= 500 else ServerRefused
             return kind(f"{self._where} says {status}: {said}")
         if isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):

@@ -218,10 +218,12 @@ def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
         value += part.weight * score
         answer = answer or said.answer
         parts |= {f"{part.name}.{name}": inner for name, inner in said.parts.items()}
-    if asked and not scored:
-        raise NoAnswer(f"every reward abstained: {', '.join(part.name for part in asked)}")
-    if len(scored) < len(asked):
-        value *= _weight(asked) / _weight(scored)
+    total, counted = _weight(asked), _weight(scored)
+    if (asked and not scored) or (total and not counted):
+        silent = [part.name for part in asked if part not in scored]
+        raise NoAnswer(f"every reward abstained: {', '.join(silent)}")
+    if counted:
+        value *= total / counted
     raw = parts.get(asked[0].name) if asked else None
     return Reward(value=value, raw=raw, parts=parts, answer=answer)
 

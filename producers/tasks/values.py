@@ -39,8 +39,8 @@ def as_text(value: Any) -> str:
     found = plain(value)
     if isinstance(found, Decimal):
         return str(found)
-    text = found if isinstance(found, str) else msgspec.json.encode(_encodable(found)).decode()
-    return text.encode(errors="backslashreplace").decode()
+    found = _encodable(found)
+    return found if isinstance(found, str) else msgspec.json.encode(found).decode()
 
 
 def escaped(value: Any) -> Any:
@@ -158,11 +158,11 @@ def _encodable(value: Any) -> Any:
     """Return a plain value with numbers that JSON's encoder cannot write as their digits."""
     match value:
         case dict():
-            return {key: _encodable(item) for key, item in value.items()}
+            return {escaped(key): _encodable(item) for key, item in value.items()}
         case list():
             return [_encodable(item) for item in value]
         case str():
-            return value.encode(errors="backslashreplace").decode()
+            return escaped(value)
         case float() if math.isfinite(value):
             return float(value)
         case float():

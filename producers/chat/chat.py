@@ -87,7 +87,7 @@ class Chat:
         )
         self.stop_ids = tuple(sorted(stops))
         """Token ids that end a turn."""
-        self._hidden = hidden
+        self._hidden = hidden | stops
 
     @classmethod
     def open(cls, assets: Path, tokenizer: Tokenizer, options: ChatOptions) -> Chat:
@@ -164,12 +164,15 @@ class Chat:
                 hint=f"task.tool_parser: {', '.join(PARSERS)}, or module:function of your own",
             )
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of sampled tokens, without hidden tokens and ends of turns."""
+        return self.template_renderer.text([one for one in ids if one not in self._hidden])
+
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
         """What a sampled turn says, behind the ids `before` it."""
         if self._typed is not None:
             return self._typed.parse(ids, before, tools)
-        spoken = [one for one in ids if one not in self._hidden]
-        text = self.template_renderer.text(spoken)
+        text = self.text(ids)
         if self.template_renderer.features.thinking == "always" and "</think>" not in text:
             text = "<think>" + text  # The prompt has begun it.
         return self._parser(text, tools)

@@ -160,11 +160,14 @@ class TaskPort:
     def _step(self, effect: EnvStep) -> Iterator[Any]:
         conversation = self._conversations.get(effect.request)
         if conversation is None:
-            turn = Turn(text=self._texts.text(effect.token_ids))
+            turn = Turn(text=self._text(effect.token_ids))
         else:
             turn = conversation.say(effect.token_ids)
         self._tasks.start(calls.EnvStep(request=effect.request, turn=turn))
         yield from ()
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return (self._chat or self._texts).text(token_ids)
 
     def _run_agent(self, effect: AgentCall) -> Iterator[Any]:
         assert self._addresses is not None, "a source with an agent has an endpoint"
@@ -183,9 +186,9 @@ class TaskPort:
         conversation = self._conversations.pop(effect.request, None)
         messages: tuple[dict[str, Any], ...] = ()
         reasoning = ""
-        answer = self._texts.text(effect.answer)
+        answer = self._text(effect.answer)
         single = len(effect.turns) == 1
-        turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
+        turns = (answer,) if single else tuple(map(self._text, effect.turns))
         if effect.text is not None:
             answer = effect.text
         elif self._addresses is not None and self._chat is not None:
@@ -221,9 +224,9 @@ class TaskPort:
         yield from ()
 
     def _said(self, one: SampledTurns) -> calls.Said:
-        turns = tuple(map(self._texts.text, one.turns))
+        turns = tuple(map(self._text, one.turns))
         if self._chat is None:
-            return calls.Said(text=self._texts.text(one.answer), turns=turns)
+            return calls.Said(text=self._text(one.answer), turns=turns)
         turn = self._chat.parse(one.answer, one.before, ())
         return calls.Said(text=turn.text, turns=turns, turn=turn)
 

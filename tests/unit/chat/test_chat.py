@@ -221,6 +221,17 @@ def test_an_end_of_the_template_ends_turns(tmp_path: Path) -> None:
     assert set(open_chat(tmp_path).stop_ids) == ends
 
 
+def test_no_text_has_the_template_s_end_whatever_its_flag(tmp_path: Path) -> None:
+    file = write_chat_model(tmp_path, text=CHATML) / "tokenizer.json"
+    said = json.loads(file.read_bytes())
+    for token in said["added_tokens"]:
+        token["special"] = token["content"] != "<|im_end|>"
+    file.write_text(json.dumps(said))
+    chat = open_chat(tmp_path)
+    ids = Tokenizer(tmp_path).backend.encode("3<|im_end|>").ids
+    assert chat.parse(ids, (), ()).text == "3"
+
+
 R1 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
     "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor %}"

@@ -305,7 +305,7 @@ def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None
 
 
 def test_what_an_agent_was_answered_last_is_read_behind_its_prompt() -> None:
-    class Reader:
+    class Reader(Numbers):
         def parse(self, ids: Any, before: Any, tools: Any) -> Turn:
             return Turn(text=f"{before} {ids}")
 

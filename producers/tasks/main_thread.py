@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 WATCH_S: Final = 0.25
@@ -35,6 +36,15 @@ class GivenUp(BaseException):
 
 
 @dataclass(slots=True)
+class Limit:
+    """When a call in the main thread is late."""
+
+    number: int = 0
+    """The call from the pipe; 0: a function of the loop."""
+    late_at_s: float = math.inf
+
+
+@dataclass(slots=True)
 class Work:
     """A function to be called, and the future of its result."""
 
@@ -45,6 +55,7 @@ class Work:
     limit_s: float = 0.0
     waits: Callable[[bool], None] | None = None
     """Called with False when a call that waited begins."""
+    limit: Limit = field(default_factory=Limit)
 
     def do(self) -> None:
         """Call it, and hand its result, or what it raised, to the loop."""
@@ -71,11 +82,8 @@ class MainThread:
     def __init__(self) -> None:
         self.serves = False
         """Whether functions of the loop are taken."""
-        self.number = 0
-        """The call from the pipe that it works on; 0: none, or a function of the loop."""
         self._work: deque[Work] = deque()
-        self._present: Work | None = None
-        self._late_at_s: float | None = None
+        self._present: Limit | None = None
         self._inside = False
         self._thread = threading.main_thread()
 
@@ -112,23 +120,23 @@ class MainThread:
     def run_work(self) -> None:
         """Call what the loop has handed over."""
         while self._work:
-            work = self._present = self._work.popleft()
+            work = self._work.popleft()
             if not work.done.cancelled():
                 if work.waits is not None:
                     work.waits(False)
-                with self.limited(0, work.limit_s):
+                with self.limited(work.limit, work.limit_s):
                     work.do()
-            self._present = None
 
     @contextlib.contextmanager
-    def limited(self, number: int, limit_s: float) -> Iterator[None]:
+    def limited(self, limit: Limit, limit_s: float) -> Iterator[None]:
         """Limit the time of what is called inside; 0: no limit."""
-        self.number = number
-        self._late_at_s = time.monotonic() + limit_s if limit_s else None
+        if limit_s:
+            limit.late_at_s = min(limit.late_at_s, time.monotonic() + limit_s)
+        self._present = limit
         try:
             yield
         finally:
-            self._late_at_s, self.number = None, 0
+            self._present = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a user's function. Raises GivenUp where it was interrupted."""
@@ -160,19 +168,19 @@ class MainThread:
         try:
             return await done
         finally:
-            if done.cancelled() and self._present is work:
-                self._late_at_s = time.monotonic()
+            if done.cancelled():
+                work.limit.late_at_s = time.monotonic()
 
     def watch(self, stuck: Callable[[int], None]) -> None:
         """Interrupt what exceeds its limit, for ever, in a thread of its own. `stuck` is called
         with the number of a call that does not end then."""
         while True:
             time.sleep(WATCH_S)
-            late_at_s = self._late_at_s
-            if late_at_s is None or time.monotonic() < late_at_s:
+            limit = self._present
+            if limit is None or time.monotonic() < limit.late_at_s:
                 continue
-            if time.monotonic() > late_at_s + STUCK_S:
-                stuck(self.number)
+            if time.monotonic() > limit.late_at_s + STUCK_S:
+                stuck(limit.number)
                 return
             assert self._thread.ident is not None
             signal.pthread_kill(self._thread.ident, INTERRUPT)
@@ -180,8 +188,8 @@ class MainThread:
     def _interrupted(self, *_: object) -> None:
         """In the main thread: raise, where it is in a user's function that is late. Once: then it
         is on its way out."""
-        late = self._late_at_s is not None and time.monotonic() >= self._late_at_s
-        if self._inside and late:
+        limit = self._present
+        if self._inside and limit is not None and time.monotonic() >= limit.late_at_s:
             self._inside = False
             raise GivenUp
 

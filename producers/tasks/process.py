@@ -37,7 +37,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.main_thread import MAIN
+from dora_pipe.producers.tasks.main_thread import MAIN, Limit
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
@@ -109,7 +109,7 @@ def _serve(frames: Iterator[Down], server: TaskServer) -> None:
     """Take one frame after the other, to the end of the pipe. Raises what is wrong with one."""
     for frame in frames:
         if isinstance(frame, Call):
-            with MAIN.limited(frame.number, frame.limit_s):
+            with MAIN.limited(Limit(frame.number), frame.limit_s):
                 server.take(frame)
         elif not isinstance(frame, Setup):
             server.take(frame)

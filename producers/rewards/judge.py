@@ -107,7 +107,9 @@ class Judge(Options, frozen=True, kw_only=True):
         low, high = self.range
         if not low < high:
             raise ConfigError(f"{where}: range: {low:g} is not below {high:g}")
-        return JudgeClient(self, where, context).score
+        client = JudgeClient(self, where, context)
+        asks_reasoning = "reasoning" in self.template(where, context)
+        return client.score_reasoning if asks_reasoning else client.score
 
     def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
         """The template, which may stand in a file."""
@@ -163,12 +165,18 @@ class JudgeClient:
         self._asked: dict[str, asyncio.Future[JudgeAnswer]] = {}
 
     async def score(
+        self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
+    ) -> Reward:
+        """As `score_reasoning`, for a prompt that does not mention the reasoning."""
+        return await self.score_reasoning(row, text, turns, messages, reasoning="")
+
+    async def score_reasoning(
         self,
         row: Row,
         text: str,
         turns: Sequence[str],
         messages: Sequence[Message],
-        reasoning: str = "",
+        reasoning: str,
     ) -> Reward:
         """The score, from 0 to 1. Raises Retry where another try may do better, TaskError where the
         endpoint refuses."""

@@ -193,7 +193,7 @@ def test_a_wrong_key_and_a_forgotten_session_are_told_apart() -> None:
         with pytest.raises(ServerRefused, match="says 401: who are you"):
             Connection("it", use, secret="wrong", directory="")
         connection = Connection("it", use, secret="secret", directory="")
-        with pytest.raises(ServerRefused, match="refuses: no resources/list"):  # GET has status 501
+        with pytest.raises(ServerRefused, match="refuses: no resources/list"):
             connection.ask(methodcaller("list_resources"), 30.0)
         requests.delete(url, headers={"Mcp-Session-Id": "*"}, timeout=30)
         with pytest.raises(ServerAway, match="says 404: no such session"):

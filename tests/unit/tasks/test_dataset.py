@@ -340,12 +340,24 @@ def test_a_column_that_answer_column_names_must_be_there(write: Write, module: s
     assert "it has `prompt`, `solution`" in str(error.value.hint)
 
 
-def test_reasoning_needs_prompts_of_messages(write: Write) -> None:
-    uses = [model.RewardUse(use="exact", options={"of": "reasoning"})]
+JUDGE = {"model": "judge", "url": "http://127.0.0.1:1/v1"}
+
+
+@pytest.mark.parametrize(
+    ("use", "options"),
+    [("exact", {"of": "reasoning"}), ("judge", {**JUDGE, "prompt": "{{ reasoning }}"})],
+)
+def test_reasoning_needs_prompts_of_messages(
+    write: Write, use: str, options: dict[str, Any]
+) -> None:
+    uses = [model.RewardUse(use=use, options=options)]
     path = write(json.dumps({"prompt": "1+1=", "answer": "2"}))
     with pytest.raises(TaskError, match="looks at the reasoning"):
         DatasetTask(data=str(path), reward=Rewards(uses)).check()
     DatasetTask(data=str(path), reward=Rewards(uses), chat=True).check()
+    other = "{{ text }}" if "prompt" in options else ""
+    uses = [model.RewardUse(use=use, options={**JUDGE, "prompt": other} if other else {})]
+    DatasetTask(data=str(path), reward=Rewards(uses)).check()
 
 
 def test_a_tool_that_cannot_be_told_is_said_before_anything_starts(

@@ -195,7 +195,7 @@ def test_where_all_abstain_there_is_no_score() -> None:
         Rewards([use("abstains")]).score(ROW, SAID)
     with pytest.raises(NoAnswer, match="every reward abstained: some_abstain, abstains"):
         asyncio.run(_of(Rewards([use("some_abstain"), use("abstains")])))
-    with pytest.raises(NoAnswer, match="every reward abstained: abstains$"):
+    with pytest.raises(NoAnswer, match=r"every reward abstained: abstains$"):
         Rewards([use("abstains"), use("exact", 0.0)]).score(ROW, SAID)
     only_shown = Rewards([use("abstains", 0.0), use("exact", 0.0)]).score(ROW, SAID)
     assert isinstance(only_shown, Reward)

@@ -185,7 +185,7 @@ class MarkAccount:
 
 
 def _text(value: object) -> str:
-    """As TOML has it; a key that is not used has no value."""
+    """Format a value; `unset` for a key that is not used."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -273,13 +273,14 @@ def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
-    """The version with the best mean reward, by evaluation; the first of equal ones."""
-    best: dict[str, tuple[float, int]] = {}
+    """Return the version with the best mean reward over all prompts, by evaluation; the first of
+    equal ones."""
+    best: dict[str, tuple[int, float, int]] = {}
     for one in evaluations:
         mean = next((v.value for k, v in one.figures.items() if k.startswith("mean@")), None)
-        if mean is not None and mean > best.get(one.evaluation, (-math.inf, 0))[0]:
-            best[one.evaluation] = (mean, one.version)
-    return {name: version for name, (_, version) in best.items()}
+        if mean is not None and (one.prompts, mean) > best.get(one.evaluation, (0, -math.inf))[:2]:
+            best[one.evaluation] = (one.prompts, mean, one.version)
+    return {name: version for name, (*_, version) in best.items()}
 
 
 def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> None:

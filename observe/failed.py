@@ -81,18 +81,14 @@ class FailedTrajectories:
                 pass
 
     def share(self) -> FailedShare:
-        """What became of the trajectories that were counted."""
+        """Return how many of the counted trajectories failed, with the commonest error."""
+        count = sum(count for count, _ in self._groups)
         errors = [one for _, failed in self._groups for one in failed]
         if not errors:
-            return FailedShare(trajectories=sum(count for count, _ in self._groups))
+            return FailedShare(trajectories=count)
         ((most, _),) = Counter(error_class(error) for _, error in errors).most_common(1)
         example, error = next(one for one in reversed(errors) if error_class(one[1]) == most)
-        return FailedShare(
-            trajectories=sum(count for count, _ in self._groups),
-            failed=len(errors),
-            error=error,
-            example=example,
-        )
+        return FailedShare(trajectories=count, failed=len(errors), error=error, example=example)
 
     def clear(self) -> None:
         """Begin again."""
@@ -111,7 +107,7 @@ def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
 
 
 def no_gradient(ended: StepEnded, count: int, steps: int) -> str:
-    """Why a step, one of `count` such among the `steps` so far, updated nothing."""
+    """Explain why a step, one of `count` such among the `steps` so far, updated nothing."""
     rewards = [group.rewards for group in ended.groups if group.rewards]
     if all(len(set(own)) == 1 for own in rewards):
         values = sorted({own[0] for own in rewards})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
             version=version,
             evaluation=name,
             task="",
-            prompts=1,
+            prompts=2,
             trajectories=1,
             figures={"mean@1": value},
         )
@@ -227,6 +228,9 @@ def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
     assert re.findall(r"(\d+) \(best\) +(\w+)", said) == [("4", "hard"), ("8", "easy")]
     print_evaluations(found, everything=True)
     assert "left out" not in (said := capsys.readouterr().out) and said.count("easy") == 9
+    half = replace(evaluated(9, "easy"), prompts=1)  # under way
+    print_evaluations([*found, half], everything=False)
+    assert re.findall(r"(\d+) \(best\) +easy", capsys.readouterr().out) == ["8"]
     once = [evaluated(0, "")]
     assert shown_evaluations(once) == once
     assert shown_evaluations([]) == []

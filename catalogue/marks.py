@@ -143,22 +143,18 @@ class MarkAccount:
         if before is None and fact.role_epoch == 0:
             self._alive_ns = max(self._alive_ns, fact.at_ns)
             return []
+        since_ns = (before and before[1].since_ns) or min(self._alive_ns or fact.at_ns, fact.at_ns)
         mark = Mark(
-            at_ns=fact.at_ns,
-            step=step,
-            kind="restarted",
-            subject=fact.role,
-            since_ns=min(self._alive_ns or fact.at_ns, fact.at_ns),
+            at_ns=fact.at_ns, step=step, kind="restarted", subject=fact.role, since_ns=since_ns
         )
         if before is None or before[1].subject == fact.role:
             self._back = (offset, mark)
             return [] if before is None else [replace(before[1], since_ns=None)]
         self._back, self._resumed_at = None, before[0]
-        since_ns = before[1].since_ns or fact.at_ns
         until_ns = max(fact.at_ns, before[1].at_ns)
         self.stops.append((since_ns, until_ns))
         self._alive_ns = max(self._alive_ns, until_ns)
-        return [replace(mark, kind="resumed", subject="run", at_ns=until_ns, since_ns=since_ns)]
+        return [replace(mark, kind="resumed", subject="run", at_ns=until_ns)]
 
     def _set(self, fact: Command, step: int) -> list[Mark]:
         if self._config is None:

@@ -159,6 +159,22 @@ def test_a_time_in_which_the_run_was_stopped_is_nobodys_wait(
     assert sum(pieces.values()) == pytest.approx(row["waited_s"])
 
 
+def test_a_stop_lasts_until_both_roles_are_back_whatever_a_failed_resume_wrote(
+    stage: CatalogueStage,
+) -> None:
+    trained(stage, 0, stage.worker())
+    since_ns = stage.now_ns
+    stage.now_ns += STOPPED_S * SECOND_NS
+    stage.begins("orchestrator", 1)
+    stage.decide()
+    stage.now_ns += STOPPED_S * SECOND_NS
+    stage.begins("orchestrator", 2)
+    stage.begins("trainer", 1)
+    assert stage.catalogue.query("select since_ns, at_ns from marks where kind = 'resumed'") == [
+        (since_ns, stage.now_ns)
+    ]
+
+
 @pytest.mark.parametrize(
     ("from_ns", "until_ns", "found"), [(0, 4, 2), (3, 4, 1), (5, 9, 0), (0, 20, 8)]
 )

@@ -8,17 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import closing, suppress
-from typing import Final
+from contextlib import closing
 
 import msgspec
 
 from dora_pipe.audit.evidence import Request, serve
+from dora_pipe.core.child_process import start_module
 from dora_pipe.core.console import die_with, name_process
-from dora_pipe.core.errors import ResourceError
 from dora_pipe.store.log_location import LogLocation
-
-_COMMAND: Final = (sys.executable, "-P", "-m", "dora_pipe.audit.helper")
 
 
 class HelperStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,20 +29,7 @@ class HelperStart(msgspec.Struct, frozen=True, kw_only=True):
 def start_helper(log: LogLocation, request: Request) -> subprocess.Popen[bytes]:
     """Start a helper, which writes frames to its standard output. Raises ResourceError."""
     message = msgspec.json.encode(HelperStart(log=log, request=request, parent_pid=os.getpid()))
-    try:
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the audit, which ends its helpers
-        )
-    except OSError as error:
-        raise ResourceError(f"no helper can be started: {error.strerror}") from None
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # the audit reports that it ended
-        process.stdin.write(message)
-    return process
+    return start_module("dora_pipe.audit.helper", message, stdout=subprocess.PIPE)
 
 
 def main() -> None:

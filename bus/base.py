@@ -25,9 +25,9 @@ def count_empty_polls(
 ) -> int:
     """Return the polls in a row without progress, after `before` of them and one more.
 
-    A reader that is held back is slow, and counts none. Raises BusError above `polls_max`.
+    A partition that is held back is slow, and counts none. Raises BusError above `polls_max`.
     """
-    if moved or reader.held_back():
+    if moved or at in reader.held_back():
         return 0 if moved else max(1, before)
     if before >= polls_max:
         raise BusError(

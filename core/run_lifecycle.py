@@ -11,11 +11,12 @@ over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from typing import Final
 
-from dora_pipe.bus.port import HELD_LIMIT_S, Bus, TopicPartition
+from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.port import HELD_LIMIT_S, Bus, Record, TopicPartition
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, SchemaError, UsageError
 from dora_pipe.core.retry import retry_bus
@@ -34,6 +35,9 @@ each, also those that came to nothing."""
 
 POLL_S: Final = 0.25
 """Between two looks; and for a first record: a broker gives nothing to who does not wait."""
+
+EMPTY_POLLS_MAX: Final = 240
+"""Polls of `POLL_S` in a row without progress, for records that are in the log."""
 
 
 def wait_for_run(
@@ -72,16 +76,11 @@ def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
     first = max(
         retry_bus("looking for the last round", lambda: bus.begin(at), clock), end - LOOK_BACK
     )
-    reader = retry_bus("looking for the last round", lambda: bus.reader({at: first}), clock)
     over = False
-    with closing(reader):
-        while reader.position(at) < end:
-            for record in retry_bus(
-                "looking for the last round", lambda: reader.poll(timeout_s=POLL_S), clock
-            ):
-                with suppress(SchemaError):  # Somebody else's; who obeys rounds will complain.
-                    decisions = decode_round(record.value).decisions
-                    over = over or any(isinstance(one, StopRun) for one in decisions)
+    for record in _records(bus, at, first, end, clock):
+        with suppress(SchemaError):  # Somebody else's; who obeys rounds will complain.
+            decisions = decode_round(record.value).decisions
+            over = over or any(isinstance(one, StopRun) for one in decisions)
     return over
 
 
@@ -91,16 +90,25 @@ def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
     if topics.control not in retry_bus("looking for the run", bus.topics, clock):
         return None
     end = retry_bus("looking for the run", lambda: bus.end(at), clock)
-    reader = retry_bus("looking for the run", lambda: bus.reader({at: 0}), clock)
-    with closing(reader):
-        while reader.position(at) < end:
-            polled = retry_bus("looking for the run", lambda: reader.poll(timeout_s=POLL_S), clock)
-            for record in polled:
-                if b'"run-started"' in record.value:
-                    decoded = decode_control(record.value)
-                    if isinstance(decoded, RunStarted):
-                        return decoded
+    with closing(_records(bus, at, 0, end, clock)) as records:
+        for record in records:
+            if b'"run-started"' in record.value:
+                decoded = decode_control(record.value)
+                if isinstance(decoded, RunStarted):
+                    return decoded
     return None
+
+
+def _records(
+    bus: Bus, at: TopicPartition, first: int, end: int, clock: Clock
+) -> Generator[Record, None, None]:
+    """The records of a partition from `first` to `end`. Raises BusError when they do not come."""
+    what, empty = f"reading {at.topic}", 0
+    with closing(retry_bus(what, lambda: bus.reader({at: first}), clock)) as reader:
+        while (before := reader.position(at)) < end:
+            yield from retry_bus(what, lambda: reader.poll(timeout_s=POLL_S), clock)
+            moved = reader.position(at) > before
+            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
 
 
 LOOK_S: Final = 0.25

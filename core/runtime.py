@@ -46,7 +46,7 @@ append costs about as much for one record as for ten; requests placed ahead hide
 
 
 KEPT_EVERY_NS: Final = 1_000_000_000
-"""A loop looks so often whether the beginning of a partition was deleted; each time at one."""
+"""Time between two checks for deleted records, each of one partition."""
 
 WAITING_NS: Final = 20_000_000
 """A wait this long has room for what is not urgent."""

@@ -103,9 +103,11 @@ def need_gpus(config: Config) -> None:
 
 @functools.cache
 def _torch_finds_gpu(seen: str) -> bool:
-    """Whether torch finds a GPU among those that a role is given; empty: among all. A process of
-    its own looks: this one forks roles, and a process that has started CUDA cannot."""
-    words = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    """Whether torch finds a GPU among those that a role is given; empty: among all.
+
+    A process of its own looks: CUDA reads the variable once, and holds memory of a GPU.
+    """
+    words = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.is_available())"]
     given = dict([ORDER, (VISIBLE, seen)]) if seen else {}
     try:
         looked = subprocess.run(

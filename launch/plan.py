@@ -11,7 +11,7 @@ import getpass
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -222,16 +222,12 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
         commands = resume_commands(directory.config(), wanted)
         if commands:
             refuse_over(bus, topics, directory, root)
-            for command in commands:
-                check_change(bus, topics, command)
         if here and is_over(bus, topics):
             over = over_hint(bus, topics, directory, root)
             return Plan(directory=directory, config=wanted, first=first, over=over)
         if here:
             check_data(wanted, first)
-        if commands:
-            values = map(encode, commands)
-            bus.writer().append([Append(topic=topics.control, value=one) for one in values])
+        _send(bus, topics, commands)
     store_config(directory, wanted)
     return Plan(directory=directory, config=wanted, first=first)
 
@@ -275,11 +271,15 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
         commands = resume_commands(logged, wanted)
         if commands:
             refuse_over(bus, topics, run_dir(wanted, root), root)
-            for command in commands:
-                check_change(bus, topics, command)
-            values = map(encode, commands)
-            bus.writer().append([Append(topic=topics.control, value=one) for one in values])
+            _send(bus, topics, commands)
     return Plan(directory=create(wanted, root), config=wanted, first=first)
+
+
+def _send(bus: Bus, topics: Topics, commands: Sequence[Command]) -> None:
+    """Append commands to control. Raises ConfigError for a change that the run would refuse."""
+    for command in commands:
+        check_change(bus, topics, command)
+        bus.writer().append([Append(topic=topics.control, value=encode(command))])
 
 
 def topic_specs(config: Config) -> list[TopicSpec]:

@@ -13,15 +13,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from dora_pipe.config.model import Config
+from dora_pipe.core.child_process import start_module
 from dora_pipe.core.console import die_with
-from dora_pipe.core.errors import ResourceError
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.control import RunStarted
@@ -48,21 +47,10 @@ def start_role(start: RoleStart) -> subprocess.Popen[bytes]:
 
 
 def start_process(module: str, message: bytes, log: Path) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE` in a session of its own, with `message` on its standard input and
-    its output in `log`. Raises ResourceError."""
+    """As `start_module`, with the output in `log`. Raises ResourceError."""
     log.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-P", "-m", module]
     with log.open("ab") as out:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
-            )
-        except OSError as error:
-            raise ResourceError(f"cannot start a process: {error.strerror}") from None
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # its exit code says why it ended
-        process.stdin.write(message)
-    return process
+        return start_module(module, message, stdout=out, stderr=out)
 
 
 def end_process(work: Callable[[], int]) -> NoReturn:

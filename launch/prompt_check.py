@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Final
 
@@ -100,6 +101,13 @@ def spread(rows: int, count: int) -> list[int]:
     return [number * (rows - 1) // (count - 1) for number in range(count)]
 
 
+def ordered(rows: int) -> Iterator[int]:
+    """All row numbers: first `FIRST_ROWS` spread over them, then the others."""
+    first = spread(rows, FIRST_ROWS)
+    yield from first
+    yield from filterfalse(set(first).__contains__, range(rows))
+
+
 def seen_by_doctor(config: Config, model: Path) -> Iterator[PromptsSeen]:
     """The prompts of every source, for `ANSWERS_S` each. Raises ConfigError, PolicyError,
     TaskError."""
@@ -151,7 +159,7 @@ def look(
             continue
         seen = PromptsSeen(source=source, rows=rows)
         is_over = partial(_is_past, clock, clock.now_ns() + int(seconds * _NS))
-        order = list(dict.fromkeys([*spread(rows, FIRST_ROWS), *range(rows)]))[:rows_max]
+        order = islice(ordered(rows), rows_max)
         for row, event in answers(pool, source, order, is_over):
             read(seen, row, event, tokenizer, chats.get(source))
         yield seen

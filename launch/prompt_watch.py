@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, Self
@@ -17,7 +18,7 @@ import msgspec
 from dora_pipe.config.model import Config, Task
 from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import DoraError
-from dora_pipe.launch.prompt_check import FIRST_ROWS, PromptsSeen, answers, read, spread
+from dora_pipe.launch.prompt_check import FIRST_ROWS, PromptsSeen, answers, ordered, read
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.chats import chats_of
@@ -76,9 +77,8 @@ class PromptWatch:
             for source in spec.sources:
                 rows = facts.data(source).rows
                 seen, told = PromptsSeen(source=source, rows=rows), 1
-                known, begun = set(spread(rows, FIRST_ROWS)), time.monotonic()
-                left = (row for row in range(rows) if row not in known)
-                for count, (row, event) in enumerate(answers(pool, source, left), 1):
+                left, begun = islice(ordered(rows), FIRST_ROWS, None), time.monotonic()
+                for count, (row, event) in enumerate(answers(pool, source, left, stop), 1):
                     read(seen, row, event, tokenizer, chats.get(source))
                     if len(seen.failed) + len(seen.spelled) >= told:
                         told = 2 * (len(seen.failed) + len(seen.spelled))
@@ -86,8 +86,8 @@ class PromptWatch:
                     if count % CHUNK_ROWS == 0:
                         self._ended.wait(time.monotonic() - begun)
                         begun = time.monotonic()
-                    if self._ended.is_set():
-                        return
+                if stop():
+                    return
                 if told > 2:
                     self._say(seen)
 

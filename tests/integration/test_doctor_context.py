@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch.model_checks import check_chat
-from dora_pipe.launch.prompt_check import FIRST_ROWS, check_first, look, spread
+from dora_pipe.launch.prompt_check import FIRST_ROWS, check_first, look, ordered, spread
 from dora_pipe.launch.prompt_watch import PromptWatch
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.chat_models import CHATML, write_chat_model
@@ -200,6 +201,11 @@ def test_rows_beyond_the_first_are_looked_at_while_a_run_goes_on(tmp_path: Path)
     assert f"row {bad}: TaskError: the model's chat template shows no system" in line
     with PromptWatch(wanted, run_started(wanted, rows=9), lambda: chat) as watch:
         assert watch.lines() == []
+
+
+def test_rows_of_large_data_are_numbered_without_a_list_of_them() -> None:
+    assert list(islice(ordered(10**15), FIRST_ROWS, FIRST_ROWS + 2)) == [1, 2]
+    assert sorted(ordered(600)) == list(range(600))
 
 
 def tokens_in(detail: str) -> int:

@@ -118,6 +118,23 @@ def test_a_process_gets_its_message_and_its_output_is_in_the_log(tmp_path: Path)
     assert json.loads((tmp_path / "logs" / "w0.log").read_text()) == {"a": 1}
 
 
+def test_a_process_that_reads_late_holds_up_no_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
+    (tmp_path / "reads_late.py").write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        f"end = time.monotonic() + {WAIT_S}\n"
+        f"while not Path({str(go)!r}).exists() and time.monotonic() < end: time.sleep(0.01)\n"
+        f"print(len(sys.stdin.read()) if Path({str(go)!r}).exists() else 'blocked')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = start_process("reads_late", b"x" * 1_000_000, tmp_path / "w0.log")
+    go.touch()
+    assert process.wait(WAIT_S) == 0
+    assert (tmp_path / "w0.log").read_text() == "1000000\n"
+
+
 def test_a_role_that_ends_by_its_own_fault_leaves_the_traceback_in_its_log(tmp_path: Path) -> None:
     process = start_process(MODULE, b"no json", tmp_path / "w0.log")
     assert process.wait(WAIT_S) == 1

@@ -133,6 +133,8 @@ def test_polls_without_progress_are_counted_unless_the_log_holds_them_back() -> 
     bus.writer().append(texts("late"))
     assert reader.poll(timeout_s=0) == []
     assert [count(0), count(3)] == [1, 3], "held back: slow, not lost"
+    with pytest.raises(BusError, match="t/1"):  # another partition
+        count_empty_polls(reader, TopicPartition("t", 1), 3, moved=False, polls_max=3)
 
 
 def test_a_reader_may_stand_behind_a_record_that_is_still_hidden() -> None:

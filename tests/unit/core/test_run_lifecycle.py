@@ -7,7 +7,7 @@ import pytest
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
-from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.core.errors import BusError, InvariantBroken, UsageError
 from dora_pipe.core.run_lifecycle import LOOK_BACK, POLL_S, RUN_WAIT_S, run_is_over, wait_for_run
 from dora_pipe.launch.plan import started
 from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun
@@ -103,6 +103,19 @@ def test_run_whose_last_round_stops_it_is_over_and_was_not_before() -> None:
     after = decide(bus, 2 * LOOK_BACK, StopRun(reason="enough"))
     assert run_is_over(bus, TOPICS, after, clock)
     assert clock.ns == 0
+
+
+def test_records_that_do_not_come_are_not_awaited_without_end() -> None:
+    class Lost(MemoryBus):
+        def end(self, tp: TopicPartition) -> int:
+            return 3
+
+    bus = Lost(MemoryLog())
+    bus.create([TopicSpec(name=TOPICS.control), TopicSpec(name=TOPICS.decisions)])
+    with pytest.raises(BusError, match=r"timed out reading r\.decisions/0: no record came at"):
+        run_is_over(bus, TOPICS, 3, VirtualClock())
+    with pytest.raises(BusError, match=r"timed out reading r\.control/0: no record came at"):
+        wait_for_run(bus, TOPICS, lambda: False, VirtualClock())
 
 
 def test_a_foreign_record_among_the_last_rounds_does_not_hide_that_the_run_is_over() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -60,8 +61,13 @@ def _blocks(
 
 def _loaded(text: str) -> Any:
     """JSON that the model wrote; half characters (lone surrogates) stay as their escapes, NaN and
-    infinities as their names. Raises ValueError."""
-    return escaped(json.loads(text, parse_constant=str))
+    infinities as they were written. Raises ValueError."""
+    return escaped(json.loads(text, parse_constant=str, parse_float=_finite))
+
+
+def _finite(text: str) -> float | str:
+    number = float(text)
+    return number if math.isfinite(number) else text
 
 
 def _bad(raw: str, why: str, name: str = "") -> ToolCall:
@@ -152,18 +158,16 @@ def _python_calls(inner: str, tools: Tools) -> list[ToolCall]:
     try:
         tree = ast.parse(inner.strip(), mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [_python_call(one) for one in nodes]
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return [_python_call(node, raw) for node in nodes]
+    except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         return [_bad(raw, f"no call: {error}")]
 
 
-def _python_call(node: ast.expr) -> ToolCall:
-    if not isinstance(node, ast.Call) or node.args:
+def _python_call(node: ast.expr, raw: str) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or not all(item.arg for item in node.keywords):
         raise ValueError("a call has a name and named arguments")
-    arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
-    return ToolCall(
-        name=ast.unparse(node.func), arguments={key: one for key, one in arguments.items() if key}
-    )
+    arguments = {str(item.arg): ast.literal_eval(item.value) for item in node.keywords}
+    return _made(ast.unparse(node.func), json.dumps(arguments), raw)
 
 
 def _llama(text: str, tools: Tools) -> Turn:

@@ -42,6 +42,18 @@ WELL_MADE: list[tuple[str, str, str, list[dict[str, Any]]]] = [
         [{"name": "add", "arguments": {"a": "NaN", "b": "\\ud83d"}}],
     ),
     (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": -1e999}}</tool_call>',
+        "",
+        [{"name": "add", "arguments": {"a": "-1e999"}}],
+    ),
+    (
+        "pythonic",
+        "<|tool_call_start|>[add(a=1e999, b='\\ud83d', c=(None, True))]<|tool_call_end|>",
+        "",
+        [{"name": "add", "arguments": {"a": "Infinity", "b": "\\ud83d", "c": [None, True]}}],
+    ),
+    (
         "pythonic",
         "<|tool_call_start|>[add(a=1, b='x y'), add(a=1, b='x y')]<|tool_call_end|>",
         "",
@@ -60,6 +72,8 @@ BADLY_MADE = [
     ("glm", "<tool_call>{}</tool_call>", "without a name"),
     ("llama", '{"name": "add", ', "no JSON"),
     ("pythonic", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "named arguments"),
+    ("pythonic", "<|tool_call_start|>[add(**{'a': 1})]<|tool_call_end|>", "named arguments"),
+    ("pythonic", "<|tool_call_start|>[add(a={1, 2})]<|tool_call_end|>", "not JSON serializable"),
 ]
 
 

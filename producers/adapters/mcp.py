@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.extras import install_hint
@@ -33,6 +31,7 @@ from dora_pipe.producers.adapters.mcp_client import (
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
 from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
+from dora_pipe.producers.tasks.values import as_text, escaped
 from dora_pipe.schemas.wire import canonical
 
 if TYPE_CHECKING:
@@ -175,11 +174,7 @@ class Server:
         theirs = str(described["name"])
 
         def call(arguments: Mapping[str, Any]) -> str:
-            try:
-                msgspec.json.encode(arguments)
-            except UnicodeEncodeError:
-                raise ToolFailed("the arguments are no valid Unicode") from None
-            request = methodcaller("call_tool", theirs, dict(arguments))
+            request = methodcaller("call_tool", theirs, escaped(arguments))
             try:
                 result = plain(session.ask(request, TOOL_LIMIT_S.get() + LATE_S))
             except ServerAway as error:
@@ -235,5 +230,5 @@ def _text(result: Mapping[str, Any]) -> str:
         else:
             parts.append(f"[{kind}]")
     if not parts and result.get("structuredContent") is not None:
-        return msgspec.json.encode(result["structuredContent"]).decode()
+        return as_text(result["structuredContent"])
     return "\n".join(parts)

@@ -84,7 +84,7 @@ def test_a_servers_tools_are_told_with_its_words_and_called(
     assert told(tools, "note", word=word) == json.dumps(
         {"notes": [word]}, ensure_ascii=False
     ).replace(": ", ":")
-    assert told(tools, "note", word="\ud83d") == "error: the arguments are no valid Unicode"
+    assert told(tools, "note", word="\ud83d").endswith(r',"\\ud83d"]}')
     assert told(tools, "picture") == "see\n[image]"
     failed = called(tools, "fail")
     assert (failed.messages[0]["content"], failed.ok) == ("error: it is\nbroken", False)

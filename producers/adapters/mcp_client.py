@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
-"""Of one event of a stream."""
+"""Limit of one event of a stream."""
 
 CONNECT_S: Final = 30.0
-"""For a server to start and say what it has."""
+"""Time for a server to start and list its tools."""
 
 CLOSE_S: Final = 8.0
-"""For a server to end: the SDK waits up to 6.5 s before it has killed one."""
+"""Time for a server to end: the SDK waits up to 6.5 s before it has killed one."""
 
 CANCEL_S: Final = 1.0
-"""For the SDK to end a request that is late; its caller waits no longer."""
+"""Time for the SDK to end a late request; its caller waits no longer."""
 
 _PASSES: Final = frozenset((404, 408, 409, 425, 429))
 """HTTP statuses, besides 5xx, of what another time may answer; 404: the session was forgotten."""
@@ -93,7 +93,7 @@ class Connection:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the server says of itself: name and version, if it does."""
+        """The server's name and version, if it gives them."""
         said = self._opened.result(0.0).server_info
         return {} if said is None else plain(said)
 

@@ -120,7 +120,7 @@ class SafeText:
         return found + self._stretch(text[done:], mark, first=not found)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What these ids say, control tokens written out."""
+        """Text of these ids, control tokens written out."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 

@@ -156,11 +156,11 @@ class Tokenizer:
         return found
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the model said, without the tokens of `hidden`."""
+        """Text of sampled tokens, without those of `hidden`."""
         return self.full_text([one for one in token_ids if one not in self.hidden])
 
     def full_text(self, token_ids: Sequence[int]) -> str:
-        """What the model said, special tokens written out."""
+        """Text of sampled tokens, special tokens written out."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=False)
         return text
 

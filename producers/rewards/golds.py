@@ -60,12 +60,11 @@ def _inner(value: Mapping[str, Any], field: str) -> Any:
     return inner
 
 
-def is_right(said: str, gold: Gold) -> bool:
-    """Whether a text is the right answer: a number in any way of writing it, else letter for
-    letter."""
+def is_right(text: str, gold: Gold) -> bool:
+    """Compare a text with a right answer: numbers by value, other answers letter for letter."""
     if isinstance(gold, str):
-        return said == gold
+        return text == gold
     try:
-        return Decimal(said) == gold
+        return Decimal(text) == gold
     except DecimalException:
         return False

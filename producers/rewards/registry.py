@@ -205,7 +205,7 @@ def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
 
 
 def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
-    """Raises NoAnswer where all abstain."""
+    """Sum of weight times score. Raises NoAnswer where all with a weight abstain."""
     value, answer = 0.0, ""
     parts: dict[str, float] = {}
     scored = [part for part, one in zip(asked, found, strict=True) if one is not None]

@@ -42,7 +42,7 @@ class Compared(Options, frozen=True, kw_only=True):
     field: str = ""
     """The field of an answer that is an object; dots go deeper."""
     of: Literal["auto", "text", "reasoning", "written"] = "auto"
-    """What is looked at: the last turn's text, its thoughts, or the turn as it was written,
+    """The compared text: the last turn's text, its thoughts, or the turn as it was written,
     thoughts included; `auto` is `text`."""
 
     def part(self, completion: Completion) -> str:
@@ -115,7 +115,7 @@ class NoReward(Options, frozen=True, kw_only=True):
 
 
 class Exact(Compared, frozen=True, kw_only=True):
-    """Whether the text is an answer of the row, character for character; numbers by value."""
+    """Compare the text with the row's answers, character for character; numbers by value."""
 
     strip: bool = True
     """White space around both does not count."""

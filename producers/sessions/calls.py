@@ -151,7 +151,7 @@ class CallRequest:
     stop_ids: tuple[int, ...] = ()
     """Beside those of the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the sampling, as they were written, and keys that are not known."""
+    """Sampling settings as they were written, and unknown keys."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the chat template is to have."""
     caller: str = ""

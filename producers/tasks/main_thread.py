@@ -65,7 +65,7 @@ class Work:
             outcome, set_it = self.run(*self.arguments), self.done.set_result
         except StopIteration as error:  # no future takes one
             outcome = RuntimeError(f"it raised StopIteration: {error}")
-        except BaseException as error:  # who awaits it gets it, as if he had called
+        except BaseException as error:  # raised where the result is awaited
             outcome = error
         with contextlib.suppress(RuntimeError):  # the loop is gone: the process ends
             self.loop.call_soon_threadsafe(self._tell, set_it, outcome)
@@ -172,8 +172,8 @@ class MainThread:
                 work.limit.late_at_s = time.monotonic()
 
     def watch(self, stuck: Callable[[int], None]) -> None:
-        """Interrupt what exceeds its limit, for ever, in a thread of its own. `stuck` is called
-        with the number of a call that does not end then."""
+        """Interrupt what exceeds its limit, until a call does not end then: `stuck` gets its
+        number. Blocks: called in a thread of its own."""
         while True:
             time.sleep(WATCH_S)
             limit = self._present

@@ -12,6 +12,7 @@ from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.catalogue.marks import Mark
+from dora_pipe.core.console import typed
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
 from dora_pipe.observe.learning import learning_of
@@ -110,8 +111,8 @@ class RunProgress(RunStats):
         """See the base."""
         if self._past and offset >= self._past:
             self._past = 0
-            said = f"resumed at step {self.account.step}; earlier steps: dora-pipe show {self.run}"
-            self._lines.insert(0, said)
+            show = typed("show", self._logs.parent if self._logs else self.run)
+            self._lines.insert(0, f"resumed at step {self.account.step}; earlier steps: {show}")
         super().fact(offset, fact)
         match fact:
             case WorkerReady() if fact.version != NO_VERSION:

@@ -159,12 +159,13 @@ def test_a_resumed_run_says_where_it_goes_on_and_what_changed_and_no_earlier_lin
     say(records.command("set", **rate), records.joined("w1"))
     told = records.command("set", **rate | {"trainer.learning_rate": 0.25})
     (past,) = writer.append([Append(topic=TOPICS.control, value=encode(told))])
-    first, resumed = RunProgress(bus, TOPICS), RunProgress(bus, TOPICS, past=past + 1)
+    first = RunProgress(bus, TOPICS)
+    resumed = RunProgress(bus, TOPICS, logs=Path("elsewhere/r/logs"), past=past + 1)
     assert [line.partition(" ")[0] for line in first.lines()] == ["w0", "step", "w1"]
     assert resumed.lines() == []
     say(records.role_started("orchestrator", 1), records.joined("w2"))
     assert resumed.lines() == [
-        "resumed at step 0; earlier steps: dora-pipe show r",
+        "resumed at step 0; earlier steps: dora-pipe show elsewhere/r",
         "step 0: trainer.learning_rate 0.5 -> 0.25, set by tester",
         "w2 joined (test, 4 slots)",
     ]

@@ -75,8 +75,9 @@ class PromptsSeen:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no row makes a prompt, for a reason that stays."""
-        return bool(self.failed) and not self.lengths and not self.outside
+        """Whether no row makes a prompt, for a reason that stays; False where time ran out."""
+        enough = len(self.failed) >= min(self.rows, FIRST_ROWS)
+        return enough and not self.lengths and not self.outside
 
     def notes(self) -> Iterator[str]:
         """Sentences about rows that make no prompt, or another one than was meant."""

@@ -17,7 +17,14 @@ from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch.model_checks import check_chat
-from dora_pipe.launch.prompt_check import FIRST_ROWS, check_first, look, ordered, spread
+from dora_pipe.launch.prompt_check import (
+    FIRST_ROWS,
+    PromptsSeen,
+    check_first,
+    look,
+    ordered,
+    spread,
+)
 from dora_pipe.launch.prompt_watch import PromptWatch
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.chat_models import CHATML, write_chat_model
@@ -201,6 +208,12 @@ def test_rows_beyond_the_first_are_looked_at_while_a_run_goes_on(tmp_path: Path)
     assert f"row {bad}: TaskError: the model's chat template shows no system" in line
     with PromptWatch(wanted, run_started(wanted, rows=9), lambda: chat) as watch:
         assert watch.lines() == []
+
+
+def test_a_failed_row_speaks_for_no_row_that_was_not_looked_at() -> None:
+    failed = [(0, "NoAnswer: row 0 has no question", "")]
+    assert PromptsSeen(source="train", rows=1, failed=failed).hopeless
+    assert not PromptsSeen(source="train", rows=600, failed=failed).hopeless
 
 
 def test_rows_of_large_data_are_numbered_without_a_list_of_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from tempfile import TemporaryFile
 from typing import IO
 
 from dora_pipe.core.errors import ResourceError
@@ -18,7 +19,7 @@ def start_module(
     The message is in memory: a process that does not read it blocks no caller.
     """
     try:
-        with os.fdopen(os.memfd_create("start"), "w+b") as stdin:
+        with _open_message() as stdin:
             stdin.write(message)
             stdin.seek(0)
             return subprocess.Popen(
@@ -31,3 +32,9 @@ def start_module(
             )
     except OSError as error:
         raise ResourceError(f"cannot start a process: {error.strerror}") from None
+
+
+def _open_message() -> IO[bytes]:
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("start"), "w+b")  # a full disk starts roles, too
+    return TemporaryFile()

@@ -14,7 +14,7 @@ BATCH_ROOM_BYTES = 1024 * 1024
 with their framing."""
 
 FRAME_ROOM_BYTES = 16 * 1024
-"""What Kafka's framing of one large record takes at most, its headers included."""
+"""Upper bound of Kafka's framing of one large record, its headers included."""
 
 RECORD_BYTES_LEAST = 64 * 1024
 """`bus.record_bytes_max` may not be less."""
@@ -109,7 +109,7 @@ def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
 
 
 def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], list[str]]:
-    """What does not fit of topics (wanted, existing), and what to do about it.
+    """Return what does not fit of topics (wanted, existing), and hints.
 
     More partitions and larger records fit as well: those are not used.
     """

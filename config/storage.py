@@ -18,10 +18,10 @@ PATCHES: Final = 8
 """`policies.whole_every = "auto"` where a patch is a few hundredths of the whole."""
 
 PATCHED_SHARE: Final = 0.03
-"""Of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
+"""Share of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
 
 PATCH_BYTES: Final = 2.4
-"""Of a patch, for each of them."""
+"""Bytes of a patch for each changed weight."""
 
 KEPT_ALL_BYTES: Final = 2**30
 """`store.keep_every = "auto"` keeps everything where a step adds less than this to the store: a
@@ -81,7 +81,7 @@ def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
 
 
 def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
-    """What a step adds to a store that keeps everything, on average: a version, whole or a patch,
+    """Average bytes per step in a store that keeps everything: a version, whole or a patch,
     and its share of a checkpoint of AdamW."""
     every, checkpoint_every = whole_every(config, dtype), config.trainer.checkpoint_every
     narrow = dtype == "bfloat16"
@@ -92,7 +92,7 @@ def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
 
 
 def checkpoint_bytes(parameters: int, *, remainders: bool) -> int:
-    """Of AdamW's moments, and of the halves of float32 that bfloat16 weights leave out."""
+    """Bytes of AdamW's moments and of the halves of float32 that bfloat16 weights leave out."""
     return (10 if remainders else 8) * parameters
 
 

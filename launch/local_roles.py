@@ -23,7 +23,7 @@ TRACES: Final = "traces"
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 LOOK_LIMIT_S: Final = 60.0
-"""For torch to say whether there is a GPU; it takes seconds."""
+"""Limit for torch to report whether there is a GPU; it takes seconds."""
 
 ORDER: Final = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 """Numbers are those of nvidia-smi; CUDA by itself counts the fastest first."""

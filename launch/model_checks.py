@@ -44,7 +44,7 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
 
 
 def unassigned_note(directory: Path) -> str:
-    """What to say of embedding rows that have no token; empty: there are none."""
+    """Note about embedding rows that have no token; empty: there are none."""
     ids = unassigned_ids(directory) if _has_tokenizers() else ()
     if not ids:
         return ""

@@ -109,7 +109,7 @@ def plan_new(
     if directory.exists():
         if not sampled_nothing(directory, config):
             create(config, root)  # raises: what is there is never overwritten
-        say(f"run {config.run.name!r} ended before its first trajectory: it begins anew")
+        say(f"run {config.run.name!r} ended before its first trajectory: it starts again")
         directory.forget()
     if here and not parent:
         check_model(config, worker_engines(config).values(), Path(config.model.path))
@@ -376,7 +376,7 @@ def run_started(
 
 
 def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
-    """What every source (`GroupSpec.source`) is made of. With `model`, its chat template must do
+    """Facts of every source (`GroupSpec.source`). With `model`, its chat template must do
     for the tasks, and the first prompts are checked. Raises ConfigError, TaskError, PolicyError."""
     found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):

@@ -119,7 +119,7 @@ def _assets(plan: Plan) -> Path:
 
 
 def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
-    """What the log says of a run, with lines and alarms from now on."""
+    """Progress of a run by its log, with lines and alarms from now on."""
     topics = Topics(config.run.name)
     past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())

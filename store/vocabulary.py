@@ -16,8 +16,7 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def unassigned_ids(directory: Path) -> tuple[int, ...]:
-    """Those of a model directory, sorted; none where it has no tokenizer.json or
-    config.json.
+    """Return a model's ids without a token, sorted; none without tokenizer.json or config.json.
 
     Raises PolicyError for a tokenizer that cannot be read.
     """

@@ -254,7 +254,7 @@ class KafkaBus(Bus):
         return self.ask(lambda at: with_settings(at, found), needs=needs)
 
     def refusal(self, error: Exception, record: Append) -> RecordRefused:
-        """Why the cluster refuses a record; its topic is looked at anew."""
+        """Explain why the cluster refuses a record, by its topic's settings of now."""
         facts = self.facts([record.topic])[0]
         self._specs[record.topic] = facts.spec
         return refusal(error, record, facts.settings, facts.spec.record_bytes_max)

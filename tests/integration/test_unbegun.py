@@ -138,7 +138,7 @@ def test_a_start_that_has_sampled_nothing_leaves_its_name_free(
 ) -> None:
     before = begun()
     assert begun("run.steps=7").at_ns > before.at_ns
-    assert "ended before its first trajectory: it begins anew" in capsys.readouterr().err
+    assert "ended before its first trajectory: it starts again" in capsys.readouterr().err
     assert resumed("tiny").first.config["run"]["steps"] == 7
     say("tiny", "trajectories", b"one")
     with pytest.raises(ConfigError, match="run 'tiny' exists"):

@@ -183,7 +183,7 @@ class UnassignedRows:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What they are in a step's fingerprint."""
+        """Their entry in a step's fingerprint."""
         return {"unassigned_ids": str(self.count)} if self.count else {}
 
 

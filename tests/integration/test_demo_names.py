@@ -26,7 +26,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(_: object, **__: object) -> None:
         raise _Stop
 
-    monkeypatch.setattr(demo_module, "Children", stop)
+    monkeypatch.setattr(demo_module, "warm", stop)
 
 
 def name_of(root: Path, *override: str) -> str:

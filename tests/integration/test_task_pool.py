@@ -102,6 +102,11 @@ def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None
     assert ask(pool, score("a", "true")) == Rewarded(request="a", reward=1.0, raw=None, parts={})
 
 
+def test_half_a_character_in_the_name_of_a_part_is_an_escape(pool: TaskPool) -> None:
+    event = ask(pool, score("a", "surrogate"))
+    assert isinstance(event, Rewarded) and event.parts == {"\\ud800": 1.0}
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
@@ -111,7 +116,6 @@ def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None
         ("text", "NoAnswer", "the reward is str, not a number"),
         ("bad part", "NoAnswer", "part `length` is nan"),
         ("exit", "SystemExit", "3"),
-        ("surrogate", "UnicodeEncodeError", "surrogates not allowed"),
     ],
 )
 def test_what_is_no_reward_is_an_error_and_never_a_zero(

@@ -127,7 +127,7 @@ def test_topics_may_be_made_before_by_somebody_who_may(site: Site) -> None:
     assert call(site.machine("a"), "create-topics", str(site.config)) == 0, site.said("a")
     assert call(site.machine("b"), "create-topics", str(site.config)) == 0, site.said("b")
     assert f"{site.run}.trajectories: 4 partitions" in site.said("b")
-    words = ("-o", "bus.partitions=3")
+    words = ("-o", "bus.partitions=5")
     assert call(site.machine("c"), "create-topics", str(site.config), *words) != 0
     assert f"{site.run}.trajectories" in site.said("c")
     words = ("-o", 'bus.url=""')

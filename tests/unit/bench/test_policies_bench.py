@@ -46,6 +46,5 @@ def test_every_way_brings_a_version_to_a_workers_first_token(tmp_path: Path) -> 
     whole, patch = version_way.bench_way(tmp_path, versions=1, mb_s=400, ways=ways)
     assert (whole.stored_as, patch.stored_as) == ("whole", "patch")
     assert min(whole.stored_s, whole.fetched_s) >= whole.megabytes / 400
-    assert patch.fetched_s < whole.fetched_s
     for one in (whole, patch):
         assert one.token_s > 0 and one.total_s > one.loaded_s + one.written_s

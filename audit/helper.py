@@ -13,8 +13,7 @@ from contextlib import closing
 import msgspec
 
 from dora_pipe.audit.evidence import Request, serve
-from dora_pipe.core.child_process import start_module
-from dora_pipe.core.console import die_with, name_process
+from dora_pipe.core.console import die_with, name_process, start_module
 from dora_pipe.store.log_location import LogLocation
 
 

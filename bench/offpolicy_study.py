@@ -140,6 +140,7 @@ class Study:
             f"run.steps={QUICK_STEPS if self.quick else OFFPOLICY_STEPS}",
             f'model.path="{self.out / f"warm-{seed}"}"',
             "trainer.parts=1",
+            "trainer.device=auto",  # as the setting on record has it
         ]
         sizes = QUICK if self.quick else OVERRIDES
         given = [] if self.steps is None else [f"run.steps={self.steps}"]

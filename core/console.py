@@ -13,13 +13,21 @@ import logging
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TextIO
+from tempfile import TemporaryFile
+from typing import IO, Any, Final, TextIO
 
-from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, one_line, printable
+from dora_pipe.core.errors import (
+    MESSAGE_CHARACTERS_MAX,
+    DoraError,
+    ResourceError,
+    one_line,
+    printable,
+)
 
 RUNS_VARIABLE: Final = "DORA_PIPE_RUNS"
 
@@ -168,3 +176,32 @@ def die_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)  # it died before we asked
+
+
+def start_module(
+    module: str, message: bytes, *, stdout: IO[bytes] | int, stderr: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE` in a session of its own. Raises ResourceError.
+
+    The message is in memory: a process that does not read it blocks no caller.
+    """
+    try:
+        with _open_message() as stdin:
+            stdin.write(message)
+            stdin.seek(0)
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                bufsize=0,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ResourceError(f"cannot start a process: {error.strerror}") from None
+
+
+def _open_message() -> IO[bytes]:
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("start"), "w+b")  # a full disk starts roles, too
+    return TemporaryFile()

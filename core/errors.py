@@ -28,6 +28,7 @@ The number is the exit code of the command line. A message is one line; `hint` s
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Final
 
 MESSAGE_CHARACTERS_MAX: Final = 2000
@@ -211,3 +212,17 @@ class RunHalted(DoraError):
     """Too many groups fail; nothing more is decided until a user resumes the run."""
 
     exit_code = 12
+
+
+CHECKOUT: Final = (Path(__file__).parent.parent / "pyproject.toml").is_file()
+"""Whether this package runs from a checkout and not from a wheel."""
+
+
+def install_hint(extra: str, *, options: str = "", checkout: bool = CHECKOUT) -> str:
+    """The command that installs an extra: the package is on no index, so its name installs nothing.
+
+    Example: ``install_hint("torch") == "pip install -e '.[torch]'"`` in a checkout.
+    """
+    if checkout:
+        return f"pip install {options}-e '.[{extra}]'"
+    return f"pip install {options}'dora_pipe-VERSION-py3-none-any.whl[{extra}]'"

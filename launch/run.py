@@ -27,8 +27,8 @@ from dora_pipe.core.errors import (
     ResourceError,
     RunHalted,
     TaskError,
+    install_hint,
 )
-from dora_pipe.core.extras import install_hint
 from dora_pipe.launch import local_roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.local_roles import need_gpus

@@ -24,8 +24,7 @@ from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.with_teacher import with_teacher
 from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.consumers.teachers.registry import key_of, open_teacher
-from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, install_hint
 from dora_pipe.core.own_code import importable, load_attribute, nearest, source_sha256
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.log_location import LogLocation

@@ -16,8 +16,7 @@ from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ResourceError, UsageError, install_hint
 from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
 
 HINT: Final = install_hint("trackers")

@@ -16,8 +16,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.config.outside import McpServer
-from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.core.json_endpoint import variable
 from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.adapters.mcp_client import (

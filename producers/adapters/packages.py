@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, install_hint
 
 _BUILT: Final = ("__pycache__", ".pyc")
 """What Python writes beside the files of a package."""

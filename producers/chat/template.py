@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dora_pipe.core.errors import PolicyError, TaskError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import PolicyError, TaskError, install_hint
 
 if TYPE_CHECKING:
     import jinja2

@@ -11,8 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.producers.chat.proof import conversations
 from dora_pipe.producers.chat.safe_text import MARKS, SafeText
 from dora_pipe.producers.chat.template_features import schemas

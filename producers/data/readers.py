@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.core.errors import TaskError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import TaskError, install_hint
 from dora_pipe.producers.data.sources import DataFile, HubSet, Source
 from dora_pipe.producers.data.spec import DataSpec, without
 

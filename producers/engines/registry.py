@@ -16,8 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
-from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, install_hint
 from dora_pipe.core.own_code import importable, load_attribute, nearest
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,

@@ -28,8 +28,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.core.own_code import load_attribute, nearest
 from dora_pipe.producers.rewards.arguments import (
     Bound,

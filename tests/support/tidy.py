@@ -225,7 +225,7 @@ def words(path: str, text: str) -> Iterator[str]:
         (_UNFINISHED, "unfinished"),
         (_MACHINE, "a path of one machine"),
         (_REGISTRY, "an address of a registry"),
-        (_NAMED_EXTRA, "an extra by a name that is on no index (core/extras.py)"),
+        (_NAMED_EXTRA, "an extra by a name that is on no index (core/errors.py)"),
     ):
         if pattern is _NAMED_EXTRA and path.startswith(("pyproject.toml", "requirements/")):
             continue

@@ -13,8 +13,7 @@ import warnings
 from contextlib import redirect_stdout
 from typing import Any, Final
 
-from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, install_hint
 
 NAME: Final = "deepspeed"
 HINT: Final = f"make deepspeed, or {install_hint('deepspeed', options='--no-build-isolation ')}"

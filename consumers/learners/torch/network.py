@@ -118,14 +118,15 @@ def _experts_in_autocast(experts: Any, hidden: Tensor, *routing: Tensor) -> Tens
 
 
 class _Narrowed:
-    """A module whose parameters are read in another type."""
+    """A module whose matrices are read in another type, those that are widened on use too."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value
+        matrix = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self._dtype) if matrix else value
 
 
 def head_is_all(network: Any, device: str) -> bool:

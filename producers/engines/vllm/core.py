@@ -21,8 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, install_hint
 from dora_pipe.producers.engines.base import need_positions
 from dora_pipe.producers.engines.simulated import mix64
 from dora_pipe.producers.engines.torch.causal_lm import FAMILIES, window_of

@@ -2,8 +2,13 @@
 
 import pytest
 
-from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ConfigError, SchemaError, one_line
-from dora_pipe.core.extras import install_hint
+from dora_pipe.core.errors import (
+    MESSAGE_CHARACTERS_MAX,
+    ConfigError,
+    SchemaError,
+    install_hint,
+    one_line,
+)
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:

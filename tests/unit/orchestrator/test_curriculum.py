@@ -19,7 +19,7 @@ from dora_pipe.core.errors import ConfigError, InvariantBroken
 from dora_pipe.orchestrator import curriculum
 from dora_pipe.orchestrator.apply_decision import apply_decision, next_training_row, train_spec
 from dora_pipe.orchestrator.curriculum import HELD_BATCHES, NextRow, Samplers, Weigh
-from dora_pipe.orchestrator.digest import digest_of, rest_of
+from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import fold_decisions, fold_inputs
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.recovery import read_rounds, recover
@@ -282,13 +282,6 @@ def test_recent_rewards_of_a_row_are_bounded() -> None:
         row = row.and_group(float(number), number)
     assert (row.groups, row.total, row.version) == (40, 780.0, 39)
     assert row.recent == tuple(map(float, range(40 - RECENT_MAX, 40)))
-
-
-def test_a_run_without_it_has_nothing_of_it_in_its_state() -> None:
-    stage = Stage().begin()
-    stage.worker("w0")
-    play(stage, even, steps=2)
-    assert not stage.state.rows and not {"curricula", "samplers"} & rest_of(stage.state).keys()
 
 
 def test_a_hundred_thousand_rows_cost_a_version_a_tenth_of_a_second() -> None:

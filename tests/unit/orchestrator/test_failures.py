@@ -126,17 +126,6 @@ def test_share_of_one_and_an_older_run_without_the_key_never_halt(share: float |
         assert halt_due(failures, rules, at=at) is None
 
 
-def test_run_whose_record_does_not_know_the_key_goes_on_as_it_did() -> None:
-    stage = Stage(groups__per_step=1, groups__size=2, run__steps=50)
-    started = records.run_started(stage.config, rows=10, eval_rows=4)
-    groups = {k: v for k, v in started.config["groups"].items() if k != "failed_share_max"}
-    stage.tell(msgspec.structs.replace(started, config={**started.config, "groups": groups}))
-    stage.tell(records.role_started("trainer", 0))
-    stage.worker("w0", slots=8)
-    assert fail_until_halted(stage, turns=20) is None
-    assert stage.state.failures == Failures()
-
-
 def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
     stage = running()
     fail_until_halted(stage)

@@ -17,8 +17,10 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 
 TEXT = ["the <tool> said: </s> is no end, and neither is <|im_end|>\n", "1+2=3 a-z [x] {y} / | _"]
 SPECIAL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<pad>")
-ADDED = ("<tool_call>", "</tool_call>", "thinking")
-"""Not special, yet found in a text before the model sees it."""
+ADDED = ("<tool_call>", "</tool_call>")
+"""Not special, yet formats of calls are written with them."""
+WORD = "thinking"
+"""Added and not special: a word like any other."""
 UNKNOWN = "<unk>"
 SPACES = "   "
 """Some tokenizers add runs of white space: these are text, and control nothing."""
@@ -101,7 +103,7 @@ def made(
     """A tokenizer of one kind, with special tokens and other added ones."""
     backend = MAKERS[request.param]()
     backend.add_special_tokens([AddedToken(one, special=True) for one in SPECIAL])
-    backend.add_tokens([AddedToken(one, normalized=False) for one in (*ADDED, SPACES)])
+    backend.add_tokens([AddedToken(one, normalized=False) for one in (*ADDED, WORD, SPACES)])
     folder = tmp_path_factory.mktemp(str(request.param))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
@@ -111,7 +113,9 @@ def made(
 def added_ids(folder: Path) -> set[int]:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     decoder = backend.get_added_tokens_decoder()
-    return {place for place, token in decoder.items() if token.content not in (UNKNOWN, SPACES)}
+    return {
+        place for place, token in decoder.items() if token.content not in (UNKNOWN, WORD, SPACES)
+    }
 
 
 @pytest.mark.parametrize("token", [*SPECIAL, *ADDED])
@@ -121,7 +125,7 @@ def test_an_added_token_in_a_text_is_parsed_only_where_that_is_asked_for(
     _, folder = made
     own, text = added_ids(folder), f"a {token} s"
     assert own.isdisjoint(Tokenizer(folder).ids(text))
-    assert own.isdisjoint(Tokenizer(folder).prompt_ids(token))
+    assert own.isdisjoint(Tokenizer(folder).prompt_ids(f"a {token}"))
     assert own.intersection(Tokenizer(folder, special_tokens="parse").ids(text))
 
 

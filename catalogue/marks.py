@@ -49,12 +49,12 @@ class Mark:
 
     @property
     def line(self) -> str:
-        """What happened, by step."""
+        """The mark in words, with its step."""
         return f"step {self.step}: {self.words}"
 
     @property
     def words(self) -> str:
-        """What happened, without the step."""
+        """The mark in words, without its step."""
         match self.kind:
             case "setting":
                 return f"{self.subject} {self.before} -> {self.after}, set {self.why}"

@@ -77,7 +77,7 @@ EVALUATIONS_SHOWN: Final = 3
 """Versions of each evaluation: its first and the newest ones, beside the best."""
 
 MARKS_SHOWN: Final = 2
-"""Of what happened to the run, the newest of each kind."""
+"""Marks shown of each kind, the newest."""
 
 DROP: Final = (
     *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
@@ -240,7 +240,7 @@ MARKS: Final = {"setting": "changed", "resumed": "stopped"}
 
 
 def _marks(marks: Iterable[Mark], *, everything: bool) -> dict[str, str]:
-    """What happened to the run, a row for each kind: the newest of it."""
+    """Rows of the newest marks, one for each kind."""
     rows: dict[str, list[str]] = {}
     for mark in marks:
         short = f"step {mark.step}: {mark.subject} {mark.kind}"

@@ -1,5 +1,5 @@
-"""What a process says to people: lines, errors with a hint and logs, on stderr; its name, and whom
-it does not outlive.
+"""Processes of this package: what they write on stderr (lines, errors with a hint, logs), their
+names, their start and their parents.
 
 Nothing of it can steer a terminal: what a model sampled, a task said or a file holds may be an
 escape sequence, and is written as text.
@@ -71,7 +71,7 @@ def say(line: str) -> None:
     try:
         write_to(sys.stderr, text)
     except OSError as error:
-        _go_on_elsewhere(error, text)
+        _redirect_talk(error, text)
 
 
 _elsewhere: list[Path] = []
@@ -91,7 +91,7 @@ def outlasting(log: Path) -> Iterator[None]:
         _elsewhere.remove(log)
 
 
-def _go_on_elsewhere(error: OSError, text: str) -> None:
+def _redirect_talk(error: OSError, text: str) -> None:
     """Move stderr to the file that `outlasting` names, or to nowhere."""
     for path in (*_elsewhere[-1:], Path(os.devnull)):
         with suppress(OSError):

@@ -24,7 +24,7 @@ SHARE_MIN: Final = 0.03
 """Share of failed trajectories from which `top` and `why` name them."""
 
 BATCHES: Final = 4
-"""So many batches' worth of groups that end without a step say that something may be wrong."""
+"""Batches' worth of groups without a step after which a line says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +128,9 @@ class GroupsSinceStep:
     def __init__(self) -> None:
         self._fates: Counter[str] = Counter()
         self._why: dict[str, str] = {}
-        """Of every fate, the newest."""
+        """Reason of the newest group of every fate."""
         self._rewards: Counter[float] = Counter()
-        """Of filtered groups, what all their trajectories have."""
+        """Rewards of filtered groups whose trajectories all have the same."""
 
     @property
     def count(self) -> int:
@@ -138,7 +138,7 @@ class GroupsSinceStep:
         return self._fates.total()
 
     def happened(self, event: Event) -> None:
-        """What the account says."""
+        """Count an event of the account."""
         match event:
             case StepEnded():
                 self._fates.clear()

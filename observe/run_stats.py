@@ -225,7 +225,7 @@ class StepStats:
     errors: Mapping[str, int]
     """Classes of the errors of the batch's trajectories without a valid reward."""
     failed: FailedShare
-    """Of the trajectories of groups that ended since the commit before, those of no batch too."""
+    """Share in groups that ended since the commit before, also those outside the batch."""
     gradient: bool
     """Whether the weights were updated."""
     tokens: int

@@ -46,7 +46,7 @@ class WhyAnswer:
     failing: str
     """How many of the last groups failed and with what; empty when none did."""
     failed: str
-    """What share of the newest trajectories failed and with what; empty while few did."""
+    """Share of the newest trajectories that failed, with the error; empty while few did."""
     no_step: str
     """How many groups have ended since the last step; empty while they are few, or a step goes on.
     """

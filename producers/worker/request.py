@@ -225,7 +225,7 @@ class RequestState:
     agent_answer: str | None = None
     reward_error: str | None = None
     tool_error: str = ""
-    """What a tool raised first, since the request began here."""
+    """First error of a tool since the request began here."""
     sha256: str = ""
     value_bytes: int = 0
 

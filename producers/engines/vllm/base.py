@@ -63,7 +63,7 @@ class VllmRequest(RunningRequest):
     cached: int = 0
     """Positions in vLLM's KV cache, as far as its answers tell: a prompt counts when it is done."""
     blocks: list[int] = field(default_factory=list)
-    """Of the prompt of its stay, those that vLLM shares, by a hash of all up to their ends."""
+    """Prompt blocks that vLLM shares, each by a hash of all tokens up to its end."""
     routes: GrowingRoutes = field(default_factory=GrowingRoutes)
     """Through which experts its tokens went, as far as somebody asked."""
 

@@ -1,0 +1,1 @@
+"""Replay with one change: rescore, retrain, bisect, fork and diff."""

@@ -1,0 +1,180 @@
+"""A change of a replay: other rewards, fewer or weighted rows, other settings, another start.
+
+1. A dropped trajectory gives no gradient, and its siblings are compared without it. A dropped group
+   leaves the batch.
+2. A reward replaces the logged one. None says that the trajectory has no valid reward.
+3. A weight is a factor of the trajectory's loss; the divisor of the mean stays as it was.
+
+The learner decides what follows for a group: advantages are 0 where fewer than two rewards are
+left, or where all are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.core.errors import UsageError
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.wire import canonical, sha256_hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A checkpoint to start from: the weights and the optimizer's state before a step."""
+
+    weights: Path
+    digest: str
+    optimizer: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """The difference between a replay and its run.
+
+    Example: ``Change(drop=frozenset({"g0000000042"}), weights={"g0000000043-001": 0.5})``
+    """
+
+    drop: frozenset[str] = frozenset()
+    """Groups and trajectories that do not count."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """By trajectory, instead of the logged ones."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """By trajectory, factor of its loss; 1 for all others."""
+    settings: Settings = field(default_factory=dict)
+    """Logged keys of the trainer and the objective, instead of those in force."""
+    start: Start | None = None
+    """State before the first step, instead of the run's own."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a reward that is not finite, and a weight that is below 0."""
+        for name, reward in self.rewards.items():
+            if reward is not None and not math.isfinite(reward):
+                raise UsageError(f"the reward of {name} is {reward}", hint="a finite number")
+        for name, weight in self.weights.items():
+            if not 0.0 <= weight < math.inf:
+                raise UsageError(f"the weight of {name} is {weight}", hint="0 or more, and finite")
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The change as JSON has it."""
+        return {
+            "drop": sorted(self.drop),
+            "rewards": dict(self.rewards),
+            "weights": dict(self.weights),
+            "settings": dict(self.settings),
+            "start": None if self.start is None else self.start.digest,
+        }
+
+    @property
+    def digest(self) -> str:
+        """sha256 of its canonical JSON (hex)."""
+        return sha256_hex(canonical(self.plain))
+
+
+EMPTY: Final = Change()
+
+
+def changed_batch(batch: TrainBatch, change: Change) -> TrainBatch:
+    """Return the batch as it is trained: the same object where nothing of it changes.
+
+    Raises UsageError where no group is left.
+    """
+    groups = [_group(one, change) for one in batch.groups if one.group not in change.drop]
+    if batch.groups and not groups:
+        raise UsageError(f"step {batch.step} has no group left", hint="drop fewer groups")
+    weights = _weights(change.weights, groups)
+    same = len(groups) == len(batch.groups) and all(
+        one is other for one, other in zip(groups, batch.groups, strict=True)
+    )
+    if same and not weights:
+        return batch
+    sizes = [sum(one.group not in change.drop for one in part.groups) for part in batch.in_parts()]
+    parts = [size for size in sizes if size][:-1]
+    return replace(batch, groups=groups, parts=parts, weights=weights or None)
+
+
+def _weights(weights: Mapping[str, float], groups: Collection[TrainGroup]) -> dict[str, float]:
+    """The weights of these groups that are not 1."""
+    names = (one.trajectory for group in groups for one in group.trajectories) if weights else ()
+    return {name: weights[name] for name in names if weights.get(name, 1.0) != 1.0}
+
+
+def _group(group: TrainGroup, change: Change) -> TrainGroup:
+    rows = [_trajectory(one, change) for one in group.trajectories]
+    if all(one is other for one, other in zip(rows, group.trajectories, strict=True)):
+        return group
+    return replace(group, trajectories=rows)
+
+
+def _trajectory(trajectory: Trajectory, change: Change) -> Trajectory:
+    """The trajectory with the reward that counts, None where it does not."""
+    name = trajectory.trajectory
+    reward = None if name in change.drop else change.rewards.get(name, trajectory.reward)
+    return trajectory if reward == trajectory.reward else replace(trajectory, reward=reward)
+
+
+class RewardLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a rewards file. Example: ``{"trajectory": "g0000000042-003", "reward": 0.5}``."""
+
+    trajectory: str
+    reward: float | None
+    """None: it has no valid reward."""
+
+
+def write_rewards(file: Path, rows: Iterable[RewardLine]) -> None:
+    """Write a rewards file, all or nothing."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("wb") as lines:
+        lines.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+    partial.replace(file)
+
+
+def read_rewards(file: Path) -> dict[str, float | None]:
+    """Read a rewards file. Raises UsageError."""
+    found: dict[str, float | None] = {}
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            row = msgspec.json.decode(line, type=RewardLine)
+        except msgspec.DecodeError as error:
+            raise UsageError(
+                f"{file}, line {number}: {error}",
+                hint='a JSON object per line: {"trajectory": "g0000000042-003", "reward": 0.5}',
+            ) from None
+        found[row.trajectory] = row.reward
+    return found
+
+
+def read_names(file: Path) -> frozenset[str]:
+    """Read groups and trajectories, one per line; `#` starts a comment. Raises UsageError."""
+    return frozenset(_lines(file))
+
+
+def read_weights(file: Path) -> dict[str, float]:
+    """Read trajectories with their weights, ``g0000000042-003 0.5`` per line. Raises UsageError."""
+    found: dict[str, float] = {}
+    for line in _lines(file):
+        name, _, weight = line.partition(" ")
+        try:
+            found[name] = float(weight)
+        except ValueError:
+            raise UsageError(
+                f"{file}: {line!r} is not a trajectory with a weight",
+                hint="one per line, e.g. g0000000042-003 0.5",
+            ) from None
+    return found
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]

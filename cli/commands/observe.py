@@ -23,7 +23,6 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import LOOPBACK
 
 if TYPE_CHECKING:
-    from dora_pipe.observe.web.diffs import OtherRuns
     from dora_pipe.observe.web.pages import RunSource
     from dora_pipe.observe.web.query_worker import Opener
 
@@ -164,7 +163,7 @@ def ui(
         workers = []
         for place, name in enumerate(filter(None, (run, beside))):
             find_run(name, root)
-            opener = source_opener(name, root, redact=redact, beside=beside)
+            opener = source_opener(name, root, redact=redact)
             workers.append(QueryWorker(opener, None if place else replayed))
             stack.callback(workers[-1].close)
         if export is not None:
@@ -182,12 +181,10 @@ def ui(
         server.serve_forever()
 
 
-def source_opener(name: str, root: Path, *, redact: bool = False, beside: str = "") -> Opener:
-    """Opens a run as the pages of `ui` need it; `beside` is a run that it
-    can be compared with, beside those of its root."""
+def source_opener(name: str, root: Path, *, redact: bool = False) -> Opener:
+    """Opens a run as the pages of `ui` need it."""
     from dora_pipe.cli.texts import decoder_of
     from dora_pipe.launch.run_dir import opened
-    from dora_pipe.observe.web.counterfactual import RunFiles
     from dora_pipe.observe.web.pages import RunSource
 
     @contextmanager
@@ -200,43 +197,9 @@ def source_opener(name: str, root: Path, *, redact: bool = False, beside: str = 
                 decode=None if redact else decoder_of(run),
                 redact=redact,
                 catalogue=run.directory.catalogue,
-                files=RunFiles(run.directory.path) if run.directory.path.is_dir() else None,
-                others=other_runs(name, root, beside),
             )
 
     return open_source
-
-
-def other_runs(name: str, root: Path, beside: str) -> OtherRuns:
-    """What a run can be compared with: the others of its root, and one that was named."""
-    from dora_pipe.launch.run_dir import RunDir, find_run, opened
-    from dora_pipe.observe.web.diffs import OtherRuns
-    from dora_pipe.observe.web.retrained import Pair
-
-    own = find_run(name, root).path.resolve()
-    named = find_run(beside, root) if beside else None
-
-    def words() -> dict[str, str]:
-        there = (RunDir(one.parent) for one in sorted(root.glob("*/config.toml")))
-        runs = [one for one in there if one.was_started]
-        runs += [named] if named is not None else []
-        return {one.path.name: one.words for one in runs if one.path.resolve() != own}
-
-    def related() -> list[str]:
-        source, there = RunDir(own).lender, words()
-        return [
-            one
-            for one, path in there.items()
-            if one == source or find_run(path, root).lender == own.name
-        ]
-
-    @contextmanager
-    def open_both(other: str) -> Iterator[Pair]:
-        with opened(name, root) as here, opened(words()[other], root) as there:
-            yield here, there
-
-    chosen = "" if named is None or named.path.resolve() == own else named.path.name
-    return OtherRuns(names=words, opened=open_both, related=related, beside=chosen)
 
 
 def metrics(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,6 @@ from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import static_files
 from dora_pipe.observe.web.view import Query, RunView, spaced
-from dora_pipe.schemas.identity import group_of
 
 FILE_BYTES_MAX: Final = 9_500_000
 
@@ -33,10 +32,6 @@ SHARES: Final = {
     "group": 0.22,
     "version": 0.06,
     "trajectory": 0.3,
-    "rescored": 0.05,
-    "diff": 0.03,
-    "bisect": 0.02,
-    "retrained": 0.03,
 }
 """Of the file, for pages of one kind, of all runs together."""
 
@@ -51,16 +46,11 @@ SIBLINGS_MAX: Final = 2
 ROWS_MAX: Final = 6000
 """Of groups, and of trajectories, in the lists."""
 DECISIONS_MAX: Final = 4000
-DIFF_ASKS_MAX: Final = 7200
-"""How often it is asked whether two runs have been compared; an answer takes half a second."""
-RETRAINED_MAX: Final = 8
-"""Runs that were trained again on this one, with a page each."""
 
 MODULES: Final = (
     "dom.js",
     "data.js",
     "charts.js",
-    "counterfactual.js",
     "contexts.js",
     "tokens.js",
     "pages.js",
@@ -108,10 +98,9 @@ def export_file(workers: Sequence[QueryWorker], path: Path) -> ExportedFile:
     room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
     room.put("runs", {"runs": [worker.ask(Query(path=("run",), fields={})) for worker in workers]})
     for number, worker in enumerate(workers):
-        for name in ("run", "overview", "mismatch", "times", "replay", "counterfactual"):
+        for name in ("run", "overview", "mismatch", "times", "replay"):
             room.put(f"{number}/{name}", worker.ask(Query(path=(name,), fields={})))
-        linked = _counterfactual(worker, str(number), room)
-        _fill(worker, str(number), room, len(workers), linked)
+        _fill(worker, str(number), room, len(workers))
     page = file_of(msgspec.json.encode({"pages": room.pages}))
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
@@ -123,45 +112,9 @@ def export_file(workers: Sequence[QueryWorker], path: Path) -> ExportedFile:
     return ExportedFile(bytes=len(page), pages=len(room.pages))
 
 
-def _counterfactual(worker: QueryWorker, run: str, room: _Room) -> list[str]:
-    """Pages of other rewards, and of where a run parts from the one beside it; the trajectories of
-    the run that these pages lead to."""
-
-    def ask(*path: str) -> dict[str, Any]:
-        return worker.ask(Query(path=path, fields={}))
-
-    found = ask("counterfactual")
-    names = [row[0] for row in (found["forks"] or {"rows": []})["rows"]]
-    for row in (found["rescored"] or {"rows": []})["rows"]:
-        page = ask("rescored", row[0])
-        if room.offer("rescored", f"{run}/rescored/{row[0]}", page):
-            names += [example[0] for example in page["examples"]["rows"]]
-    for row in (found["bisects"] or {"rows": []})["rows"]:
-        page = ask("bisect", row[0])
-        if room.offer("bisect", f"{run}/bisect/{row[0]}", page):
-            names += [row[0] for row in page["suspects"]["rows"] if "-" in row[0]]
-    for other in found["retrained"][:RETRAINED_MAX]:
-        if page := _compared(ask, "retrained", other):
-            room.offer("retrained", f"{run}/retrained/{other}", page)
-    if other := found["beside"]:
-        page = _compared(ask, "diff", other)
-        if page and room.offer("diff", f"{run}/diff/{other}", page) and page["trajectory"]:
-            names.append(page["trajectory"])
-    sql = "select trajectory_id from trajectories where trajectory_id in (select unnest(?))"
-    there = {name for (name,) in worker.work(lambda view: view.rows(sql, names))}
-    return [name for name in dict.fromkeys(names) if name in there]
-
-
-def _compared(ask: Callable[..., dict[str, Any]], kind: str, other: str) -> dict[str, Any]:
-    """A page that two logs are read for, once they were; empty where they are not in time."""
-    pages = (ask(kind, other) for _ in range(DIFF_ASKS_MAX))
-    return next((one for one in pages if "comparing" not in one), {})
-
-
-def _fill(worker: QueryWorker, run: str, room: _Room, runs: int, linked: Sequence[str]) -> None:
+def _fill(worker: QueryWorker, run: str, room: _Room, runs: int) -> None:
     """One run's lists, and pages of single things for as long as there is room."""
     chosen, siblings = worker.work(_chosen)
-    chosen = list(dict.fromkeys([*map(group_of, linked), *chosen]))
     lists = worker.work(lambda view: _lists(view, chosen, ROWS_MAX // runs))
     for name, listed in lists.items():
         room.put(f"{run}/{name}", listed)
@@ -171,7 +124,6 @@ def _fill(worker: QueryWorker, run: str, room: _Room, runs: int, linked: Sequenc
     _offer(worker, run, "version", [str(one) for one in spaced(versions, 400)], room, runs)
     with _narrowed(worker, chosen):
         _offer(worker, run, "group", chosen, room, runs)
-        _offer(worker, run, "trajectory", list(linked), room, runs)
         _offer(worker, run, "trajectory", siblings, room, runs)
 
 

@@ -66,7 +66,6 @@ def run_of(view: RunView) -> dict[str, Any]:
     """What a run is, and how far it is."""
     found = view.catalogue.one("select config, seed, planner, package from runs")
     text, seed, planner, package = found or ("{}", None, None, None)
-    retrained = retrained_of(view)
     config = msgspec.json.decode(text)
     groups, staleness = config.get("groups", {}), config.get("staleness", {})
     engines = view.rows(
@@ -81,10 +80,7 @@ def run_of(view: RunView) -> dict[str, Any]:
         "first_ns": str(view.first_ns),
         "seconds": view.seconds(view.last_ns) or 0.0,
         "steps": view.value("select count(*) from steps"),
-        "steps_last": config.get("run", {}).get("steps")
-        if retrained is None
-        else retrained["last"] + 1 - retrained["first"],
-        "retrained": retrained,
+        "steps_last": config.get("run", {}).get("steps"),
         "version": view.version,
         "task": config.get("task", {}).get("kind"),
         "group_size": groups.get("size"),
@@ -97,15 +93,6 @@ def run_of(view: RunView) -> dict[str, Any]:
         "package": package,
         "engines": [one for (one,) in engines],
     }
-
-
-def retrained_of(view: RunView) -> dict[str, Any] | None:
-    """Whose steps it trained again, and which; None for a run with groups of its own."""
-    found = view.records(
-        """select retrained_from as run, retrained_first as first, retrained_last as last
-           from runs where retrained_from is not null"""
-    )
-    return found[0] if found else None
 
 
 def _totals(view: RunView) -> dict[str, Any]:
@@ -121,7 +108,7 @@ def _totals(view: RunView) -> dict[str, Any]:
         "trajectories": counted,
         "not_counting": sum(standings.values()),
         "tokens": tokens,
-        "tokens_per_s": None if retrained_of(view) else short(tokens / run_s),
+        "tokens_per_s": short(tokens / run_s),
         "workers": view.value("select count(*) from workers"),
         "group_fates": {one: fates[one] for one in FATES if one in fates and one != "open"},
     }
@@ -299,13 +286,12 @@ def _by_length(view: RunView) -> tuple[list[dict[str, Any]], list[dict[str, Any]
             from trajectories t join groups g using (group_id)
             where g.purpose = 'train' and g.fate <> 'open' group by bits, g.fate"""
     )
-    sampled_here = retrained_of(view) is None  # else it was sampled long before, in another run
     times: list[dict[str, Any]] = []
     fates: dict[Bucket, dict[str, int]] = {}
     for bits, fate, count, logged, *sums_s in sorted(found, key=lambda row: row[:2]):
         low, high = bucket_of(0 if bits < 0 else 1 << bits)
         fates.setdefault((low, high), {})[fate] = count
-        if fate == "trained" and logged and sampled_here:
+        if fate == "trained" and logged:
             mean_s = [short(one / logged) for one in sums_s]
             times.append({"low": low, "high": high, "n": logged, "seconds": mean_s})
     return times, [_fates(bucket, counts) for bucket, counts in fates.items()]

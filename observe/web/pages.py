@@ -21,8 +21,6 @@ from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.contexts import tree_of
-from dora_pipe.observe.web.counterfactual import RunFiles, other_rewards, turn_values
-from dora_pipe.observe.web.diffs import OtherRuns
 from dora_pipe.observe.web.view import HIDDEN, Query, RunView, short
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
@@ -54,10 +52,6 @@ class RunSource:
     redact: bool = False
     catalogue: Path | None = None
     """Where the tables of a finished run are kept; None where nothing may be written."""
-    files: RunFiles | None = None
-    """What commands left in the run's directory; None where there is none."""
-    others: OtherRuns | None = None
-    """Runs that it can be compared with."""
 
     def said(self, text: str | None) -> str | None:
         """What a task said, if it may be shown."""
@@ -233,8 +227,6 @@ def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str,
         "errors": [source.said(text) for (text,) in errors],
         "record": _record(view, source, name, max(0, asked.whole("from"))),
         "contribution": _contribution(view, source, group, name),
-        "rescored": other_rewards(view, source, name),
-        "values": turn_values(source, name),
         "lineage": _lineage(view, group),
         "redacted": source.redact,
     }

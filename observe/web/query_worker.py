@@ -12,20 +12,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, Final
 
 from dora_pipe.catalogue.database import fresh_catalogue
 from dora_pipe.catalogue.reading import LivingCatalogue, log_source, save_finished
 from dora_pipe.core.errors import UsageError
-from dora_pipe.observe.web import counterfactual, pages, tables
-from dora_pipe.observe.web.bisects import bisect_page, bisect_stamp
-from dora_pipe.observe.web.diffs import RunDiffs
+from dora_pipe.observe.web import pages, tables
 from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.samples import ReplayLine, mismatch, replay_page, sampled_times
 from dora_pipe.observe.web.timeline import timeline
-from dora_pipe.observe.web.view import Query, RunView, marks_of, view_of
+from dora_pipe.observe.web.view import Query, RunView, view_of
 
 ANSWER_S: Final = 60.0
 """Of one query."""
@@ -105,7 +102,6 @@ class QueryWorker:
         self._looked_s = 0.0
         self._failed: BaseException | None = None
         self._answers: dict[str, tuple[Any, Any]] = {}
-        self._diffs: RunDiffs | None = None
         opening = self._thread.submit(self._open)
         if opening.exception(ANSWER_S) is not None:
             self._thread.shutdown()
@@ -144,10 +140,7 @@ class QueryWorker:
         return found.result(ANSWER_S)
 
     def _open(self) -> None:
-        self._source = source = self._stack.enter_context(self._opener())
-        if source.others is not None:
-            self._diffs = RunDiffs(source.topics.run, source.others, redact=source.redact)
-            self._stack.callback(self._diffs.close)
+        self._source = self._stack.enter_context(self._opener())
         self._tables = _Tables(self._source, self._stack)
 
     def _read_on(self, piece: Future[bool]) -> None:
@@ -165,8 +158,6 @@ class QueryWorker:
             self._read_news()
         view = self._tables.view()
         name = asked.path[0] if asked.path else ""
-        if name in ("rescored", "bisect", "diff", "retrained") and len(asked.path) == 2:
-            return self._counterfactual(view, name, asked)
         if name in ONE and len(asked.path) == 2:
             return ONE[name](view, self._source, asked)
         if name in LISTS and len(asked.path) == 1:
@@ -185,22 +176,6 @@ class QueryWorker:
                 break
         self._looked_s = time.monotonic()
 
-    def _counterfactual(self, view: RunView, name: str, asked: Query) -> dict[str, Any]:
-        """What would have come of another reward, or what came of another run."""
-        if name == "rescored":
-            at = (view.revision, counterfactual.rescored_stamp(self._source, asked))
-            make = partial(counterfactual.rescored_page, view, self._source, asked)
-            return self._kept("/".join(asked.path), at, make)
-        files = self._source.files
-        if name == "bisect" and files is not None:
-            stamp = bisect_stamp(files.directory, asked.path[1])
-            marks = marks_of(view.catalogue, view.first_ns)
-            make = partial(bisect_page, files.directory, asked.path[1], marks)
-            return self._kept("/".join(asked.path), stamp, make)
-        if self._diffs is None:
-            raise UsageError("there is no other run to compare this one with")
-        return self._diffs.ask(name, asked.path[1], view.revision)
-
     def _whole_run(self, view: RunView, name: str, asked: Query) -> dict[str, Any]:
         match name:
             case "run":
@@ -208,8 +183,6 @@ class QueryWorker:
             case "timeline":
                 window = timeline(view, asked.number("from"), asked.number("until"))
                 return {"timeline": window}
-            case "counterfactual":
-                return counterfactual.listed(view, self._source)
             case "replay":
                 return replay_page(self._replayed or [])
             case "overview":
@@ -243,7 +216,5 @@ LISTS: Final = {
     "decisions": tables.decisions,
 }
 
-WHOLE: Final = frozenset(
-    {"run", "overview", "timeline", "mismatch", "times", "replay", "counterfactual"}
-)
+WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times", "replay"})
 """Figures of a whole run."""

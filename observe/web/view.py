@@ -124,13 +124,13 @@ MARKS_MAX: Final = 200
 """Changes and stops on a page, the newest."""
 
 
-def marks_of(catalogue: Catalogue, first_ns: int, prefix: str = "") -> list[dict[str, Any]]:
+def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
     """Changed settings, stops and lost roles, as every chart by step or time draws them."""
     found = catalogue.query(
         "select step, at_ns, words from marks order by rowid desc limit ?", [MARKS_MAX]
     )
     return [
-        {"step": step, "at": seconds(at_ns, first_ns), "words": f"{prefix}step {step}: {words}"}
+        {"step": step, "at": seconds(at_ns, first_ns), "words": f"step {step}: {words}"}
         for step, at_ns, words in reversed(found)
     ]
 

@@ -60,8 +60,6 @@ def shots(run: str, folder: Path) -> None:
             "ui-trajectory": (f"trajectory/{row['trajectory']}", WIDTH),
             "ui-narrow": ("overview", NARROW),
         }
-        for rescored, *_ in worker.ask(parse_query("/counterfactual"))["rescored"]["rows"]:
-            pages["ui-rescored"] = (f"rescored/{rescored}", WIDTH)
         with browser(Path(own)) as page:
             for name, (place, width) in pages.items():
                 _shot(page, f"{address}#/0/{place}", width, folder / f"{name}.webp")

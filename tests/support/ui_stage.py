@@ -7,8 +7,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.observe.web.counterfactual import RunFiles
-from dora_pipe.observe.web.diffs import OtherRuns
 from dora_pipe.observe.web.pages import Decode, RunSource
 from dora_pipe.observe.web.view import RunView, view_of
 from dora_pipe.store.store import PolicyStore
@@ -29,7 +27,6 @@ def source_of(
     redact: bool = False,
     decode: Decode | None = None,
     catalogue: Path | None = None,
-    others: OtherRuns | None = None,
 ) -> Iterator[RunSource]:
     """The recorded run as pages see it."""
     with closing(recorded.open()) as bus:
@@ -40,8 +37,6 @@ def source_of(
             decode=decode,
             redact=redact,
             catalogue=catalogue,
-            files=RunFiles(recorded.directory),
-            others=others,
         )
 
 

@@ -1,6 +1,5 @@
 // Goes from address to page, follows a run that goes on, and keeps the place of who reads.
 
-import { bisectPage, diffPage, rescoredPage, retrainedPage } from "./counterfactual.js";
 import { embedded, get } from "./data.js";
 import { addressOf, h, newPage } from "./dom.js";
 import { listPage } from "./lists.js";
@@ -26,10 +25,6 @@ async function drawn({ run, page, id, fields }) {
     case "step": return stepPage(run, id);
     case "group": return groupPage(run, id);
     case "version": return versionPage(run, id);
-    case "rescored": return rescoredPage(run, id);
-    case "diff": return diffPage(run, id);
-    case "bisect": return bisectPage(run, id);
-    case "retrained": return retrainedPage(run, id);
     case "trajectory": return trajectoryPage(run, id, fields);
     default:
       if (PAGES.includes(page)) return listPage(run, page, fields);

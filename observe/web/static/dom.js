@@ -66,7 +66,6 @@ export function addressOf(run, id) {
 
 export const LINKED = {
   step: "step", group: "group", trajectory: "trajectory", version: "version", subject: "",
-  rescored: "rescored", bisect: "bisect",
 };
 
 function cell(run, column, value, has) {

@@ -1,7 +1,6 @@
 // The first page, and two runs side by side.
 
 import { bars, empty, lines, timeline } from "./charts.js";
-import { whatElse } from "./counterfactual.js";
 import { get, has } from "./data.js";
 import { addressOf, bucket, facts, h, show, span, table } from "./dom.js";
 
@@ -15,7 +14,7 @@ const curve = (spec) => lines({ marks, ...spec });
 const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
 
 export async function overviewPage(run) {
-  const [found, else_] = await Promise.all([get(`${run}/overview`), whatElse(run)]);
+  const found = await get(`${run}/overview`);
   const own = found.run;
   marks = found.marks;
   return {
@@ -34,7 +33,6 @@ export async function overviewPage(run) {
         utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
         later(run, "mismatch", mismatch), histogram(found.staleness)),
       happened(found.marks),
-      else_,
       h("h2", null, "Newest decisions"),
       decisions(run, found.decisions.newest),
       h("p", null, h("a", { href: `#/${run}/decisions` }, "All decisions with their reasons")),
@@ -69,8 +67,6 @@ function factsOf({ run, totals, bubble: idle, decisions: told }) {
       `, ${show(totals.tokens_per_s)} a second`),
     "a batch": `${show(run.per_step)} groups of ${show(run.group_size)}`,
     "staleness bound": `${show(run.max_staleness)}${run.interruptible ? ", interruptible" : ""}`,
-    ...(run.retrained ? { "trained again":
-      `steps ${run.retrained.first} to ${run.retrained.last} of ${run.retrained.run}` } : {}),
     "trainer waited": idle.share === null ? null : `${(idle.share * 100).toFixed(1)} % of its time`,
     moves: told.counts.move || 0, seed: run.seed, planner: run.planner,
   };

@@ -5,7 +5,6 @@ import { get, has } from "./data.js";
 import { facts, h, show, table } from "./dom.js";
 import { bars } from "./charts.js";
 import { callsOf } from "./contexts.js";
-import { turnsOf } from "./counterfactual.js";
 import { tokensOf } from "./tokens.js";
 
 function link(run, page, id, text) {
@@ -118,7 +117,6 @@ export async function trajectoryPage(run, id, fields) {
       cameFrom(run, found.lineage, [link(run, "group", found.group, `group ${found.group}`),
         `, ${trajectory}`]),
       facts({ ...rest, ...found.facts }, run, has),
-      turnsOf(run, found.values),
       record.tree ? [h("h2", null, "Calls of its agent"), callsOf(run, record.tree)] : null,
       h("h2", null, record.tree ? "Contexts" : "Tokens"),
       record.missing ? h("p", { class: "note" }, record.missing) :
@@ -128,8 +126,6 @@ export async function trajectoryPage(run, id, fields) {
         h("h2", null, "Its record"), facts(recordFacts(record)),
         table(run, record.segments, { caption: "Segments", has }),
       ],
-      found.rescored.rows.length ? [h("h2", null, "What other rewards say of it"),
-        table(run, found.rescored, { caption: "Other rewards", has })] : null,
       h("h2", null, "What it did to the weights"), contribution(found.contribution),
       h("h2", null, "Attempts"), table(run, found.attempts, { caption: "Attempts", has }),
       found.errors.length ? [h("h2", null, "Errors"),

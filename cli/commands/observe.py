@@ -16,7 +16,7 @@ from dora_pipe.cli.options import (
     RunsOption,
     may_write_file,
 )
-from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table, emit_text
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
@@ -210,29 +210,18 @@ def metrics(
     host: Annotated[
         str, typer.Option(help="Address to listen on; another one than localhost is for all.")
     ] = LOOPBACK,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print the metrics instead, and end.")
-    ] = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port} is none", hint="0 to 65535")
+        raise UsageError(f"--port must be 0 to 65535, got {port}")
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
-    from dora_pipe.observe.run_stats import RunStats
 
     with opened(run, root) as found:
         exporter = Exporter(found.topics.run, found.contributions)
-        if once:
-            stats = RunStats(found.topics.run)
-            exporter.read(stats.follow(found.bus, found.topics), stats)
-            assert exporter.page is not None
-            emit_text(exporter.page.decode())
-            return
         with MetricsServer(exporter, port=port, host=host) as server:
-            server.start()
             emit_line(server.address)
             say("Prometheus may scrape it; Ctrl-C ends this")
             exporter.follow(found.bus, found.topics, SystemClock())

@@ -12,7 +12,7 @@ from typing import Final
 
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.learning import learning_of
-from dora_pipe.observe.metrics.exposition import (
+from dora_pipe.observe.metrics.metric import (
     Metric,
     Read,
     Samples,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from dora_pipe.observe.metrics.exposition import Samples, counter, gauge, histogram
+from dora_pipe.observe.metrics.metric import Samples, counter, gauge, histogram
 from dora_pipe.observe.run_stats import STATES, RunStats
 from dora_pipe.schemas.metrics import FailingPlace, WorkerStatus
 

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "why --summary": ("why", ".", "--summary"),
     "top --once": ("top", ".", "--once"),
     "top": ("top", "."),
-    "metrics": ("metrics", ".", "--once"),
+    "metrics": ("metrics", ".", "--port", "0"),
     "ui --export": ("ui", ".", "--export", "page.html"),
     "audit": ("audit", "."),
     "replay": ("replay", "."),

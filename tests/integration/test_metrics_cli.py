@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import re
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -14,13 +13,14 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError, TopicMissing
+from dora_pipe.observe import following
 from dora_pipe.observe.metrics import exporter as under_test
 from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
-from dora_pipe.observe.metrics.exposition import CONTENT_TYPE
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
 from tests.support.command_line import Call
+from tests.support.metrics import page_of, values_on
 from tests.support.recorded_run import STEPS, RecordedRun
 
 Answer = tuple[int, str, str]
@@ -36,30 +36,20 @@ def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
 def server(recorded: RecordedRun) -> Iterator[MetricsServer]:
     """Nothing was read yet."""
     with MetricsServer(Exporter(recorded.run, lambda _: []), port=0) as found:
-        found.start()
         yield found
-        found.shutdown()
 
 
 def _ask(server: MetricsServer, path: str = "/metrics", host: str | None = None) -> Answer:
-    port = server.server_address[1]
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
         connection.request("GET", path, headers={} if host is None else {"Host": host})
         answer = connection.getresponse()
         kind = answer.getheader("Content-Type") or ""
         return answer.status, kind, answer.read().decode()
 
 
-def test_metrics_of_a_finished_run_are_printed(call: Call, recorded: RecordedRun) -> None:
-    code, out, err = call("metrics", recorded.directory, "--once")
-    assert (code, err) == (0, "")
-    assert f'dora_pipe_policy_version{{run="recorded"}} {STEPS}\n' in out
-    assert out.endswith("\n") and not out.endswith("\n\n")
-
-
 def test_port_that_is_none_is_a_usage_error(call: Call, recorded: RecordedRun) -> None:
     code, _, err = call("metrics", recorded.directory, "--port", "70000")
-    assert (code, err.splitlines()[0]) == (2, "error: --port 70000 is none")
+    assert (code, err.splitlines()[0]) == (2, "error: --port must be 0 to 65535, got 70000")
 
 
 def test_nothing_is_answered_before_the_log_was_read_once(
@@ -70,21 +60,21 @@ def test_nothing_is_answered_before_the_log_was_read_once(
     with closing(stats.follow(bus, recorded.topics)) as follower:
         server.exporter.read(follower, stats)
     status, kind, text = _ask(server)
-    assert (status, kind) == (200, CONTENT_TYPE)
-    assert 'dora_pipe_log_up{run="recorded"} 1\n' in text
+    assert (status, kind.partition(";")[0]) == (200, "text/plain")
+    assert values_on(text)["dora_pipe_log_up"] == 1
 
 
 def test_only_metrics_are_there_and_only_for_who_calls_this_machine_by_its_name(
     server: MetricsServer,
 ) -> None:
-    assert server.server_address[0] == "127.0.0.1"
+    assert server.address == f"http://127.0.0.1:{server.port}/metrics"
     assert _ask(server, "/")[0] == 404
     assert _ask(server, host="evil.example:9464")[0] == 421
 
 
 def test_port_in_use_is_said_with_a_hint(server: MetricsServer) -> None:
-    with pytest.raises(ResourceError, match="cannot be used") as failed:
-        MetricsServer(server.exporter, port=server.server_address[1])
+    with pytest.raises(ResourceError, match="cannot listen on port") as failed:
+        MetricsServer(server.exporter, port=server.port)
     assert "--port" in (failed.value.hint or "")
 
 
@@ -102,25 +92,25 @@ def test_log_that_is_away_leaves_the_last_values_and_says_so_until_it_is_back(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
-    pages: list[str] = []
+    pages: list[dict[str, float]] = []
     real = LogFollower.advance
 
     def advance(follower: LogFollower) -> bool:
-        if clock.slept == [under_test.TURN_S] or len(clock.slept) == 2:
+        if clock.slept == [following.TURN_S] or len(clock.slept) == 2:
             raise BusError("nobody answers")
         return real(follower)
 
     def stop() -> bool:
-        if exporter.page is not None:
-            pages.append(exporter.page.decode())
+        if exporter.families is not None:
+            pages.append(values_on(page_of(exporter)))
         return len(clock.slept) >= 4
 
     monkeypatch.setattr(LogFollower, "advance", advance)
     exporter.follow(bus, recorded.topics, clock, stop)
-    assert clock.slept[1:3] == [under_test.RETRY_FIRST_S, 2 * under_test.RETRY_FIRST_S]
-    ups = ["log_up" in page and 'log_up{run="recorded"} 1' in page for page in pages]
-    assert ups[0] and ups[-1] and not all(ups)
-    assert all(f'dora_pipe_policy_version{{run="recorded"}} {STEPS}\n' in one for one in pages)
+    assert clock.slept[1:3] == [following.RETRY_FIRST_S, 2 * following.RETRY_FIRST_S]
+    ups = [page["dora_pipe_log_up"] for page in pages]
+    assert ups[0] == ups[-1] == 1 and not all(ups)
+    assert all(page["dora_pipe_policy_version"] == STEPS for page in pages)
 
 
 def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
@@ -130,7 +120,7 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
-    pages: list[str] = []
+    pages: list[dict[str, float]] = []
 
     class Early(RunStats):
         def follow(self, bus: Bus, topics: Topics) -> LogFollower:
@@ -139,17 +129,17 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
             return super().follow(bus, topics)
 
     def stop() -> bool:
-        if exporter.page is not None:
-            pages.append(exporter.page.decode())
+        if exporter.families is not None:
+            pages.append(values_on(page_of(exporter)))
         return len(clock.slept) >= 4
 
     monkeypatch.setattr(under_test, "RunStats", Early)
     exporter.follow(bus, recorded.topics, clock, stop)
     assert caplog.messages == ["metrics wait for run recorded to begin"]
-    assert all('dora_pipe_log_up{run="recorded"} 1\n' in page for page in pages)
-    assert "dora_pipe_run_info" not in pages[0]
-    assert 'dora_pipe_steps_total{run="recorded"} 0\n' in pages[0]
-    assert f'dora_pipe_steps_total{{run="recorded"}} {STEPS}\n' in pages[-1]
+    assert all(page["dora_pipe_log_up"] == 1 for page in pages)
+    assert not any(name.startswith("dora_pipe_run_info") for name in pages[0])
+    assert pages[0]["dora_pipe_steps_total"] == 0
+    assert pages[-1]["dora_pipe_steps_total"] == STEPS
 
 
 def test_run_whose_topics_went_away_is_no_run_that_has_not_begun(
@@ -165,9 +155,9 @@ def test_run_whose_topics_went_away_is_no_run_that_has_not_begun(
 
     monkeypatch.setattr(LogFollower, "advance", advance)
     exporter.follow(bus, recorded.topics, clock, lambda: len(clock.slept) >= 2)
-    assert exporter.page is not None
-    assert b'dora_pipe_log_up{run="recorded"} 0\n' in exporter.page
-    assert f'dora_pipe_steps_total{{run="recorded"}} {STEPS}\n'.encode() in exporter.page
+    values = values_on(page_of(exporter))
+    assert values["dora_pipe_log_up"] == 0
+    assert values["dora_pipe_steps_total"] == STEPS
 
 
 def test_log_that_lost_what_was_read_ends_the_exporter(
@@ -197,7 +187,7 @@ def test_ratios_of_the_newest_step_are_looked_at_once(
         exporter.read(follower, stats)
     assert len(asked) == 1
     assert PolicyStore(recorded.store).has_blob("contributions", asked[0])
-    assert exporter.page is not None
-    assert b'dora_pipe_step_effective_sample_ratio{run="recorded"} 0.9\n' in exporter.page
-    (told,) = re.findall(rb'mismatch{run="recorded",staleness="1"} (.*)', exporter.page)
-    assert float(told) == pytest.approx(0.3466, abs=1e-4)
+    values = values_on(page_of(exporter))
+    assert values["dora_pipe_step_effective_sample_ratio"] == pytest.approx(0.9)
+    mismatch = values['dora_pipe_step_logprob_mismatch{staleness="1"}']
+    assert mismatch == pytest.approx(0.3466, abs=1e-4)

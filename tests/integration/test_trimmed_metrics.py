@@ -45,7 +45,6 @@ PICTURES: list[tuple[object, ...]] = [
     ("why", "RUN", "--step", "0"),
     ("why", "RUN", "--summary"),
     ("top", "RUN", "--once"),
-    ("metrics", "RUN", "--once"),
     ("topics", "RUN"),
     ("cat", "RUN", "metrics"),
     ("export", "RUN", "--traces", "OUT/traces.jsonl"),

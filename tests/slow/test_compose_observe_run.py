@@ -28,6 +28,7 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.traces import names
 from tests.support.compose import Containers, read
 from tests.support.kafka_broker import KafkaBroker, free_ports
+from tests.support.metrics import page_of
 from tests.support.otlp_endpoint import OtlpEndpoint
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.traces import check_whole
@@ -137,14 +138,13 @@ def metrics_at(port: int) -> str:
 
 def check_metrics(recorded: RecordedRun, containers: Containers, port: int) -> None:
     """The run on the broker is told as the recorded one is."""
-    until(lambda: 'dora_pipe_run_over{run="recorded"} 1\n' in metrics_at(port), LIMIT_S)
+    until(lambda: 'dora_pipe_run_over{run="recorded"} 1.0\n' in metrics_at(port), LIMIT_S)
     exporter = Exporter(recorded.run, lambda sha256: ())
     with closing(recorded.open()) as log:
         stats = RunStats(recorded.run)
         with closing(stats.follow(log, recorded.topics)) as follower:
             exporter.read(follower, stats)
-    assert exporter.page is not None
-    assert counts_in(metrics_at(port)) == counts_in(exporter.page.decode())
+    assert counts_in(metrics_at(port)) == counts_in(page_of(exporter))
     assert containers.check("metrics") == 0
     waits = [one for one in containers.said("metrics").splitlines() if "wait for run" in one]
     assert len(waits) == 1, "a wait is said once"

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from dora_pipe.observe.metrics.exposition import PREFIX, Metric
+from dora_pipe.observe.metrics.metric import PREFIX, Metric
 from dora_pipe.observe.metrics.table import SECTIONS
 
 HEAD = f"""# Metrics
 
 `dora-pipe metrics RUN` follows the log of a run, live or finished and wherever it lies, and serves
-these numbers to Prometheus at http://127.0.0.1:9464/metrics; with `--once` it prints them. Roles
-serve nothing: one process makes the metrics of all of them from what they write anyway
+these numbers to Prometheus at http://127.0.0.1:9464/metrics. Roles serve nothing: one process makes
+the metrics of all of them from what they write anyway
 ([why](../decisions/0018-metrics-are-made-from-the-log.md)). This page is printed from the code
 (`python -m tests.support.metrics_page > docs/reference/metrics.md`); a test compares the two.
 

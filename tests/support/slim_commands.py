@@ -50,7 +50,6 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("runs", "--json"), says=f'"steps": {STEPS}'),
         Call(words=("topics", "recorded"), says="recorded.dead-letters"),
         Call(words=("top", "recorded", "--once"), says="who waits for whom"),
-        Call(words=("metrics", "recorded", "--once"), says="dora_pipe_policy_version"),
         Call(words=("config", "show", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
         Call(words=("doctor", "--model", "llama", "--gpus", "1x80"), says="trainer: at most"),

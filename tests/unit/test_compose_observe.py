@@ -106,7 +106,7 @@ def test_grafana_finds_datasource_and_dashboards_where_they_are_mounted() -> Non
     (folder,) = [one["options"]["path"] for one in _yaml(service.mounts[provider])["providers"]]
     assert service.mounts[folder].resolve() == (OBSERVE / "dashboards").resolve()
     uids = [json.loads(path.read_text())["uid"] for path in service.mounts[folder].glob("*.json")]
-    assert len(set(uids)) == 5
+    assert len(set(uids)) == 3
     home = Path(service.environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     assert (service.mounts[str(home.parent)] / home.name).is_file()
 

@@ -15,8 +15,6 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.catalogue.statuses import WorkerCounts
-from dora_pipe.observe.metrics.exposition import exposition
-from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.why.summary import waits_of
@@ -27,6 +25,7 @@ from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.rounds import NO_VERSION, End, EndSiblings, Fence, SiblingFate, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS
+from tests.support.metrics import values_of
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import Stage, stats_of
 
@@ -207,8 +206,8 @@ def test_siblings_that_were_not_waited_for_are_counted_by_why() -> None:
         group = stage.group(ordinal, epoch).group
         stage.decide(EndSiblings(reason="test", group=group, siblings=siblings, fate=fate))
     assert stage.stats.left_over == {"surplus": 1, "expired": 2}
-    told = exposition(METRICS, stage.stats)
-    assert 'dora_pipe_siblings_left_over_total{run="tiny",fate="expired"} 2' in told
+    told = values_of(stage.stats)
+    assert told['dora_pipe_siblings_left_over_total{fate="expired"}'] == 2
 
 
 def test_report_that_a_worker_repeats_is_counted_once() -> None:
@@ -256,9 +255,9 @@ def test_evaluation_with_a_name_is_told_with_it_and_with_what_its_samples_say() 
     said = "evaluation hard of version 0: reward 0.500, pass@2 1.000"
     assert evaluation_words(ended) == said
     assert said in str(frame(stage.stats, stage.now_ns))
-    text = exposition(METRICS, stage.stats)
-    assert 'dora_pipe_evaluation_reward{run="tiny",evaluation="hard"} 0.5' in text
-    assert 'evaluation="hard",figure="pass@2"} 1' in text
+    told = values_of(stage.stats)
+    assert told['dora_pipe_evaluation_reward{evaluation="hard"}'] == 0.5
+    assert told['dora_pipe_evaluation_figure{evaluation="hard",figure="pass@2"}'] == 1
 
 
 def test_rewards_of_a_step_are_told_by_task() -> None:
@@ -273,10 +272,10 @@ def test_rewards_of_a_step_are_told_by_task() -> None:
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
     stage.fact(records.committed(0, taken))
     assert stage.stats.steps[-1].task_rewards == (("a", 0.25), ("b", 1.0))
-    text = exposition(METRICS, stage.stats)
-    assert 'dora_pipe_step_reward{run="tiny"} 0.5' in text
-    for task, value in (("a", "0.25"), ("b", "1")):
-        assert f'dora_pipe_step_task_reward{{run="tiny",task="{task}"}} {value}' in text
+    told = values_of(stage.stats)
+    assert told["dora_pipe_step_reward"] == 0.5
+    for task, value in (("a", 0.25), ("b", 1)):
+        assert told[f'dora_pipe_step_task_reward{{task="{task}"}}'] == value
 
 
 def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
@@ -299,12 +298,10 @@ def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
     stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
     (ended,) = stage.stats.evaluated.values()
     assert ended.figures["part/math"] == 0.5
-    text = exposition(METRICS, stage.stats)
-    assert 'dora_pipe_step_reward_part{run="tiny",task="add",part="form"} 0.5' in text
-    invalid = (
-        'dora_pipe_trajectories_invalid_total{run="tiny",fault="infrastructure",error="Retry"}'
-    )
-    assert f"{invalid} 1" in text
+    told = values_of(stage.stats)
+    assert told['dora_pipe_step_reward_part{part="form",task="add"}'] == 0.5
+    invalid = 'dora_pipe_trajectories_invalid_total{error="Retry",fault="infrastructure"}'
+    assert told[invalid] == 1
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:

@@ -3,8 +3,8 @@ whether a run directory's `config.toml` says the same. The log is what counts.
 
 Free keys may differ: they are each machine's own. So may paths, since what lies there has a digest
 of its own. A frozen key that differs, or a logged one with a value that was never in force, was
-changed behind the run's back: no role obeys it, and people read it. (`dora-pipe set` changes the
-log and no file.)
+changed behind the run's back: no role obeys it, and people read it. (`dora-pipe tell RUN set`
+changes the log and no file.)
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class StepRepeater:
         if not step.other_numerics:
             raise ReplayDiverged(
                 f"step {step.step} gives other weights here, first in {step.tensor}",
-                hint="`dora-pipe replay RUN --steps` compares every step",
+                hint="`dora-pipe replay RUN` compares every step",
             )
 
     def _again(self, first: int, end: int, change: BatchChange) -> list[ReplayedStep]:

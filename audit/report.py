@@ -21,7 +21,7 @@ SIBLING_FATES: Final = (*FATES, *get_args(SiblingFate))
 """The fates of siblings: their groups', or one of their own."""
 
 CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
-"""What an engine may declare; what it does not, `replay --trajectory` cannot promise."""
+"""What an engine may declare; what it does not, `replay RUN TRAJECTORY` cannot promise."""
 
 
 CANNOT_SEE: Final = (

@@ -214,4 +214,4 @@ def _is_ascii(name: str, value: bytes) -> bool:
 
 def topic_missing(topic: str) -> TopicMissing:
     """The error for a topic that does not exist."""
-    return TopicMissing(f"there is no topic {topic}", hint="`dora-pipe topics` lists them")
+    return TopicMissing(f"there is no topic {topic}", hint="`dora-pipe log topics` lists them")

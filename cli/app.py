@@ -1,4 +1,4 @@
-"""The commands of `dora-pipe`, where each is defined, and what it does in a line."""
+"""The commands of `dora-pipe`: where each is defined, its summary and an example."""
 
 from __future__ import annotations
 
@@ -8,51 +8,130 @@ from dora_pipe.cli.lazy import Panels, lazy_app
 
 COMMANDS: Final[Panels] = {
     "Start": {
-        "demo": ("cli.commands.start:demo", "Train a small model, kill a worker, audit, replay."),
-        "init": ("cli.commands.start:init", "Make a folder with a configuration and a model."),
-        "sft": ("cli.commands.start:sft", "Warm a model up on (prompt, answer) pairs."),
-        "run": ("cli.commands.start:run", "Start every role on this machine, or go on."),
-        "orchestrator": ("cli.commands.start:orchestrator", "Start a run's orchestrator."),
-        "worker": ("cli.commands.start:worker", "Start one rollout worker of a run."),
-        "trainer": ("cli.commands.start:trainer", "Start a run's trainer."),
+        "demo": (
+            "cli.commands.start:demo",
+            "Train a small model, kill a worker, audit, replay.",
+            "demo",
+        ),
+        "init": (
+            "cli.commands.start:init",
+            "Make a folder with a configuration and a model.",
+            "init mine --task calculator",
+        ),
+        "sft": (
+            "cli.commands.start:sft",
+            "Warm up a model on (prompt, answer) pairs.",
+            "sft mine/config.toml mine/warm --steps 200",
+        ),
+        "run": (
+            "cli.commands.start:run",
+            "Start or resume every role on this machine.",
+            "run mine/config.toml -o model.path=mine/warm -o run.steps=20",
+        ),
+        "orchestrator": (
+            "cli.commands.start:orchestrator",
+            "Start the orchestrator of a run.",
+            "orchestrator config.toml",
+        ),
+        "worker": (
+            "cli.commands.start:worker",
+            "Start one rollout worker of a run.",
+            "worker config.toml --name worker-0",
+        ),
+        "trainer": (
+            "cli.commands.start:trainer",
+            "Start the trainer of a run.",
+            "trainer config.toml",
+        ),
         "task": ("cli.app:task", "Serve a task to workers on other machines."),
-        "create-topics": ("cli.commands.start:create_topics", "Create or check a run's topics."),
-        "tell": ("cli.commands.start:tell", "Ask a run to change a setting, pause or stop."),
-        "doctor": ("cli.commands.machine:doctor", "Check this machine, and a log."),
-        "config": ("cli.app:config", "Print a configuration as it will be used."),
+        "tell": (
+            "cli.commands.start:tell",
+            "Change a setting of a run; pause or stop it.",
+            "tell demo set trainer.learning_rate=1e-5",
+        ),
+        "doctor": (
+            "cli.commands.machine:doctor",
+            "Check this machine and a log.",
+            "doctor --bus kafka://localhost:9092",
+        ),
+        "config": (
+            "cli.commands.machine:config",
+            "Print a resolved configuration, each key with its meaning.",
+            "config mine/config.toml -o run.steps=20",
+        ),
     },
     "Observe": {
-        "runs": ("cli.commands.observe:runs", "List the runs on this machine."),
-        "show": ("cli.commands.observe:show", "What a run, a step, a group or a trajectory is."),
-        "why": ("cli.commands.observe:why", "Who waits for what, and what to do about it."),
-        "top": ("cli.commands.observe:top", "Watch a run in the terminal."),
-        "sql": ("cli.commands.observe:sql", "Ask the tables of a run's log in SQL."),
-        "ui": ("cli.commands.observe:ui", "Look at a run in a browser, or write the pages."),
-        "metrics": ("cli.commands.observe:metrics", "Serve a run's metrics to Prometheus."),
-        "topics": ("cli.commands.observe:topics", "List a run's topics: records and bytes."),
-        "cat": ("cli.commands.observe:cat", "Print the records of a topic."),
+        "show": (
+            "cli.commands.observe:show",
+            "Show all runs, a run, a step, a group or a trajectory.",
+            "show demo 7",
+        ),
+        "why": (
+            "cli.commands.observe:why",
+            "Explain what each role waits for and what to do about it.",
+            "why demo --step 7",
+        ),
+        "top": ("cli.commands.observe:top", "Watch a run in the terminal.", "top demo"),
+        "sql": (
+            "cli.commands.observe:sql",
+            "Query the tables of a run's log in SQL.",
+            'sql demo "select step, reward from steps"',
+        ),
+        "ui": ("cli.commands.observe:ui", "Browse runs in a browser.", "ui demo"),
+        "metrics": (
+            "cli.commands.observe:metrics",
+            "Serve the metrics of a run to Prometheus.",
+            "metrics demo --port 9464",
+        ),
+        "log": ("cli.commands.log:log", "Create and read the topics of a run."),
     },
     "Audit and replay": {
-        "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
-        "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
-        "export": ("cli.commands.audit:export", "Hand a run to other tools."),
-        "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),
-    },
-    "What else could have been": {
-        "bisect": (
-            "cli.commands.counterfactual:bisect",
-            "Which step made a run bad, and which of its groups.",
+        "audit": ("cli.commands.audit:audit", "Verify a run from its log.", "audit demo"),
+        "replay": (
+            "cli.commands.audit:replay",
+            "Repeat steps or trajectories and compare bits.",
+            "replay demo --from 3 --to 5",
         ),
-        "diff": ("cli.commands.counterfactual:diff", "Where two runs part, and why."),
-        "fork": ("cli.commands.counterfactual:fork", "Which turn decided an episode."),
-        "retrain": ("cli.commands.counterfactual:retrain", "Train a run's steps again otherwise."),
+        "mismatch": (
+            "cli.commands.audit:mismatch",
+            "Attribute the ratios of a batch to their causes.",
+            "mismatch demo --step 7",
+        ),
+        "export": ("cli.commands.export:export", "Write a run for other tools."),
+        "prune": (
+            "cli.commands.audit:prune",
+            "List or delete files that no record needs.",
+            "prune demo --delete",
+        ),
+    },
+    "Analyze": {
         "rescore": (
             "cli.commands.counterfactual:rescore",
-            "What another reward would have changed.",
+            "Score logged texts with another reward.",
+            "rescore demo --reward rewards:length",
+        ),
+        "retrain": (
+            "cli.commands.counterfactual:retrain",
+            "Repeat steps with other settings, rewards or rows.",
+            "retrain demo --name slower -o trainer.learning_rate=1e-5",
+        ),
+        "bisect": (
+            "cli.commands.counterfactual:bisect",
+            "Find the step and the group that made a run worse.",
+            "bisect demo --good 3 --bad 9",
+        ),
+        "fork": (
+            "cli.commands.counterfactual:fork",
+            "Continue a trajectory again from each turn.",
+            "fork demo g0000000042-003 --samples 8",
+        ),
+        "diff": (
+            "cli.commands.counterfactual:diff",
+            "Find the first difference of two runs.",
+            "diff demo other",
         ),
     },
     "Simulate and measure": {
-        "mismatch": ("cli.commands.sim:mismatch", "Where a batch's ratios come from."),
         "sim": ("cli.commands.sim:sim_app", "Play runs under faults; published tables."),
         "bench": ("cli.app:bench", "Measure this machine."),
     },
@@ -87,13 +166,16 @@ BENCHES: Final[Panels] = {
     }
 }
 
-config = lazy_app(
-    {"Commands": {"show": ("cli.commands.machine:show", "Every key with its meaning.")}},
-    name="config",
-    help="The configuration.",
-)
 task = lazy_app(
-    {"Commands": {"serve": ("cli.commands.start:serve_task", "Serve a task until stopped.")}},
+    {
+        "Commands": {
+            "serve": (
+                "cli.commands.start:serve_task",
+                "Serve a task until stopped.",
+                "task serve config.toml --listen 0.0.0.0:7000",
+            )
+        }
+    },
     name="task",
     help="Serve a task to workers on other machines.",
 )
@@ -101,5 +183,6 @@ bench = lazy_app(BENCHES, name="bench", help="Measure this machine.")
 app = lazy_app(
     COMMANDS,
     name="dora-pipe",
-    help="Asynchronous RL post-training over a log: run it, look at it, prove it, replay it.",
+    help="Asynchronous RL post-training over a log: run, observe, audit, replay.",
+    version=True,
 )

@@ -64,10 +64,8 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
     raise_if_damaged(done.damage, f", and not in {parquet}")
 
 
-def export_policy_dir(run: OpenRun, policy: str, directory: Path | None, *, force: bool) -> None:
+def export_policy_dir(run: OpenRun, policy: str, directory: Path, *, force: bool) -> None:
     """Write a version, a number or `best`, as a model directory."""
-    if directory is None:
-        raise UsageError("--policy needs a directory: export RUN --policy N DIR")
     may_write_folder(directory, force=force)
     version = version_of(run, policy)
     digest = write_policy(run, version, directory)
@@ -109,7 +107,7 @@ def version_of(run: OpenRun, policy: str) -> int:
     if policy.isdecimal():
         return int(policy)
     if policy != "best":
-        raise UsageError(f"--policy {policy}: a version's number, or best")
+        raise UsageError(f"version {policy!r}: expected a number or `best`")
     name = (watched_evaluation(run.config) or run.config.evaluation).name
     with closing(run.tables()) as tables:
         best = best_version(tables, run.config)
@@ -185,7 +183,10 @@ def export_traces(
         if before >= 0:
             say(f"what was sent before is not sent again; for all of it, remove {checkpoint.path}")
     elif follow:
-        raise UsageError("--follow sends to an address", hint="e.g. --traces http://127.0.0.1:4318")
+        raise UsageError(
+            "--follow sends to an address",
+            hint="e.g. export traces RUN http://127.0.0.1:4318 --follow",
+        )
     else:
         may_write_file(Path(target), force=force)
         with FileSink(Path(target)) as file:

@@ -3,20 +3,23 @@ none of them, and the parts that they join take a second to import."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from dora_pipe.core.console import say
+from dora_pipe.core.console import say, write_to
 from dora_pipe.core.errors import UsageError
 
-Panels = Mapping[str, Mapping[str, tuple[str, str]]]
-"""By panel and command: where in the package it is defined, ``module:name``, and what it does."""
+Panels = Mapping[str, Mapping[str, tuple[str, str] | tuple[str, str, str]]]
+"""By panel and command: where in the package it is defined, ``module:name``, its summary, and an
+example without the program's name; a group has the examples of its commands."""
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -32,13 +35,15 @@ class _Commands(MutableMapping[str, Any]):
 
     def __init__(self, panels: Panels) -> None:
         self._places = {
-            name: place for commands in panels.values() for name, (place, _) in commands.items()
+            name: (place, *example)
+            for commands in panels.values()
+            for name, (place, _, *example) in commands.items()
         }
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = _command(name, self._places[name])
+            self._made[name] = _command(name, *self._places[name])
         return self._made[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -57,7 +62,7 @@ class _Commands(MutableMapping[str, Any]):
         return len(self._places)
 
 
-def _command(name: str, place: str) -> Any:
+def _command(name: str, place: str, example: str = "") -> Any:
     module, _, attribute = place.partition(":")
     try:
         found = getattr(import_module(f"dora_pipe.{module}"), attribute)
@@ -69,8 +74,57 @@ def _command(name: str, place: str) -> Any:
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(**SETTINGS)
-    single.command(name)(found)
+    single.command(name, epilog=_examples([example]) if example else None)(found)
     return get_command(single)
+
+
+def _examples(examples: Sequence[str]) -> str:
+    """The end of a help page, which click does not wrap."""
+    return "\b\nExample:\n" + "\n".join(f"  dora-pipe {example}" for example in examples)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version, the commit of a checkout, and versions of Python and torch; then exit."""
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+    from platform import python_version
+
+    from dora_pipe import __version__
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    commit = checkout_commit()
+    where = f" (commit {commit})" if commit else ""
+    write_to(
+        sys.stdout, f"dora-pipe {__version__}{where}, Python {python_version()}, torch {torch}\n"
+    )
+    raise typer.Exit
+
+
+def checkout_commit() -> str:
+    """The short commit of the checkout that this package is imported from; else empty."""
+    import subprocess
+
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", is_eager=True, callback=print_version, help="Show the versions and exit."
+    ),
+]
 
 
 @contextmanager
@@ -90,9 +144,11 @@ def lazy_app(
     help: str,
     callback: Callable[..., None] | None = None,
     default: str = "",
+    version: bool = False,
 ) -> typer.Typer:
     """An application, or a group of one, with these commands; a group with a callback is a command
-    itself. `default` is the command that is meant where the first word is none of them."""
+    itself. `default` is the command that is meant where the first word is none of them; `version`
+    adds the option `--version`."""
 
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
@@ -119,17 +175,27 @@ def lazy_app(
             width = max(len(command) for commands in panels.values() for command in commands)
             for panel, commands in panels.items():
                 with formatter.section(panel):
-                    lines = [(one.ljust(width), what) for one, (_, what) in commands.items()]
+                    lines = [(one.ljust(width), what) for one, (_, what, *_) in commands.items()]
                     formatter.write_dl(lines)
 
     def begin() -> None:
         pass
 
+    def begin_with_version(version: VersionOption = False) -> None:
+        pass
+
+    examples = [
+        example
+        for commands in panels.values()
+        for _, _, *rest in commands.values()
+        for example in rest
+    ]
     return typer.Typer(
         name=name,
         cls=Group,
-        callback=callback or begin,
+        callback=callback or (begin_with_version if version else begin),
         help=help,
+        epilog=_examples(examples) if examples and not version else None,
         no_args_is_help=callback is None,
         invoke_without_command=callback is not None,
         **SETTINGS,

@@ -59,10 +59,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line
 RunsOption = Annotated[
     Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Where runs lie.")
 ]
-RunArgument = Annotated[
-    str,
-    typer.Argument(help="A run's name, the path of its directory, or kafka://.../RUN."),
-]
+RUN_HELP: Final = "A run's name, the path of its directory, or kafka://.../RUN."
+RunArgument = Annotated[str, typer.Argument(help=RUN_HELP)]
+ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
 OverrideOption = Annotated[
     list[str] | None, typer.Option("-o", "--override", help="key=value, e.g. -o run.steps=20")
 ]
@@ -73,6 +72,17 @@ ParadigmOption = Annotated[
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
+
+BesideOption = Annotated[
+    str, typer.Option("--beside", metavar="RUN", help="A second run to compare with the first.")
+]
+ReplayedOption = Annotated[
+    Path | None,
+    typer.Option("--replay", metavar="FILE", help="Output of `replay RUN --json` to compare."),
+]
+RedactOption = Annotated[
+    bool, typer.Option("--redact", help="Hide texts, token ids and messages of tasks.")
+]
 
 
 def may_write(target: Path, *, force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What `runs`, `topics` and `cat` read and print: rows of runs and topics, a line per record."""
+"""Rows of `show`, `log topics` and `log cat`: one per run, partition and record."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress,
 POLL_S: Final = 1.0
 
 MORE: Final = len("  +99")
-"""Room for how many fields a line of `cat` leaves out."""
+"""Room for how many fields a line of `log cat` leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which records `cat` prints: empty, 0 and -1 leave it open."""
+    """Which records `log cat` prints: empty, 0 and -1 leave it open."""
 
     topic: str
     kind: str = ""
@@ -142,7 +142,7 @@ def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
 
 
 class _Held:
-    """Holds the trajectories that `cat` prints against control; other topics' records pass.
+    """Holds the trajectories that `log cat` prints against control; other topics' records pass.
 
     With `--follow` nothing is held: control does not name yet what comes next.
     """

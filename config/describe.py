@@ -270,7 +270,7 @@ _HEAD = """# Configuration
 <!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
 config/model.py instead. -->
 
-One TOML file is the configuration of a run. `dora-pipe config show FILE` prints it resolved, and
+One TOML file is the configuration of a run. `dora-pipe config FILE` prints it resolved, and
 `-o section.key=value` (the value as TOML; a bare word is a string) overrides a key:
 
 ```console

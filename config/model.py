@@ -1,6 +1,6 @@
 """The configuration tree: its sections, and what a resumed run may change of them.
 
-Each class is a section; the docstrings are what `config show` and reference/configuration.md print,
+Each class is a section; the docstrings are what `config` and reference/configuration.md print,
 where `describe` names the values that keys take. Keys are `frozen` (a resumed run must have the
 same), `logged` (may change; in force from the next step, recorded in the log) or `free` (addresses,
 sizes, timing); `changes` names which. `load` reads a file, `checks` says what one section asks of
@@ -313,7 +313,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
     siblings: Siblings = 1
     """Trajectories per row."""
     best: bool = False
-    """The version with the best mean reward here stays in the store; `export --policy best`."""
+    """The version with the best mean reward here stays in the store; `export policy best`."""
     patience: NonNegative = 0
     """The run ends, as by a user's `stop`, after so many evaluations in a row without a better
     one; 0: it does not."""

@@ -114,7 +114,7 @@ def deletes(config: Config, started: RunStarted) -> str:
     added = bytes_per_step(config, started.policy.dtype, started.policy.bytes)
     return (
         f"a step adds {added / 1e9:.1f} GB to the store: every {every}th checkpoint stays, and "
-        "`dora-pipe export RUN --policy N DIR` makes any other again (store.keep_every = 0 keeps "
+        "`dora-pipe export policy RUN N DIR` makes any other again (store.keep_every = 0 keeps "
         "all)"
     )
 

@@ -50,7 +50,7 @@ def inherit(
             raise PolicyError(
                 f"version {step} of {name} is not in its store any more",
                 hint="make it again first: "
-                + typed("export", name, "--policy", step, "DIR", runs=root),
+                + typed("export", "policy", name, step, "DIR", runs=root),
             )
         source.verify(manifest.digest)
         refuse_non_finite_file(source.weights(manifest.digest))

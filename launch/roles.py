@@ -267,6 +267,4 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     spans = f"{sent.spans - sink.rejected.spans} spans{sink.rejected.words}"
     say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {spans}")
     if not sent.whole and not stop():
-        say(
-            f"not everything was sent; dora-pipe export {config.run.name} --traces URL sends it all"
-        )
+        say(f"not everything was sent; dora-pipe export traces {config.run.name} URL sends it all")

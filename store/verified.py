@@ -50,7 +50,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AGAIN: Final = (
-    "a file of the store was changed; `dora-pipe export RUN --policy N DIR` makes version N again"
+    "a file of the store was changed; `dora-pipe export policy RUN N DIR` makes version N again"
 )
 """What is to be done about it."""
 

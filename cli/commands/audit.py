@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,6 @@ import typer
 
 from dora_pipe.cli.options import (
     CLAIM_HOURS,
-    ForceOption,
     JsonOption,
     RunArgument,
     RunsOption,
@@ -25,34 +24,6 @@ from dora_pipe.core.errors import UsageError
 
 if TYPE_CHECKING:
     from dora_pipe.audit.prune import PruneCandidate
-
-EXPORTS = (
-    "--parquet FILE",
-    "--policy N DIR",
-    "--traces FILE|URL",
-    "--tensorboard DIR",
-    "--wandb PROJECT",
-)
-"""What can be exported: one of them at a time."""
-
-ParquetOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
-]
-PolicyOption = Annotated[
-    str | None, typer.Option(metavar="N", help="Version N, or `best`, as a directory.")
-]
-TracesOption = Annotated[
-    str, typer.Option(metavar="FILE|URL", help="OpenTelemetry traces: OTLP, JSON lines or HTTP.")
-]
-TensorboardOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Figures per step as TensorBoard's files.")
-]
-FollowExportOption = Annotated[
-    bool,
-    typer.Option(
-        "--follow", help="With --traces URL, --tensorboard, --wandb: go on until the run is over."
-    ),
-]
 
 
 def audit(
@@ -97,16 +68,18 @@ def audit(
 
 def replay(
     run: RunArgument,
+    trajectory: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TRAJECTORY", help="Trajectories to generate again. Default: train steps."
+        ),
+    ] = None,
     first: Annotated[
-        int | None, typer.Option("--from", metavar="A", help="The first step; default 0.")
+        int | None, typer.Option("--from", metavar="A", help="First step; default 0.")
     ] = None,
     last: Annotated[
         int | None,
         typer.Option("--to", metavar="B", help="The first step left out; default the end."),
-    ] = None,
-    trajectory: Annotated[
-        list[str] | None,
-        typer.Option("--trajectory", metavar="ID", help="Generate this one again instead."),
     ] = None,
     random: Annotated[
         int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
@@ -115,7 +88,7 @@ def replay(
         bool,
         typer.Option(
             "--rewards",
-            help="Ask the task for rewards again: all, or --random N, or those of --trajectory.",
+            help="Ask the task for rewards again: all, or of --random N or of TRAJECTORY.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Chooses the random ones.")] = 0,
@@ -126,13 +99,15 @@ def replay(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Train steps A to B-1 again, generate trajectories again, or ask for their rewards again;
-    exit code 6 if anything comes out otherwise."""
+    """Repeat steps A to B-1, or trajectories, and compare the bits; exit code 6 if any differs.
+
+    `replay demo g0000000042-003` repeats a trajectory, `replay demo --random 10` ten of them.
+    """
     if first is not None or last is not None or changes:
         if rewards:
             raise UsageError("--rewards asks the task again; --from, --to and --set train")
         if trajectory or random:
-            raise UsageError("--trajectory and --random generate again; --from trains again")
+            raise UsageError("TRAJECTORY and --random generate again; --from trains again")
     if first is not None and last is not None and first >= last:
         raise UsageError(f"--from {first} is not before --to {last}, the first step left out")
     from dora_pipe.cli.replay import replay_steps, replay_trajectories
@@ -148,61 +123,24 @@ def replay(
             replay_steps(open_run, first, last, changes or (), as_json=as_json, report=report)
 
 
-def export(
+def mismatch(
     run: RunArgument,
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Where --policy goes.")
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Which step; default the last committed.")
     ] = None,
-    parquet: ParquetOption = None,
-    policy: PolicyOption = None,
-    traces: TracesOption = "",
-    tensorboard: TensorboardOption = None,
-    wandb: Annotated[
-        str, typer.Option(metavar="PROJECT", help="Figures per step for W&B, offline by default.")
-    ] = "",
-    follow: FollowExportOption = False,
-    ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="With --traces: a share of the groups.")
-    ] = 1.0,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also records that do not count for their group.")
-    ] = False,
-    force: ForceOption = False,
+    as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`,
-    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`."""
-    files = (parquet, policy, tensorboard)
-    wanted = (*(one is not None for one in files), traces, wandb)
-    if sum(map(bool, wanted)) != 1:
-        raise UsageError(f"say what to export: {', '.join(EXPORTS[:-1])}, or {EXPORTS[-1]}")
-    from dora_pipe.cli.export import (
-        export_parquet_file,
-        export_policy_dir,
-        export_tensorboard,
-        export_traces,
-        export_wandb,
-    )
+    """Say how much of a batch's ratios comes from staleness, numerics, sampling, tokenisation."""
+    from dora_pipe.cli.mismatch import measure_step, print_mismatch
     from dora_pipe.launch.run_dir import opened
 
-    with (
-        opened(run, root) as found,
-        nullcontext((found, _silent)) if follow else watched(found) as (open_run, report),
-    ):
-        if traces:
-            export_traces(open_run, traces, follow=follow, ratio=ratio, force=force, report=report)
-        elif tensorboard is not None:
-            export_tensorboard(open_run, tensorboard, follow=follow)
-        elif wandb:
-            export_wandb(open_run, wandb, follow=follow)
-        elif parquet is not None:
-            export_parquet_file(open_run, parquet, everything=everything, force=force)
-        elif policy is not None:
-            export_policy_dir(open_run, policy, directory, force=force)
-
-
-def _silent(phase: str) -> None:
-    """Who follows a run says of its waits itself."""
+    with opened(run, root) as found, watched(found) as (looked, report):
+        measured = measure_step(looked, step, report)
+    if as_json:
+        emit_json(measured.plain())
+    else:
+        print_mismatch(measured)
 
 
 def prune(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.options import JsonOption, OverrideOption, ParadigmOption
+from dora_pipe.cli.options import EXAMPLES, JsonOption, OverrideOption, ParadigmOption
 from dora_pipe.cli.output import emit_json, emit_rows, emit_text, takes_unicode
 from dora_pipe.core.errors import UsageError
 
@@ -64,19 +64,23 @@ def doctor(
         raise typer.Exit(1)
 
 
-def show(
-    config: Annotated[Path, typer.Argument(help="A TOML file.")],
+def config(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A TOML file. Default: that of `dora-pipe init`."),
+    ] = None,
     override: OverrideOption = None,
     paradigm: ParadigmOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved configuration, every key with its meaning."""
+    """Print the resolved configuration, each key with its meaning."""
     import msgspec
 
     from dora_pipe.config.describe import toml_escape
     from dora_pipe.config.load import dump_toml, load_config
+    from dora_pipe.launch.examples import example_file
 
-    resolved = load_config(config, override or (), paradigm=paradigm)
+    resolved = load_config(file or example_file(EXAMPLES[0]), override or (), paradigm=paradigm)
     if as_json:
         emit_json(msgspec.to_builtins(resolved))
         return

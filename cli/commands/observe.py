@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from contextlib import closing
+from typing import Annotated, Any, Final
 
 import typer
 
 from dora_pipe.cli.options import (
-    ForceOption,
+    RUN_HELP,
+    BesideOption,
     JsonOption,
+    RedactOption,
+    ReplayedOption,
     RunArgument,
     RunsOption,
-    may_write_file,
 )
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import LOOPBACK
-
-if TYPE_CHECKING:
-    from dora_pipe.observe.web.pages import RunSource
-    from dora_pipe.observe.web.query_worker import Opener
 
 FRAMES_EVERY_S: Final = 1.0
 FRAMES_EVERY_MIN_S: Final = 0.1
@@ -35,20 +31,14 @@ METRICS_PORT: Final = 9464
 """What OpenTelemetry's exporters for Prometheus use."""
 
 
-def runs(as_json: JsonOption = False, root: RunsOption = RUNS) -> None:
-    """List the runs on this machine."""
-    from dora_pipe.cli.records import run_rows
-
-    columns = ("run", "steps", "of", "task", "log", "state")
-    emit_rows(columns, run_rows(root), as_json=as_json, drop=("log", "task"))
-
-
 def show(
-    run: RunArgument,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help=f"{RUN_HELP} Default: list all runs.")
+    ] = "",
     wanted: Annotated[
         str,
         typer.Argument(
-            metavar="[ID]", help="g0000000042-003, g0000000042, or 7 (a step); else the whole run."
+            metavar="ID", help="g0000000042-003, g0000000042, or 7 (a step); else the whole run."
         ),
     ] = "",
     everything: Annotated[
@@ -57,7 +47,16 @@ def show(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Show how a run goes or went; or where a step, group or trajectory came from and went."""
+    """Show the progress of a run, or the lineage of a step, group or trajectory.
+
+    Without a run: list the runs on this machine.
+    """
+    if not run:
+        from dora_pipe.cli.records import run_rows
+
+        columns = ("run", "steps", "of", "task", "log", "state")
+        emit_rows(columns, run_rows(root), as_json=as_json, drop=("log", "task"))
+        return
     from dora_pipe.audit.effective_config import config_drift
     from dora_pipe.cli.show import show_id, show_run
     from dora_pipe.launch.run_dir import opened
@@ -129,77 +128,27 @@ def top(
 
 def ui(
     run: RunArgument,
-    beside: Annotated[
-        str, typer.Option(metavar="RUN", help="A second run, to be compared with the first.")
-    ] = "",
-    replay: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What `replay RUN --json` printed, to be compared."),
-    ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the pages into one HTML file instead."),
-    ] = None,
-    force: ForceOption = False,
-    redact: Annotated[
-        bool, typer.Option("--redact", help="Hide texts and token ids, and what tasks said.")
-    ] = False,
+    beside: BesideOption = "",
+    replay: ReplayedOption = None,
+    redact: RedactOption = False,
     port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
     """Look at a run in a browser, while it goes on or afterwards: http://127.0.0.1:8765."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} is none", hint="0 to 65535")
-    if export is not None:
-        may_write_file(export, force=force)
-    from dora_pipe.launch.run_dir import find_run
-    from dora_pipe.observe.web.export import export_file
-    from dora_pipe.observe.web.query_worker import QueryWorker
-    from dora_pipe.observe.web.samples import read_replay
+    from dora_pipe.cli.pages import page_workers
     from dora_pipe.observe.web.server import PageServer
 
-    replayed = None if replay is None else read_replay(replay)
-    with ExitStack() as stack:
-        workers = []
-        for place, name in enumerate(filter(None, (run, beside))):
-            find_run(name, root)
-            opener = source_opener(name, root, redact=redact)
-            workers.append(QueryWorker(opener, None if place else replayed))
-            stack.callback(workers[-1].close)
-        if export is not None:
-            for worker in workers:
-                worker.read_all()
-            done = export_file(workers, export)
-            say(f"{export}: {done.bytes / 1e6:.1f} MB, {done.pages} pages")
-            return
-        server = PageServer(workers, port=port)
-        stack.callback(server.server_close)
+    with (
+        page_workers(run, beside, root, replay=replay, redact=redact) as workers,
+        PageServer(workers, port=port) as server,
+    ):
         for worker in workers:
             worker.start()
         emit_line(server.address)
         say("open it in a browser; Ctrl-C ends this")
         server.serve_forever()
-
-
-def source_opener(name: str, root: Path, *, redact: bool = False) -> Opener:
-    """Opens a run as the pages of `ui` need it."""
-    from dora_pipe.cli.texts import decoder_of
-    from dora_pipe.launch.run_dir import opened
-    from dora_pipe.observe.web.pages import RunSource
-
-    @contextmanager
-    def open_source() -> Iterator[RunSource]:
-        with opened(name, root) as run:
-            yield RunSource(
-                bus=run.bus,
-                topics=run.topics,
-                policies=run.policies,
-                decode=None if redact else decoder_of(run),
-                redact=redact,
-                catalogue=run.directory.catalogue,
-            )
-
-    return open_source
 
 
 def metrics(
@@ -225,20 +174,6 @@ def metrics(
             emit_line(server.address)
             say("Prometheus may scrape it; Ctrl-C ends this")
             exporter.follow(found.bus, found.topics, SystemClock())
-
-
-def topics(
-    run: RunArgument,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """List a run's topics: partitions, positions, records and bytes."""
-    from dora_pipe.cli.records import topic_rows
-    from dora_pipe.launch.run_dir import opened
-
-    with opened(run, root) as open_run:
-        rows = topic_rows(open_run)
-    emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
 
 
 def sql(
@@ -285,35 +220,3 @@ def sql(
     if query is None:
         say("docs/reference/catalogue.md says what is in each column")
     damage.raise_if_any(": their calls are not in the table")
-
-
-def cat(
-    run: RunArgument,
-    topic: Annotated[
-        str,
-        typer.Argument(help="control, metrics, decisions, trajectories, progress or dead-letters."),
-    ] = "control",
-    kind: Annotated[str, typer.Option(help="Only records of this kind.")] = "",
-    key: Annotated[str, typer.Option(help="Only records with this key.")] = "",
-    partition: Annotated[int, typer.Option(help="-1 is all.")] = -1,
-    offset: Annotated[int, typer.Option("--from", help="From this offset on.")] = 0,
-    limit: Annotated[int, typer.Option(help="Stop after so many; 0 does not.")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Print the records of a topic, a line each; `--json` has them whole."""
-    from dora_pipe.cli.records import Wanted, print_records
-    from dora_pipe.launch.run_dir import opened
-
-    wanted = Wanted(
-        topic=topic,
-        kind=kind,
-        key=key,
-        partition=partition,
-        offset=offset,
-        limit=limit,
-        follow=follow,
-    )
-    with opened(run, root) as open_run:
-        print_records(open_run, wanted, as_json=as_json)

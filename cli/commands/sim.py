@@ -1,4 +1,4 @@
-"""Commands of the simulator, and `mismatch`."""
+"""Commands of the simulator."""
 
 from __future__ import annotations
 
@@ -9,30 +9,6 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.lazy import lazy_app
-from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json
-from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS
-
-
-def mismatch(
-    run: RunArgument,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Which step; default the last committed.")
-    ] = None,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Say how much of a batch's ratios comes from staleness, numerics, sampling, tokenisation."""
-    from dora_pipe.cli.mismatch import measure_step, print_mismatch
-    from dora_pipe.launch.run_dir import opened
-
-    with opened(run, root) as found, watched(found) as (looked, report):
-        measured = measure_step(looked, step, report)
-    if as_json:
-        emit_json(measured.plain())
-    else:
-        print_mismatch(measured)
 
 
 def sim(

@@ -24,6 +24,7 @@ from dora_pipe.cli.options import (
     SFT_STEPS_OF,
     SFT_WARMUP,
     TORCH,
+    ConfigArgument,
     ForceOption,
     OverrideOption,
     ParadigmOption,
@@ -32,7 +33,7 @@ from dora_pipe.cli.options import (
     may_write_folder,
 )
 from dora_pipe.core.console import RUNS, say, typed
-from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.core.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
     from dora_pipe.config.model import Config
@@ -45,8 +46,6 @@ AdoptOption = Annotated[
         help="Take the committed weights where this machine cannot reproduce them bit for bit.",
     ),
 ]
-
-ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
 
 ScheduleOption = Annotated[
     str, typer.Option(help="Of the learning rate: constant, linear or cosine.")
@@ -318,24 +317,6 @@ def serve_task(
     from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes, keep_s=keep)
-
-
-def create_topics(config: ConfigArgument, override: OverrideOption = None) -> None:
-    """Create a run's topics, or check those that exist: what its user of the log needs to be
-    allowed only once. `run` and `orchestrator` do it by themselves where they may."""
-    from dora_pipe.launch import plan as prepare
-    from dora_pipe.launch.run import load_wanted
-    from dora_pipe.launch.run_dir import run_dir
-
-    wanted = load_wanted(config, override or ())
-    if not wanted.bus.url:
-        raise ConfigError(
-            "the log of this run is made with its directory", hint="topics are of kafka:// logs"
-        )
-    with closing(run_dir(wanted).open_bus(wanted)) as bus:
-        topics = prepare.create_topics(bus, wanted)
-        for name in topics.all():
-            say(f"{name}: {bus.partitions(name)} partitions")
 
 
 def tell(

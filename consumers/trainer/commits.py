@@ -242,10 +242,10 @@ def made_again(run: str, versions: Collection[int]) -> str:
     """What to say of versions that were dropped: which, and how one has them."""
     first, last = min(versions), max(versions)
     if len(versions) == 1:
-        return f"version {first}; `dora-pipe export {run} --policy {first} DIR` makes it again"
+        return f"version {first}; `dora-pipe export policy {run} {first} DIR` makes it again"
     return (
         f"{len(versions)} of the versions {first} to {last}; "
-        f"`dora-pipe export {run} --policy N DIR` makes any of them again"
+        f"`dora-pipe export policy {run} N DIR` makes any of them again"
     )
 
 

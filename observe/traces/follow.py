@@ -3,7 +3,7 @@
 The log is the truth, so nothing is buffered and nothing is dropped: while the endpoint is away the
 follower stands still in the log. It remembers how far it has sent, so a run that is resumed sends
 nothing twice. When the run is over it gives what is left a bounded time; on any later day
-`dora-pipe export --traces` sends everything, under the same ids.
+`dora-pipe export traces` sends everything, under the same ids.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     for more in ([], ["--random", "4"]):
         done = _call(place, "replay", "tiny", *more)
         assert done.returncode == 0, done.stderr
-    done = _call(place, "export", "tiny", "exported", "--policy", "3")
+    done = _call(place, "export", "policy", "tiny", "3", "exported")
     assert done.returncode == 0, done.stderr
     assert read_manifest(place / "exported/model.safetensors").digest == commits[-1].policy.digest
     assert_same_logits(place / "exported", place / "exported" / "model.safetensors")

@@ -59,7 +59,7 @@ def test_show_and_its_trace_have_every_call(call: Call, place: Path) -> None:
 
 def test_a_file_of_its_pages_draws_the_trees(call: Call, place: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.html"
-    code, _, err = call("ui", place / "runs" / "tiny", "--export", path)
+    code, _, err = call("export", "html", place / "runs" / "tiny", path)
     assert code == 0, err
     inside = path.read_text().partition('id="data">')[2].partition("</script>")[0]
     pages = json.loads(inside)["pages"]

@@ -142,9 +142,7 @@ def test_random_trajectories_are_generated_again(call: Call, recorded: RecordedR
 def test_changed_trajectory_ends_with_exit_code_6(copy: RecordedRun, call: Call) -> None:
     with Tamper(copy) as log:
         name = damage.forge_everything(log)
-    code, out, err = call(
-        "replay", str(copy.directory), "--trajectory", name, "--trajectory", "g0000000001-000"
-    )
+    code, out, err = call("replay", str(copy.directory), name, "g0000000001-000")
     assert code == 6
     assert [line.split()[0] for line in out.splitlines()] == ["g0000000001-000", name]
     assert f"error: {name}: token" in err
@@ -157,14 +155,14 @@ def test_two_kinds_of_replay_do_not_mix(call: Call, recorded: RecordedRun) -> No
 
 def test_trajectories_are_exported(call: Call, recorded: RecordedRun, tmp_path: Path) -> None:
     path = tmp_path / "out.parquet"
-    code, out, err = call("export", str(recorded.directory), "--parquet", str(path))
+    code, out, err = call("export", "parquet", str(recorded.directory), str(path))
     assert (code, out) == (0, "")
     assert f"{pq.read_metadata(path).num_rows} trajectories" in err
 
 
 def test_policy_is_exported(call: Call, recorded: RecordedRun, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    code, _, err = call("export", str(recorded.directory), "--policy", "3", str(folder))
+    code, _, err = call("export", "policy", str(recorded.directory), "3", str(folder))
     assert code == 0
     assert "version 3, weights " in err
     assert (folder / "model.safetensors").is_file()
@@ -174,7 +172,7 @@ def test_exported_policy_says_where_it_comes_from_and_names_no_place(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
-    assert call("export", str(recorded.directory), "--policy", "3", str(folder))[0] == 0
+    assert call("export", "policy", str(recorded.directory), "3", str(folder))[0] == 0
     card = (folder / "README.md").read_text()
     digest = read_manifest(folder / "model.safetensors").digest
     assert f"| weights | `{digest}` |" in card
@@ -189,19 +187,20 @@ def test_best_policy_is_that_of_the_best_logged_evaluation_without_a_key(
 ) -> None:
     shown = json.loads(call("show", str(recorded.directory), "--json")[1])
     means = {one["version"]: one["figures"]["mean@1"]["value"] for one in shown["evaluations"]}
-    code, _, err = call("export", str(recorded.directory), "--policy", "best", str(tmp_path / "m"))
+    code, _, err = call("export", "policy", str(recorded.directory), "best", str(tmp_path / "m"))
     assert code == 0
     best = max(means, key=lambda version: (means[version], -version))
     assert f"best: version {best}, {means[best]:.3f} in evaluation" in err
 
 
-@pytest.mark.parametrize("args", [(), ("--policy", "3"), ("--parquet", "a", "--policy", "3", "b")])
-def test_export_says_what_it_needs(
+@pytest.mark.parametrize("args", [("parquet",), ("policy", "3"), ("policy", "no number")])
+def test_export_names_the_argument_that_is_missing(
     call: Call, recorded: RecordedRun, args: tuple[str, ...]
 ) -> None:
-    code, _, err = call("export", str(recorded.directory), *args)
+    kind, *rest = args
+    code, _, err = call("export", kind, str(recorded.directory), *rest)
     assert code == 2
-    assert err.startswith("error: ")
+    assert "Missing argument" in err
 
 
 @pytest.mark.parametrize("name", ["g0000000010-001", "g0000000010", "6"])

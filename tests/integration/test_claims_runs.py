@@ -199,14 +199,14 @@ def test_every_command_reads_large_values_from_the_log(
     commands: list[tuple[object, ...]] = [
         ("audit", copy, "--json", "--fresh"),
         ("show", copy, name, "--json"),
-        ("cat", copy, "trajectories", "--partition", record.partition, "--json"),
+        ("log", "cat", copy, "trajectories", "--partition", record.partition, "--json"),
     ]
 
     answers = [call(*command)[:2] for command in commands]
     assert [code for code, _ in answers] == [0, 0, 0]
     assert f'"{name}"' in answers[2][1] and "unreadable" not in answers[2][1]
     assert call("replay", copy)[0] == 0
-    assert call("export", copy, "--parquet", tmp_path / "all.parquet")[0] == 0
+    assert call("export", "parquet", copy, tmp_path / "all.parquet")[0] == 0
     tokens = pq.read_table(tmp_path / "all.parquet", columns=["token_ids"]).column(0)
     assert max(len(one) for one in tokens.to_pylist()) * 4 > RECORD_BYTES_MAX
 

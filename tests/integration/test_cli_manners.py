@@ -61,7 +61,7 @@ def make_run(folder: Path, log: bytes | None = None) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "line", "hint"),
     [
-        ("config show config.toml -o run.stepz=3", 3, "run.stepz", "run.steps"),
+        ("config config.toml -o run.stepz=3", 3, "run.stepz", "run.steps"),
         ("run config.toml -o trainer.learning_rte=1e-4", 3, "learning_rte", "learning_rate"),
         ("run config.toml --resume", 2, "no run 'small' in {place}/runs", "DORA_PIPE_RUNS"),
         ("run config.toml --from demo", 2, "not RUN@STEP", "demo@40"),
@@ -105,7 +105,12 @@ def test_what_is_missing_stops_before_anything_starts(
 
 def test_unknown_run_is_answered_with_those_there_are(place: Path, call: Call) -> None:
     make_run(place / "runs" / "other", b"")
-    for words in (("audit", "nope"), ("cat", "nope"), ("show", "nope", "7"), ("topics", "nope")):
+    for words in (
+        ("audit", "nope"),
+        ("log", "cat", "nope"),
+        ("show", "nope", "7"),
+        ("log", "topics", "nope"),
+    ):
         code, _, err = call(*words)
         assert code == 2
         assert_one_line_and_hint(err, f"no run 'nope' in {place / 'runs'}", "other")
@@ -115,8 +120,8 @@ def test_a_folder_of_the_same_name_does_not_hide_a_run(place: Path, call: Call) 
     make_run(place / "runs" / "small")
     (place / "small").mkdir()
     (place / "small" / "config.toml").write_text(CONFIG)
-    assert call("cat", "small")[0] == 0
-    code, _, err = call("cat", "./small")
+    assert call("log", "cat", "small")[0] == 0
+    code, _, err = call("log", "cat", "./small")
     assert code == 2
     assert_one_line_and_hint(err, "no log", "dora-pipe run small/config.toml")
     assert not (place / "small" / "log.sqlite").exists()
@@ -140,11 +145,11 @@ def test_a_log_that_is_something_else_is_a_bus_error(place: Path, call: Call) ->
 def test_resolved_configuration_is_printed_to_stdout_and_can_be_read_again(
     place: Path, call: Call
 ) -> None:
-    code, first, err = call("config", "show", "config.toml", "-o", "run.steps=7")
+    code, first, err = call("config", "config.toml", "-o", "run.steps=7")
     assert (code, err) == (0, "")
     assert "steps = 7" in first
     (place / "again.toml").write_text(first)
-    assert call("config", "show", "again.toml") == (0, first, "")
+    assert call("config", "again.toml") == (0, first, "")
 
 
 def test_doctor_names_what_is_there_and_a_log_that_cannot_be_opened(
@@ -162,7 +167,8 @@ def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, call: Ca
     assert call("tell", "small", "set", "staleness.max_staleness=3", "run.steps=9")[0] == 0
     assert call("tell", "small", "drain", "worker=w1")[0] == 0
     records = [
-        json.loads(line)["record"] for line in call("cat", "small", "--json")[1].split("\n")[:-1]
+        json.loads(line)["record"]
+        for line in call("log", "cat", "small", "--json")[1].split("\n")[:-1]
     ]
     assert [(one["verb"], one["args"]) for one in records] == [
         ("set", {"staleness.max_staleness": 3, "run.steps": 9}),
@@ -175,7 +181,7 @@ def test_every_command_is_where_it_is_said_to_be_and_has_help_of_a_full_sentence
 ) -> None:
     names: list[tuple[str, ...]] = [(one,) for panel in COMMANDS.values() for one in panel]
     names += [("bench", name) for panel in BENCHES.values() for name in panel]
-    names += [("config", "show"), ("sim", "paper")]
+    names += [("log", "cat"), ("sim", "paper")]
     code, listed, _ = call("--help")
     assert code == 0
     for name in names:
@@ -190,15 +196,15 @@ def test_what_each_command_does_stands_on_one_line_of_the_list(call: Call) -> No
         code, out, _ = call(*words)
         assert code == 0
         for panel in panels.values():
-            for name, (_, what) in panel.items():
+            for name, (_, what, *_) in panel.items():
                 assert re.search(rf"^  {name}  +{re.escape(what)}$", out, re.MULTILINE)
 
 
-def test_init_makes_what_config_show_accepts(place: Path, call: Call) -> None:
+def test_init_makes_what_config_accepts(place: Path, call: Call) -> None:
     pytest.importorskip("torch")
     code, _, err = call("init", "mine", "--task", "calculator")
     assert code == 0 and "next: dora-pipe sft" in err
-    assert call("config", "show", "mine/config.toml")[0] == 0
+    assert call("config", "mine/config.toml")[0] == 0
     assert (place / "mine" / "model" / "tokenizer.json").is_file()
 
 
@@ -206,14 +212,14 @@ def test_runs_lie_where_the_option_or_the_environment_says(
     place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(place / "elsewhere" / "small")
-    assert call("cat", "small")[0] == 2
-    assert call("cat", "small", "--runs", "elsewhere")[0] == 0
+    assert call("log", "cat", "small")[0] == 2
+    assert call("log", "cat", "small", "--runs", "elsewhere")[0] == 0
     monkeypatch.setenv("DORA_PIPE_RUNS", str(place / "elsewhere"))
-    assert call("cat", "small")[0] == 0
-    code, _, err = call("cat", "smal")
+    assert call("log", "cat", "small")[0] == 0
+    code, _, err = call("log", "cat", "smal")
     assert code == 2
     assert_one_line_and_hint(err, f"no run 'smal' in {place}/elsewhere", "small")
-    assert call("cat", "small", "--runs", "runs")[0] == 2
+    assert call("log", "cat", "small", "--runs", "runs")[0] == 2
 
 
 def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(place: Path, call: Call) -> None:
@@ -222,18 +228,18 @@ def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(place: Path, 
         name = "small.control"
         value = b'{"kind":"\x1b[2J\xff"}'
         bus.writer().append([Append(topic=name, key=b"\xff\x1b]0;x\x07", value=value)])
-    code, out, _ = call("cat", "small")
+    code, out, _ = call("log", "cat", "small")
     assert code == 0
     assert "\\xff\\x1b]0;x\\x07" in out
     assert out.rstrip("\n").isprintable()
-    code, out, _ = call("cat", "small", "--json", "--key", "\\xff\x1b]0;x\x07")
+    code, out, _ = call("log", "cat", "small", "--json", "--key", "\\xff\x1b]0;x\x07")
     assert (code, json.loads(out)["record"]["kind"]) == (0, "unreadable")
 
 
 def test_near_names_come_first_and_not_all_of_many_are_named(place: Path, call: Call) -> None:
     for name in ("demo-2", *(f"run{number}" for number in range(20))):
         make_run(place / "runs" / name, b"")
-    code, _, err = call("cat", "demo2")
+    code, _, err = call("log", "cat", "demo2")
     assert code == 2
     assert_one_line_and_hint(err, "no run 'demo2'", "there are: demo-2, .* and 13 more$")
 

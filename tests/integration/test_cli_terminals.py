@@ -72,7 +72,7 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
     file.write_text(dump_toml(given))
     words = [str(file), "--json"] if as_json else [str(file)]
     done = subprocess.run(
-        [sys.executable, "-c", RUN_MAIN, "config", "show", *words],
+        [sys.executable, "-c", RUN_MAIN, "config", *words],
         env={**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C", "PYTHONUTF8": "0"},
         capture_output=True,
         encoding=encoding,
@@ -92,9 +92,9 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
         ["show", "a", f"--{HOSTILE}"],
         ["sim", "--seed", HOSTILE],
         ["run", HOSTILE],
-        ["config", "show", HOSTILE],
-        ["config", "show", str(example_file("arithmetic")), "-o", f"{HOSTILE}=1"],
-        ["config", "show", str(example_file("arithmetic")), "-o", f"run.name={HOSTILE}"],
+        ["config", HOSTILE],
+        ["config", str(example_file("arithmetic")), "-o", f"{HOSTILE}=1"],
+        ["config", str(example_file("arithmetic")), "-o", f"run.name={HOSTILE}"],
         ["tell", "a", HOSTILE],
     ],
 )
@@ -104,7 +104,9 @@ def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str], call:
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err)
 
 
-@pytest.mark.parametrize("words", [("cat", "."), ("cat", ".", "--json"), ("show", ".", "3")])
+@pytest.mark.parametrize(
+    "words", [("log", "cat", "."), ("log", "cat", ".", "--json"), ("show", ".", "3")]
+)
 def test_command_shows_what_ascii_cannot_say(
     words: tuple[str, ...], recorded: RecordedRun, tmp_path: Path
 ) -> None:
@@ -132,7 +134,7 @@ def test_command_shows_what_ascii_cannot_say(
 )
 def test_ctrl_c_while_the_commands_are_imported_is_one_line(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING.format(module=module), "runs"],
+        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING.format(module=module), "show"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

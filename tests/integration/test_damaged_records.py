@@ -81,7 +81,7 @@ def test_export_leaves_it_out_by_name_and_ends_with_exit_code_5(
 ) -> None:
     run, name, text = damaged
     file = tmp_path / "x.parquet"
-    code, _, err = call("export", str(run.directory), "--parquet", str(file))
+    code, _, err = call("export", "parquet", str(run.directory), str(file))
     assert code == 5
     assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
     written = set(pq.read_table(file)["trajectory"].to_pylist())
@@ -103,7 +103,7 @@ def test_traces_tell_of_it_by_facts_alone_and_end_with_exit_code_5(
 ) -> None:
     run, name, text = damaged
     with OtlpEndpoint() as endpoint:
-        code, _, err = call("export", str(run.directory), "--traces", endpoint.address, *words)
+        code, _, err = call("export", "traces", str(run.directory), endpoint.address, *words)
         own = [one for one in endpoint.spans if one.attributes.get(names.TRAJECTORY) == name]
         whole = {one.attributes.get(names.TRAJECTORY) for one in endpoint.spans}
     assert code == 5
@@ -117,18 +117,18 @@ def test_cat_prints_the_topic_names_it_and_ends_with_exit_code_5(
     call: Call, damaged: tuple[RecordedRun, str, str]
 ) -> None:
     run, name, text = damaged
-    code, out, err = call("cat", str(run.directory), "trajectories")
+    code, out, err = call("log", "cat", str(run.directory), "trajectories")
     assert code == 5
     assert len(out.splitlines()) > 200
     assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
-    own = call("cat", str(run.directory), "trajectories", "--key", group_of(name))
+    own = call("log", "cat", str(run.directory), "trajectories", "--key", group_of(name))
     assert own[0] == 5
-    assert call("cat", str(run.directory), "control")[0] == 0
+    assert call("log", "cat", str(run.directory), "control")[0] == 0
 
 
 def test_cat_of_sound_records_finds_nothing_wrong(call: Call, copy: RecordedRun) -> None:
     for words in ((), ("--limit", "3"), ("--partition", "0", "--from", "20")):
-        code, _, err = call("cat", str(copy.directory), "trajectories", *words)
+        code, _, err = call("log", "cat", str(copy.directory), "trajectories", *words)
         assert (code, err) == (0, "")
 
 

@@ -76,7 +76,7 @@ def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Pa
 
 
 def test_its_policy_is_exported_and_loads(place: Path) -> None:
-    assert call_here(place, "export", "tiny", "--policy", "3", "trained") == 0
+    assert call_here(place, "export", "policy", "tiny", "3", "trained") == 0
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(place / "trained")

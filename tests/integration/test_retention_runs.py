@@ -131,7 +131,7 @@ def test_prune_names_orphans_and_what_retention_drops_and_deletes_only_those(
         plan = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
         # Checkpoints 2, 4, 6: 4 by its number, 4 and 6 as the newest; 7 and 6 as the last ones.
         assert plan.versions == (1, 2, 3, 5)
-        assert "not kept: 4 of the versions 1 to 5; `dora-pipe export small " in plan.note
+        assert "not kept: 4 of the versions 1 to 5; `dora-pipe export policy small " in plan.note
         before = len(store.everything())
         assert prune(bus, topics, store, plan, user="u", clock=clock) == len(plan.candidates)
         assert len(store.everything()) == before - len(plan.candidates)

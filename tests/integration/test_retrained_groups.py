@@ -216,12 +216,12 @@ def test_records_that_its_log_shows_and_no_batch_has_are_said_to_be_the_sources(
     with opened(NAME, root) as run:
         whole = sum(1 for _ in records_of(run.bus, ends_of(run.bus, run.topics.trajectories)))
     call = caller(monkeypatch, capsys)
-    code, _, said = call("export", AGAIN, "--parquet", tmp_path / "a", "--runs", root)
+    code, _, said = call("export", "parquet", AGAIN, tmp_path / "a", "--runs", root)
     assert code == 0
     assert own > 0
     assert f"{whole - own} other records of that log are of run {NAME} alone" in said
     assert "left out" not in said
-    code, _, said = call("export", NAME, "--parquet", tmp_path / "b", "--runs", root)
+    code, _, said = call("export", "parquet", NAME, tmp_path / "b", "--runs", root)
     assert code == 0
     assert "other records" not in said
 

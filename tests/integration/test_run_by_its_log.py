@@ -57,8 +57,8 @@ def test_its_configuration_is_the_recorded_one_with_the_address_that_was_used(
         (("show", ADDRESS, "g0000000010-001"), "published"),
         (("top", ADDRESS, "--once"), "who waits for whom"),
         (("why", ADDRESS), "over"),
-        (("topics", ADDRESS), "recorded.trajectories"),
-        (("cat", ADDRESS, "control", "--limit", "1"), "run-started"),
+        (("log", "topics", ADDRESS), "recorded.trajectories"),
+        (("log", "cat", ADDRESS, "control", "--limit", "1"), "run-started"),
     ],
 )
 def test_who_looks_finds_it_and_leaves_nothing_behind(

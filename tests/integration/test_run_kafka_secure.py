@@ -80,7 +80,11 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
 
     auditor = as_auditor(place)
     assert steps(auditor, "tiny") == list(range(STEPS))
-    for command in (("audit", "tiny"), ("topics", "tiny"), ("cat", "tiny", "decisions")):
+    for command in (
+        ("audit", "tiny"),
+        ("log", "topics", "tiny"),
+        ("log", "cat", "tiny", "decisions"),
+    ):
         assert call(auditor, *command) == 0, said(auditor)
     assert call(auditor, "doctor", "--config", "runs/tiny") == 0, said(auditor)
     assert "as User:auditor by SASL_SSL" in said(auditor)
@@ -145,7 +149,7 @@ def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowher
 ) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, password_of("admin"))
     words = ("-o", "bus.username=admin", "-o", 'run.name="whole"', "-o", "run.steps=1")
-    assert call(place, "config", "show", "config.toml", *words) == 0
+    assert call(place, "config", "config.toml", *words) == 0
     assert 'username = "admin"' in said(place)
     assert call(place, "run", "config.toml", *words) == 0, said(place)
     assert call(place, "audit", "whole") == 0, said(place)

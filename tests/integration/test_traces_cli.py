@@ -50,7 +50,7 @@ def test_endpoint_receives_every_trained_trajectory_whole(
     recorded: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
     with OtlpEndpoint() as endpoint:
-        words = ("export", recorded.directory, "--traces", endpoint.address)
+        words = ("export", "traces", recorded.directory, endpoint.address)
         code, out, err = call(*words)
         spans = endpoint.spans
         resources = endpoint.resources()
@@ -78,14 +78,14 @@ def test_endpoint_that_does_not_answer_at_once_is_asked_again(
     recorded: RecordedRun, call: Call
 ) -> None:
     with OtlpEndpoint(refuse=1) as endpoint:
-        code, _, err = call("export", recorded.directory, "--traces", endpoint.address)
+        code, _, err = call("export", "traces", recorded.directory, endpoint.address)
         assert code == 0, err
         assert _ids(endpoint.spans) == _ids(_spans(recorded))
 
 
 def test_endpoint_that_refuses_is_told_in_one_line(recorded: RecordedRun, call: Call) -> None:
     with OtlpEndpoint(refuse=10**6, status=400) as endpoint:
-        code, out, err = call("export", recorded.directory, "--traces", endpoint.address)
+        code, out, err = call("export", "traces", recorded.directory, endpoint.address)
     assert (code, out) == (7, "")
     assert err.splitlines() == [
         f"error: {endpoint.address}/v1/traces does not take traces (400 Bad Request)",
@@ -94,7 +94,7 @@ def test_endpoint_that_refuses_is_told_in_one_line(recorded: RecordedRun, call: 
 
 
 def test_address_where_nobody_answers_is_not_waited_for(recorded: RecordedRun, call: Call) -> None:
-    code, _, err = call("export", recorded.directory, "--traces", "http://127.0.0.1:1")
+    code, _, err = call("export", "traces", recorded.directory, "http://127.0.0.1:1")
     assert code == 7
     assert "error: no answer from http://127.0.0.1:1/v1/traces" in err
     assert "hint: is a collector listening there?" in err and "busy" not in err
@@ -106,7 +106,7 @@ def test_busy_backend_is_waited_for_and_told(
 ) -> None:
     own = recorded
     with OtlpEndpoint(refuses=lambda asked: (503, "1") if asked < 3 else None) as endpoint:
-        code, _, err = call("export", own.directory, "--traces", endpoint.address, *follow)
+        code, _, err = call("export", "traces", own.directory, endpoint.address, *follow)
         assert code == 0, err
         assert _ids(endpoint.spans) == _ids(_spans(recorded)), "none twice, none left out"
     waits = [line for line in err.splitlines() if "is busy (503 Service Unavailable)" in line]
@@ -119,7 +119,7 @@ def test_progress_says_that_a_busy_backend_is_waited_for_and_no_longer(
     told: list[str] = []
     monkeypatch.setattr(CommandProgress, "__call__", lambda self, phase, *far: told.append(phase))
     with OtlpEndpoint(refuses=lambda asked: (503, "0") if asked == 2 else None) as endpoint:
-        code, _, err = call("export", recorded.directory, "--traces", endpoint.address)
+        code, _, err = call("export", "traces", recorded.directory, endpoint.address)
     assert code == 0, err
     assert f"waiting for {endpoint.address}, which is busy" in told
     assert told[-1] == "sending traces"
@@ -134,7 +134,7 @@ def test_what_was_sent_is_not_sent_again_when_the_command_is_repeated(
     with OtlpEndpoint(
         refuses=lambda asked: (503, "60") if asked > 7 and full else None
     ) as endpoint:
-        words = ("export", own.directory, "--traces", endpoint.address)
+        words = ("export", "traces", own.directory, endpoint.address)
         code, _, err = call(*words)
         assert code == 7 and len(endpoint.requests) == 7
         assert "is busy (503 Service Unavailable)" in err and "goes on where" in err
@@ -159,7 +159,7 @@ def test_file_holds_the_same_a_request_a_line(
     recorded: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
     path = tmp_path / "traces.jsonl"
-    code, _, err = call("export", recorded.directory, "--traces", path)
+    code, _, err = call("export", "traces", recorded.directory, path)
     assert code == 0, err
     found = [
         span
@@ -173,7 +173,7 @@ def test_file_holds_the_same_a_request_a_line(
 
 def test_share_of_the_groups_is_told(recorded: RecordedRun, call: Call, tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
-    code, _, err = call("export", recorded.directory, "--traces", path, "--ratio", "0.2")
+    code, _, err = call("export", "traces", recorded.directory, path, "--ratio", "0.2")
     assert code == 0
     assert "left out by their share" in err
 
@@ -181,16 +181,15 @@ def test_share_of_the_groups_is_told(recorded: RecordedRun, call: Call, tmp_path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--traces", "t.jsonl", "--follow"), "--follow sends to an address"),
-        (("--traces", "http://", "--follow"), "no address of an OTLP endpoint"),
-        (("--traces", "t.jsonl", "--parquet", "p"), "say what to export"),
-        ((), "say what to export"),
+        (("t.jsonl", "--follow"), "--follow sends to an address"),
+        (("http://", "--follow"), "no address of an OTLP endpoint"),
+        ((), "Missing argument"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
     recorded: RecordedRun, call: Call, words: tuple[str, ...], said: str
 ) -> None:
-    code, _, err = call("export", recorded.directory, *words)
+    code, _, err = call("export", "traces", recorded.directory, *words)
     assert code == 2
     assert said in err
 
@@ -230,7 +229,7 @@ def test_spans_that_the_endpoint_rejects_are_not_counted_as_sent(
 ) -> None:
     with OtlpEndpoint() as endpoint:
         endpoint.rejects = 2
-        words = ("export", recorded.directory, "--traces", endpoint.address)
+        words = ("export", "traces", recorded.directory, endpoint.address)
         code, _, err = call(*words, *(["--follow"] if follow else []))
         spans, rejected = len(endpoint.spans), 2 * len(endpoint.requests)
     assert code == 0, err
@@ -257,6 +256,6 @@ def test_follower_of_a_run_sends_what_is_configured(
 
 def test_follower_on_the_command_line_ends_with_the_run(recorded: RecordedRun, call: Call) -> None:
     with OtlpEndpoint() as endpoint:
-        code, _, err = call("export", recorded.directory, "--traces", endpoint.address, "--follow")
+        code, _, err = call("export", "traces", recorded.directory, endpoint.address, "--follow")
         assert code == 0, err
         assert _ids(endpoint.spans) == _ids(_spans(recorded))

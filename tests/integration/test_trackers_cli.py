@@ -27,7 +27,7 @@ def test_tensorboards_own_reader_finds_every_step(
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     ).EventAccumulator
-    code, out, err = call("export", recorded.directory, "--tensorboard", "tb")
+    code, out, err = call("export", "tensorboard", recorded.directory, "tb")
     assert (code, out) == (0, ""), err
     folder = str(tmp_path / "tb" / "recorded")
     read = accumulator(folder, size_guidance={"histograms": 0, "scalars": 0})  # all of them
@@ -44,7 +44,7 @@ def test_a_second_export_goes_on_where_the_first_was_killed(
     recorded: RecordedRun, call: Call, tmp_path: Path, follow: tuple[str, ...]
 ) -> None:
     pytest.importorskip("tensorboard")
-    words = ("export", recorded.directory, "--tensorboard", "tb", *follow)
+    words = ("export", "tensorboard", recorded.directory, "tb", *follow)
     assert call(*words)[0] == 0
     folder = tmp_path / "tb" / "recorded"
     whole = event_rows(folder)
@@ -67,7 +67,7 @@ def test_wandb_gets_the_same_rows_offline(
     monkeypatch.setitem(sys.modules, "wandb", fake.module())
     for name in ("WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
-    words = ("export", recorded.directory, "--wandb", "arithmetic")
+    words = ("export", "wandb", recorded.directory, "arithmetic")
     code, out, err = call(*words)
     assert (code, out) == (0, ""), err
     ((_, run),) = fake.runs.items()
@@ -80,22 +80,16 @@ def test_wandb_gets_the_same_rows_offline(
 
 
 @pytest.mark.parametrize(
-    ("option", "hint"),
-    [("--tensorboard", "pip install -e '.[trackers]'"), ("--wandb", "pip install wandb")],
+    ("command", "hint"),
+    [("tensorboard", "pip install -e '.[trackers]'"), ("wandb", "pip install wandb")],
 )
 def test_an_absent_package_is_one_line_and_a_hint(
-    recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch, option: str, hint: str
+    recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch, command: str, hint: str
 ) -> None:
     for name in ("tensorboard", "tensorboard.backend.event_processing", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
-    code, out, err = call("export", recorded.directory, option, "x")
+    code, out, err = call("export", command, recorded.directory, "x")
     assert (code, out) == (2, "")
     first, second = err.splitlines()
     assert first.startswith("error: ") and first.endswith(" not installed")
     assert second == f"hint: {hint}"
-
-
-def test_one_export_at_a_time(recorded: RecordedRun, call: Call) -> None:
-    code, _, err = call("export", recorded.directory, "--tensorboard", "tb", "--wandb", "p")
-    assert code == 2
-    assert "say what to export" in err and "--wandb PROJECT" in err

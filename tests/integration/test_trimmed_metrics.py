@@ -33,7 +33,7 @@ from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
 PROOFS: list[tuple[object, ...]] = [
-    ("cat", "RUN", "control", "--json"),
+    ("log", "cat", "RUN", "control", "--json"),
     ("show", "RUN", "3", "--json"),
     ("audit", "RUN", "--json", "--fresh"),
 ]
@@ -45,11 +45,11 @@ PICTURES: list[tuple[object, ...]] = [
     ("why", "RUN", "--step", "0"),
     ("why", "RUN", "--summary"),
     ("top", "RUN", "--once"),
-    ("topics", "RUN"),
-    ("cat", "RUN", "metrics"),
-    ("export", "RUN", "--traces", "OUT/traces.jsonl"),
-    ("export", "RUN", "--tensorboard", "OUT/board"),
-    ("ui", "RUN", "--export", "OUT/pages.html"),
+    ("log", "topics", "RUN"),
+    ("log", "cat", "RUN", "metrics"),
+    ("export", "traces", "RUN", "OUT/traces.jsonl"),
+    ("export", "tensorboard", "RUN", "OUT/board"),
+    ("export", "html", "RUN", "OUT/pages.html"),
     ("prune", "RUN"),
 ]
 
@@ -132,12 +132,12 @@ def test_topics_say_where_the_statuses_begin(
 ) -> None:
     bus = trim()
     at = TopicPartition(recorded.topics.metrics, 0)
-    code, out, _ = call("topics", recorded.directory, "--json")
+    code, out, _ = call("log", "topics", recorded.directory, "--json")
     rows: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
     row = next(one for one in rows if one["topic"] == at.topic)
     left = len(list(records_of(bus, {at: bus.end(at)})))
     assert (code, row["begin"], row["end"], row["records"]) == (0, bus.begin(at), bus.end(at), left)
-    _, out, _ = call("topics", recorded.directory)
+    _, out, _ = call("log", "topics", recorded.directory)
     assert re.search(rf"{re.escape(at.topic)}\s+0\s+{bus.begin(at)}\s+{bus.end(at)}", out)
 
 

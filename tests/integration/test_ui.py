@@ -217,7 +217,7 @@ def test_file_holds_pages_that_hang_together(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.html"
-    code, _, err = call("ui", recorded.directory, "--export", path)
+    code, _, err = call("export", "html", recorded.directory, path)
     assert code == 0, err
     assert path.stat().st_size < LIMIT_BYTES
     page = path.read_text()
@@ -235,7 +235,7 @@ def test_file_of_a_redacted_run_holds_no_ids(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.html"
-    assert call("ui", recorded.directory, "--redact", "--export", path)[0] == 0
+    assert call("export", "html", recorded.directory, path, "--redact")[0] == 0
     pages = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
     told = [one for name, one in pages["pages"].items() if "/trajectory/" in name]
     assert told
@@ -248,8 +248,8 @@ def test_two_runs_and_a_replay_are_in_one_file(
     lines = tmp_path / "replay.jsonl"
     lines.write_text(_replay_line())
     path = tmp_path / "both.html"
-    words = ("--beside", recorded.directory, "--replay", lines, "--export", path)
-    code, _, err = call("ui", recorded.directory, *words)
+    words = (path, "--beside", recorded.directory, "--replay", lines)
+    code, _, err = call("export", "html", recorded.directory, *words)
     assert code == 0, err
     pages = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
     assert [one["replay"] for one in pages["pages"]["runs"]["runs"]] == [True, False]

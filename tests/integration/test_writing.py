@@ -9,29 +9,28 @@ import pytest
 from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 
-FILES = (("export", "--parquet"), ("export", "--traces"), ("ui", "--export"))
+FILES = ("parquet", "traces", "html")
 
 
-@pytest.mark.parametrize("words", FILES)
+@pytest.mark.parametrize("kind", FILES)
 def test_a_file_that_is_there_is_replaced_when_told_and_whole(
-    words: tuple[str, ...], recorded: RecordedRun, call: Call, tmp_path: Path
+    kind: str, recorded: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
     target = tmp_path / "mine"
     target.write_text("mine")
-    command, *rest = words
-    code, out, err = call(command, recorded.directory, *rest, target)
+    code, out, err = call("export", kind, recorded.directory, target)
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         f"error: {target} is there already",
         "hint: name another, or --force writes over it",
     ]
     assert target.read_text() == "mine"
-    code, _, err = call(command, recorded.directory, *rest, target, "--force")
+    code, _, err = call("export", kind, recorded.directory, target, "--force")
     assert code == 0, err
     assert len(target.read_bytes()) > 1000
     assert list(tmp_path.iterdir()) == [target]
     (tmp_path / "folder").mkdir()
-    assert call(command, recorded.directory, *rest, tmp_path / "folder", "--force")[0] == 2
+    assert call("export", kind, recorded.directory, tmp_path / "folder", "--force")[0] == 2
 
 
 def test_a_folder_with_something_in_it_is_written_into_when_told(
@@ -41,7 +40,7 @@ def test_a_folder_with_something_in_it_is_written_into_when_told(
     target.mkdir()
     (target / "config.json").write_text("mine")
     (target / "notes").write_text("mine")
-    words = ("export", recorded.directory, "--policy", "3", target)
+    words = ("export", "policy", recorded.directory, "3", target)
     code, _, err = call(*words)
     assert code == 2
     assert err.startswith(f"error: {target} holds something already\nhint: name another, or --fo")
@@ -60,5 +59,5 @@ def test_what_fails_leaves_the_old_file(copy: RecordedRun, call: Call, tmp_path:
         path.unlink()
     target = tmp_path / "mine.parquet"
     target.write_text("mine")
-    assert call("export", copy.directory, "--parquet", target, "--force")[0] != 0
+    assert call("export", "parquet", copy.directory, target, "--force")[0] != 0
     assert target.read_text() == "mine"

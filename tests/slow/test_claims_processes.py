@@ -70,7 +70,7 @@ def prove(place: Path) -> int:
     assert_clean(place, RUN)
     assert f"{STEPS} of {STEPS} steps bit-equal" in answer(place, "replay", RUN).stderr
     assert answer(place, "audit", RUN, "--fresh").returncode == 0
-    assert answer(place, "export", RUN, "--parquet", f"{RUN}.parquet").returncode == 0
+    assert answer(place, "export", "parquet", RUN, f"{RUN}.parquet").returncode == 0
     lost = next(name for name in names if name.startswith("g"))
     shown = json.loads(answer(place, "show", RUN, lost, "--json").stdout)
     assert len(json.loads(shown["result"]["reward parts"])) == PARTS

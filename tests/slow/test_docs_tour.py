@@ -71,7 +71,7 @@ def test_every_command_of_the_tour_does_what_it_says(place: Path, replaced: dict
     assert len(typed) > 12
     said = {one: docs_commands.run(one, place, replaced, PATH) for one in typed if one != SERVES}
     words = {
-        "dora-pipe runs": "finished",
+        "dora-pipe show": "finished",
         "dora-pipe top demo --once": "last decisions",
         "dora-pipe show demo 35 --all": "waited",
         "dora-pipe show demo g0000001976": "fate",

@@ -15,7 +15,7 @@ from tests.support.user_run import WAIT_S, answer, start
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
-WORDS = (["runs"], ["config", "show", "none.toml"], ["audit", "nothing"], ["--no-such-option"])
+WORDS = (["show"], ["config", "none.toml"], ["audit", "nothing"], ["--no-such-option"])
 
 
 @pytest.fixture(autouse=True)

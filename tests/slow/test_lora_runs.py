@@ -43,8 +43,8 @@ def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) ->
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
     assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
 
-    assert call(place, "export", "tiny", "--policy", "8", "trained") == 0
-    assert call(place, "export", "tiny", "--policy", "0", "first") == 0
+    assert call(place, "export", "policy", "tiny", "8", "trained") == 0
+    assert call(place, "export", "policy", "tiny", "0", "first") == 0
     from transformers import AutoModelForCausalLM
 
     base: Any = AutoModelForCausalLM.from_pretrained(place / "first")

@@ -115,7 +115,7 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
 def prove(site: Site) -> None:
     """A machine that had no part in it has the configuration, the log and the store: enough."""
     other = site.machine("g")
-    shown = answer(other, "config", "show", str(site.config))
+    shown = answer(other, "config", str(site.config))
     assert shown.returncode == 0, shown.stderr
     (other / "config.toml").write_text(shown.stdout)
     assert call(other, "audit", ".") == 0, site.said("g")
@@ -124,14 +124,14 @@ def prove(site: Site) -> None:
 
 
 def test_topics_may_be_made_before_by_somebody_who_may(site: Site) -> None:
-    assert call(site.machine("a"), "create-topics", str(site.config)) == 0, site.said("a")
-    assert call(site.machine("b"), "create-topics", str(site.config)) == 0, site.said("b")
+    assert call(site.machine("a"), "log", "create", str(site.config)) == 0, site.said("a")
+    assert call(site.machine("b"), "log", "create", str(site.config)) == 0, site.said("b")
     assert f"{site.run}.trajectories: 4 partitions" in site.said("b")
     words = ("-o", "bus.partitions=5")
-    assert call(site.machine("c"), "create-topics", str(site.config), *words) != 0
+    assert call(site.machine("c"), "log", "create", str(site.config), *words) != 0
     assert f"{site.run}.trajectories" in site.said("c")
     words = ("-o", 'bus.url=""')
-    assert call(site.machine("d"), "create-topics", str(site.config), *words) == 3
+    assert call(site.machine("d"), "log", "create", str(site.config), *words) == 3
     assert "made with its directory" in site.said("d")
 
 

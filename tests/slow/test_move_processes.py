@@ -44,7 +44,7 @@ def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Pa
     imported = [one for one in with_cache if found[one.trajectory].meta.moves]
     assert len(imported) == len(with_cache)
     assert {found[one.trajectory].meta.worker for one in imported}.isdisjoint({DRAINED})
-    names = [word for one in imported[:4] for word in ("--trajectory", one.trajectory)]
+    names = [one.trajectory for one in imported[:4]]
     assert call(place, "replay", "tiny", *names) == 0, (place / "said").read_text()
     assert not (place / "runs/tiny/handover").exists()
 

@@ -152,5 +152,5 @@ def prove(site: Site, moved: list[str]) -> None:
     """The log and the store are enough, and moved requests are what one go would have made."""
     other = site.folder / "orchestrator" / "runs" / RUN
     assert call(other, "audit", ".") == 0, (other / "said").read_text()
-    names = [word for one in moved for word in ("--trajectory", one)]
+    names = [*moved]
     assert call(other, "replay", ".", *names) == 0, (other / "said").read_text()

@@ -150,7 +150,7 @@ def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(
         ("run", "config.toml", *words),
         ("audit", "tiny"),
         ("replay", "tiny"),
-        ("export", "tiny", "--policy", "3", "out"),
+        ("export", "policy", "tiny", "3", "out"),
     ):
         assert call(place, *command) == 0, (place / "said").read_text()
     assert steps(place, "tiny") == [0, 1, 2]

@@ -18,7 +18,7 @@ HEAD: Final = f"""# The catalogue: a run's log as tables
 the SQL of [DuckDB](https://duckdb.org/docs/stable/sql/introduction); `--json` prints an object a
 line.
 The tables are made from control and decisions alone, so they have what was decided and what became
-of it; tokens and texts are in the trajectories (`dora-pipe show`, `dora-pipe export --parquet`).
+of it; tokens and texts are in the trajectories (`dora-pipe show`, `dora-pipe export parquet`).
 The table of agents' calls is read from the records, and that of other rewards from what
 [`rescore`](../rescore.md) keeps in the run's directory, when a statement names it.
 

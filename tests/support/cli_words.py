@@ -11,13 +11,16 @@ from dora_pipe.cli.app import app
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The command and its parameters. Raises the command line's own error for a wrong word.
+    """Return the innermost command and its parameters.
+
+    Raises the error of the command line for a wrong word.
 
     Example: ``parsed(["worker", "a.toml", "--name", "w0"])[1]["name"] == "w0"``
     """
-    group: Any = get_command(app)
-    context = group.make_context("dora-pipe", list(words))
-    rest = [*context._protected_args, *context.args]
-    name, command, left = group.resolve_command(context, rest)
-    params: dict[str, Any] = command.make_context(name, left, parent=context).params
-    return name, params
+    name, command, context, left = "dora-pipe", get_command(app), None, list(words)
+    while True:
+        context = command.make_context(name, left, parent=context)
+        if not hasattr(command, "resolve_command"):
+            return name, context.params
+        left = [*context._protected_args, *context.args]
+        name, command, left = command.resolve_command(context, left)

@@ -48,9 +48,9 @@ who the trainer waited for.
 ## To a backend
 
 ```console
-$ dora-pipe export demo --traces http://127.0.0.1:4318         # OTLP over HTTP, protobuf
-$ dora-pipe export demo --traces traces.jsonl                  # OTLP's JSON, a request a line
-$ dora-pipe export demo --traces http://127.0.0.1:4318 --follow --ratio 0.1
+$ dora-pipe export traces demo http://127.0.0.1:4318         # OTLP over HTTP, protobuf
+$ dora-pipe export traces demo traces.jsonl                  # OTLP's JSON, a request a line
+$ dora-pipe export traces demo http://127.0.0.1:4318 --follow --ratio 0.1
 ```
 
 An address without a path gets `/v1/traces`. What an endpoint wants as headers (a token, say) is in
@@ -80,8 +80,8 @@ a second later. Workers, trainer and orchestrator do nothing for it, and nothing
 the endpoint is away or busy it stands still in the log, and the run goes on; if it dies for good,
 the run goes on without it. What it has sent is remembered in `traces.sent` in the run's directory,
 so a resumed run sends nothing twice. When the run is over it tries no longer to reach what is away,
-and says so (a busy endpoint has 20 s more); `export --traces` sends everything later, under the
-same ids. For a run on several machines start `export --traces URL --follow` on any one that reaches
+and says so (a busy endpoint has 20 s more); `export traces` sends everything later, under the
+same ids. For a run on several machines start `export traces URL --follow` on any one that reaches
 the log. `off`, the default, starts nothing.
 
 ## Which groups

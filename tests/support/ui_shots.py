@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.cli.commands.observe import source_opener
+from dora_pipe.cli.pages import source_opener
 from dora_pipe.core.console import RUNS
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import PageServer

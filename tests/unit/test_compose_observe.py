@@ -137,7 +137,7 @@ def test_collector_takes_what_the_exporter_sends_and_hands_it_to_jaeger() -> Non
     (exporter,) = plain["exporters"].values()
     assert _at_home(exporter["endpoint"]).name == "jaeger"
     assert not any(name.startswith("debug") for name in plain["exporters"])
-    sent = str(parsed(SERVICES["traces"].words)[1]["traces"])
+    sent = str(parsed(SERVICES["traces"].words)[1]["target"])
     assert _at_home(sent).name == "otel-collector"
     assert sent.split(":")[-1] in heard
 
@@ -148,7 +148,7 @@ def test_observers_read_the_run_that_is_chosen_on_the_brokers_of_any_profile(
 ) -> None:
     mine = read({"DORA_PIPE_RUN": "mine"})[service.name]
     command, params = parsed(mine.words)
-    assert command == {"metrics": "metrics", "traces": "export"}[service.name]
+    assert command == {"metrics": "metrics", "traces": "traces"}[service.name]
     ((target, content),) = mine.files.items()
     assert Path(target) == Path(params["run"]) / "config.toml"
     (tmp_path / "config.toml").write_text(content)

@@ -28,6 +28,8 @@ OWN = frozenset(
         ".cli.commands",
         ".cli.commands.audit",
         ".cli.commands.counterfactual",
+        ".cli.commands.export",
+        ".cli.commands.log",
         ".cli.commands.machine",
         ".cli.commands.observe",
         ".cli.commands.sim",
@@ -118,7 +120,13 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
 
 def test_errors_of_usage_import_nothing_heavy() -> None:
     wrong = [[*words, "--no-such-option"] for words in every_command()]
-    wrong += [["shwo"], ["show"], ["topics"], ["run", "--steps", "many"], ["sim", "--seed", "-1"]]
+    wrong += [
+        ["shwo"],
+        ["why"],
+        ["log", "topics"],
+        ["run", "--steps", "many"],
+        ["sim", "--seed", "-1"],
+    ]
     wrong += [["top", "r", "--every", "0"], ["ui", "r", "--port", "-1"], ["export", "r"]]
     wrong += [["why", "r", "--summary", "--step", "1"], ["audit", "r", "--follow", "--json"]]
     wrong += [["run", "a.toml", "--resume", "--from", "r@1"]]

@@ -129,7 +129,7 @@ def test_what_the_run_no_longer_has_is_null_and_said_in_one_line(
     (copy.directory / "config.toml").write_text(
         text.replace('kind = "arithmetic"', 'kind = "gone:Task"')
     )
-    code, _, err = call("export", copy.directory, "--parquet", tmp_path / "a.parquet")
+    code, _, err = call("export", "parquet", copy.directory, tmp_path / "a.parquet")
     assert code == 0, err
     notes = [line for line in err.splitlines() if line.startswith("note: columns of the data")]
     assert len(notes) == 1

@@ -56,7 +56,7 @@ def test_talk_continues_in_a_file_when_the_console_takes_no_more(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--help"], ["config", "show", "config.toml"]])
+@pytest.mark.parametrize("words", [["--help"], ["config", "config.toml"]])
 def test_command_whose_reader_has_left_ends_in_order(
     words: list[str], unbuffered: str, tmp_path: Path
 ) -> None:

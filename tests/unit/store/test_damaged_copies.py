@@ -117,7 +117,7 @@ def test_a_damaged_file_of_the_store_is_named_with_its_place_and_what_makes_it_a
         with pytest.raises(PolicyError, match=digest) as refused:
             store.weights(digest)
         assert "shared/x" in refused.value.message
-        assert "dora-pipe export RUN --policy N" in (refused.value.hint or "")
+        assert "dora-pipe export policy RUN N" in (refused.value.hint or "")
         assert refused.value.exit_code == 9
     assert read_manifest(local.weights_path(digest)).digest != digest, "nobody deletes it"
 

@@ -1,0 +1,112 @@
+"""Commands on the topics of a run's log."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.lazy import lazy_app
+from dora_pipe.cli.options import (
+    ConfigArgument,
+    JsonOption,
+    OverrideOption,
+    RunArgument,
+    RunsOption,
+)
+from dora_pipe.cli.output import emit_rows
+from dora_pipe.core.console import RUNS, say
+from dora_pipe.core.errors import ConfigError
+
+
+def create(config: ConfigArgument, override: OverrideOption = None) -> None:
+    """Create the topics of a run, or check those that exist.
+
+    `run` and `orchestrator` do the same if their user may create topics.
+    """
+    from dora_pipe.launch import plan as prepare
+    from dora_pipe.launch.run import load_wanted
+    from dora_pipe.launch.run_dir import run_dir
+
+    wanted = load_wanted(config, override or ())
+    if not wanted.bus.url:
+        raise ConfigError(
+            "log create needs a kafka:// log; this run uses SQLite",
+            hint="`run` makes a SQLite log with the run's directory",
+        )
+    with closing(run_dir(wanted).open_bus(wanted)) as bus:
+        topics = prepare.create_topics(bus, wanted)
+        for name in topics.all():
+            say(f"{name}: {bus.partitions(name)} partitions")
+
+
+def topics(
+    run: RunArgument,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """List the topics of a run: partitions, positions, records and bytes."""
+    from dora_pipe.cli.records import topic_rows
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root) as open_run:
+        rows = topic_rows(open_run)
+    emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
+
+
+def cat(
+    run: RunArgument,
+    topic: Annotated[
+        str,
+        typer.Argument(help="control, metrics, decisions, trajectories, progress or dead-letters."),
+    ] = "control",
+    kind: Annotated[str, typer.Option(help="Only records of this kind.")] = "",
+    key: Annotated[str, typer.Option(help="Only records with this key.")] = "",
+    partition: Annotated[int, typer.Option(help="-1 is all.")] = -1,
+    offset: Annotated[int, typer.Option("--from", help="From this offset on.")] = 0,
+    limit: Annotated[int, typer.Option(help="Stop after so many; 0 does not.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Print the records of a topic, a line each; `--json` has them whole."""
+    from dora_pipe.cli.records import Wanted, print_records
+    from dora_pipe.launch.run_dir import opened
+
+    wanted = Wanted(
+        topic=topic,
+        kind=kind,
+        key=key,
+        partition=partition,
+        offset=offset,
+        limit=limit,
+        follow=follow,
+    )
+    with opened(run, root) as open_run:
+        print_records(open_run, wanted, as_json=as_json)
+
+
+log = lazy_app(
+    {
+        "Commands": {
+            "create": (
+                "cli.commands.log:create",
+                "Create or check the topics of a run.",
+                "log create config.toml",
+            ),
+            "topics": (
+                "cli.commands.log:topics",
+                "List the topics of a run: records and bytes.",
+                "log topics demo",
+            ),
+            "cat": (
+                "cli.commands.log:cat",
+                "Print the records of a topic.",
+                "log cat demo trajectories --limit 3",
+            ),
+        }
+    },
+    name="log",
+    help="Create and read the topics of a run.",
+)

@@ -143,22 +143,17 @@ def lazy_app(
     name: str,
     help: str,
     callback: Callable[..., None] | None = None,
-    default: str = "",
     version: bool = False,
 ) -> typer.Typer:
-    """An application, or a group of one, with these commands; a group with a callback is a command
-    itself. `default` is the command that is meant where the first word is none of them; `version`
-    adds the option `--version`."""
+    """Return an application, or a group of one, with these commands.
+
+    A group with a callback is a command itself; `version` adds the option `--version`.
+    """
 
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
             self.commands = _Commands(panels)
-
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """The default command need not be named."""
-            named = not default or not args or args[0] in self.commands or args[0] == "--help"
-            return super().parse_args(ctx, args if named else [default, *args])
 
         def make_context(self, *args: Any, **extra: Any) -> Any:
             """The words are parsed, for which typer imports pydantic where it is installed."""

@@ -15,8 +15,7 @@ from dora_pipe.catalogue.marks import Mark
 from dora_pipe.core.console import typed
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
-from dora_pipe.observe.learning import learning_of
-from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words
+from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words, learning_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,

@@ -88,6 +88,19 @@ MARKS_KEPT: Final = 400
 DECISIONS_KEPT: Final = 64
 """Decisions that are remembered one by one."""
 
+LEARNING: Final[Mapping[str, str]] = {
+    "loss": "Loss of the step, by its objective.",
+    "grad_norm": "Mean norm of the updates' gradients, before they are clipped.",
+    "entropy": "Mean -log-prob of the batch's sampled tokens: an estimate, nats per token.",
+    "truncated": "Share of the batch's trajectories that a limit of tokens or turns ended.",
+    "kl": "Mean KL estimate to the reference, per token.",
+    "clipped_share": "Share of trained tokens whose gradient the clip took away.",
+    "learning_rate": "Learning rate of the step, by its schedule.",
+}
+"""Names, and what each says. docs/observe.md defines them."""
+
+RATE: Final = "trainer.learning_rate"
+
 WorkerState = Literal[
     "joined", "loading", "idle", "generating", "asleep", "draining", "left", "fenced"
 ]
@@ -104,6 +117,13 @@ STATES: Final[tuple[WorkerState, ...]] = (
 )
 """`joined`: it has no version yet. `loading`: it shall host another version than it does. `asleep`:
 an elastic one that shall host none."""
+
+
+def learning_of(figures: Mapping[str, float], settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return those figures that a commit has; `settings` are those of its batch."""
+    rate = settings.get(RATE)
+    known = {**figures, **({"learning_rate": rate} if isinstance(rate, float) else {})}
+    return {name: known[name] for name in LEARNING if name in known}
 
 
 @dataclass(slots=True)

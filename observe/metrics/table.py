@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Final
 
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
-from dora_pipe.observe.learning import learning_of
 from dora_pipe.observe.metrics.metric import (
     Metric,
     Read,
@@ -22,7 +21,7 @@ from dora_pipe.observe.metrics.metric import (
     histogram,
 )
 from dora_pipe.observe.metrics.worker_table import WORKERS
-from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.observe.run_stats import RunStats, learning_of
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus, TrainerStatus, Wait
 

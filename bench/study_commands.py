@@ -197,7 +197,7 @@ def faults(
         str | None,
         typer.Option(
             help="Kill only this one: worker, trainer, orchestrator or broker; with --episodes"
-            " worker, agent, server, trainer or step."
+            " worker, agent, server or trainer."
         ),
     ] = None,
     stay_dead: Annotated[
@@ -212,7 +212,7 @@ def faults(
         typer.Option(
             "--episodes",
             help="Runs of an agent, an environment on servers and tools, five kills in each: of"
-            " workers, agents' processes, servers, trainer; in every fifth of workers in a step.",
+            " workers, agents' processes, servers, trainer.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides who is killed when.")] = 0,

@@ -192,10 +192,7 @@ def _evaluation(run: OpenRun, name: str, report: CommandProgress) -> Iterator[Ev
         )
     report("opening the task")
     with closing(KeptParts(open_engine)) as kept:
-        pools = [
-            kept.pool(one.task, clock=SystemClock(), run=f"{NAME}@{started.at_ns}")
-            for one in pool_specs(config)
-        ]
+        pools = [kept.pool(one.task, clock=SystemClock()) for one in pool_specs(config)]
         assets = run.policies.assets(started.assets_digest)
         decode = Tokenizer(assets).full_text
         engine = kept.engine(assets=assets, config=config, decode=decode)

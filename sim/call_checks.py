@@ -50,8 +50,6 @@ class CallChecks:
     def __init__(self, wrong: Callable[[str, str], None]) -> None:
         self.counted: Counter[str] = Counter()
         """What became of calls."""
-        self.on_trajectory: Callable[[Trajectory, int], None] = lambda one, incarnation: None
-        """Called with every one that is in the log, and who has appended it."""
         self.turn_samples = 0
         """Continuations of a place whose value is asked for."""
         self._wrong = wrong
@@ -78,7 +76,6 @@ class CallChecks:
             self._durable[decoded.trajectory, decoded.call.seed].add(tuple(decoded.token_ids))
         elif isinstance(decoded, Trajectory):
             self._trajectory(decoded, incarnation)
-            self.on_trajectory(decoded, incarnation)
 
     # Answers
 

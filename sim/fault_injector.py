@@ -82,8 +82,6 @@ class FaultInjector:
         """The run is over: nobody is started again."""
         self.version: Callable[[], int] = lambda: 0
         """Committed steps."""
-        self.server_dies: Callable[[], bool] = lambda: False
-        """Ends the server that keeps episodes; whether there was anything that it kept."""
         self._world: World | None = None
         self._kinds = sorted(_STRIKES.keys() & scenario.faults.keys())
         self._weights = [scenario.faults[name] for name in self._kinds]
@@ -356,14 +354,6 @@ def _task_process_dies(injector: FaultInjector, role: Role) -> bool:
     return True
 
 
-def _server_dies(injector: FaultInjector) -> bool:
-    if not injector.server_dies():
-        return False
-    for role in list(injector.world.roles.values()):
-        _task_process_dies(injector, role)
-    return True
-
-
 def _endpoint_dies(injector: FaultInjector, role: Role) -> bool:
     ports = [one for one in role.ports if isinstance(one, Agents)]
     for one in ports:
@@ -448,7 +438,6 @@ _STRIKES: Final[dict[str, Strike]] = {
     "depart": _at("worker", _depart),
     "task-process-dies": _at("worker", _task_process_dies),
     "endpoint-dies": _at("worker", _endpoint_dies),
-    "server-dies": _server_dies,
     "copies-lost": _copies_lost,
     "patch-damaged": _patch_damaged,
     "command-pause": _command_pause,

@@ -55,7 +55,6 @@ FAULTS: Final[dict[str, str]] = {
     "agent-lost": "an agent's process dies, or it says `Retry`",
     "agent-raises": "an agent raises",
     "agent-wanders": "an agent asks for something else than when it ran before",
-    "server-dies": "a server of tasks dies with all episodes that it keeps",
     "copies-lost": "a machine has lost versions that it had copied or made",
     "patch-damaged": "a patch on a machine was damaged, and what it had made is gone",
 }
@@ -70,13 +69,10 @@ OF_EPISODES: Final = ("task-process-dies", "retry")
 OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
 """Only where there are agents."""
 
-OF_SERVERS: Final = ("server-dies",)
-"""Only where a server keeps episodes."""
-
 OF_PATCHES: Final = ("copies-lost", "patch-damaged")
 """Only where versions may be patches."""
 
-APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_SERVERS, *OF_PATCHES)
+APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_PATCHES)
 
 STRIKING: Final = (
     "kill-worker",

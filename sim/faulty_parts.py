@@ -28,7 +28,6 @@ from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.sim.agents import AgentObserver, Agents
 from dora_pipe.sim.fault_injector import FaultInjector
 from dora_pipe.sim.faults import HANGING
-from dora_pipe.sim.kept import KeptTasks, Server
 from dora_pipe.sim.parts import (
     MS,
     Delays,
@@ -62,9 +61,6 @@ class FaultyParts(PlainParts):
     injector: FaultInjector
     observer: AgentObserver | None = None
     """Hears what agents are told."""
-
-    server: Server | None = None
-    """Keeps episodes, where the seed has such a one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handover", _FaultyHandover(self.injector))
@@ -105,19 +101,7 @@ class FaultyParts(PlainParts):
     def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
         """A pool whose calls may raise, hang, or lose their episode."""
         faulty = _FaultyTasks(self.injector, site, self.delays)
-        answer, delay_ns = faulty.answer, faulty.delay_ns
-        if self.server is not None:
-            return KeptTasks(
-                site.clock,
-                answer=answer,
-                delay_ns=delay_ns,
-                server=self.server,
-                world=self.injector.world.clock,
-                run=site.topics.run,
-                incarnation=site.number,
-                agents=agents,
-            )
-        return SimTasks(site.clock, answer=answer, delay_ns=delay_ns, agents=agents)
+        return SimTasks(site.clock, answer=faulty.answer, delay_ns=faulty.delay_ns, agents=agents)
 
     def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
         """An engine that may not get its weights."""

@@ -23,7 +23,6 @@ from dora_pipe.sim.faults import (
     OF_AGENTS,
     OF_EPISODES,
     OF_PATCHES,
-    OF_SERVERS,
     STRIKING,
 )
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
@@ -107,14 +106,8 @@ would all be over before they end, and the run with them."""
 PARTS_SHARE: Final = 1 / 3
 """Of seeds whose batches are taken in parts, where they have several groups."""
 
-KEPT_SHARE: Final = 0.12
-"""Of seeds in `swarm` whose episodes live at a server that keeps them."""
-
-KEPT_MS: Final = (500, 5_000, 60_000)
-"""How long, when their worker is gone."""
-
 EPISODE_TURNS: Final = (3, 6)
-"""Of these episodes, and of those whose turns are valued, at least and at most."""
+"""Of episodes whose turns are valued, at least and at most."""
 
 VALUED_SHARE: Final = 0.5
 """Of seeds in `swarm` whose environments can be told again, here: their turns are valued."""
@@ -152,8 +145,6 @@ class Scenario:
     episodes: bool
     replayable: bool = False
     """Environments that are told the same say the same."""
-    kept_ns: int = 0
-    """Episodes live at a server that keeps them for so long; 0: they die with their worker."""
     faulty_ns: int
     """The faults stop after so long at the latest."""
 
@@ -169,7 +160,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
     if form == "swarm":
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
-        scenario = _valued(_kept(_patches(_updates(_refused(scenario)))))
+        scenario = _valued(_patches(_updates(_refused(scenario))))
         scenario = replace(scenario, workers=_elastic(seed, scenario.workers))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
@@ -281,28 +272,6 @@ def _patches(scenario: Scenario) -> Scenario:
         trainer=change(config.trainer, checkpoint_every=checkpoints),
     )
     return replace(scenario, config=config, faults={**scenario.faults, **faults})
-
-
-def _kept(scenario: Scenario) -> Scenario:
-    """The same with episodes at a server that keeps them, in some seeds, and what befalls these;
-    drawn apart."""
-    chance, faults = Random(f"dora-pipe sim kept {scenario.seed}"), dict(scenario.faults)
-    if chance.random() >= KEPT_SHARE:
-        return scenario
-    config, change, turns = scenario.config, msgspec.structs.replace, chance.randint(*EPISODE_TURNS)
-    config = with_each_task(config, lambda task: change(task, turns_max=turns))
-    for name in (*OF_EPISODES, *OF_SERVERS):
-        if chance.random() < 0.5:
-            faults[name] = chance.choice((1.0, 3.0))
-    faults["kill-worker"] = 3.0
-    return replace(
-        scenario,
-        config=config,
-        faults=faults,
-        episodes=True,
-        replayable=False,
-        kept_ns=chance.choice(KEPT_MS) * MS,
-    )
 
 
 def _valued(scenario: Scenario) -> Scenario:

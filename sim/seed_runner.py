@@ -25,7 +25,6 @@ from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
 from dora_pipe.sim.faults import FAULTS
 from dora_pipe.sim.faulty_parts import FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
-from dora_pipe.sim.kept import MET, Server
 from dora_pipe.sim.machines import HAD
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
 from dora_pipe.sim.scenario import Scenario, draw
@@ -113,7 +112,6 @@ class SeedRun:
             lease_ns=int(timing.lease_s * 1e9),
         )
         self.monitor.calls.turn_samples = scenario.config.groups.turn_values_samples
-        self.server: Server | None = None
         self.world: World | None = None
 
     def run(self) -> SeedResult:
@@ -136,13 +134,12 @@ class SeedRun:
         return self._result(check, what)
 
     def _play(self) -> None:
-        scenario, server = self.scenario, self._server()
+        scenario = self.scenario
         parts = FaultyParts(
             delays=scenario.delays,
             steps_max=scenario.steps_max,
             injector=self.injector,
             observer=self.monitor.calls,
-            server=server,
         )
         world = self.world = World(
             scenario.config,
@@ -173,21 +170,6 @@ class SeedRun:
         self.injector.calm()
         self._live(world)
         self._audit(world)
-
-    def _server(self) -> Server | None:
-        """Keeps episodes, where the seed has such a one."""
-        scenario, monitor = self.scenario, self.monitor
-        if not scenario.kept_ns:
-            return None
-        server = self.server = Server(
-            scenario.seed,
-            scenario.kept_ns,
-            monitor.wrong,
-            lambda ns, act: self.injector.world.after(ns, act),
-        )
-        monitor.calls.on_trajectory = server.logged
-        self.injector.server_dies = server.die
-        return server
 
     def _live(self, world: World) -> None:
         """The run ends, and every role with it; one that is halted for what failed before, a user
@@ -248,8 +230,6 @@ class SeedRun:
         states = ledger.states() + self.monitor.calls.counted
         if world is not None:
             states += world.machines.counted
-        if self.server is not None:
-            states += self.server.counted
         for _, role in [] if world is None else world.ends:
             who = role.name if role.exclusive else "worker"
             states[f"{who}: {role.end.partition(':')[0]}"] += 1
@@ -308,7 +288,6 @@ _STATES: Final = (
     *(f"call {how}" for how in ("answered", "answered again", "refused")),
     *(f"turn {how}" for how in ("valued", "valued again")),
     *HAD,
-    *MET,
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
     *(f"staleness {number}" for number in range(4)),
     *(f"worker: {how}" for how in ("left", "fenced", "replaced", "failed", "killed")),

@@ -5,11 +5,8 @@ servers, and tools; made so that a random policy takes several turns and earns s
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,9 +24,6 @@ STOP: Final = ("3", "5")
 
 TOLD: Final = "DORA_PIPE_FAULTS_TOLD"
 """Names the file that agents append to, a line for each answer."""
-
-WALKED: Final = "DORA_PIPE_FAULTS_WALKED"
-"""Names the file that environments append to, a line for each step that is begun."""
 
 CONTEXT_TOKENS: Final = 256
 
@@ -56,22 +50,18 @@ class Spoken(CalculatorTask):
 
 class Walk(Environment):
     """Answers each turn with a number that depends on all of them, `TURNS` times, and on where it
-    began, by chance: no other answers alike. It writes down every step, before it is made."""
+    began, by chance: no other answers alike."""
 
     async def reset(self, row: Row) -> str:  # type: ignore[override]
         """See Environment."""
-        self._name, self._numbers = uuid.uuid4().hex, row["numbers"]
         self._sum, self._left = secrets.randbelow(MODULUS), TURNS
         return f"{' '.join(map(str, row['numbers']))} |"
 
     async def respond(self, turn: Turn) -> Observation:
         """See Environment."""
         self._sum, self._left = (self._sum + len(turn.text)) % MODULUS, self._left - 1
-        answer = f"result {self._sum}"
-        step = [self._name, os.getpid(), time.monotonic_ns(), self._numbers, turn.text, answer]
-        write_line(Path(os.environ[WALKED]), json.dumps(step))
         await asyncio.sleep(STEP_S)
-        return Observation(text=answer, done=self._left == 0, tool=WALK)
+        return Observation(text=f"result {self._sum}", done=self._left == 0, tool=WALK)
 
 
 class Walks(Spoken):

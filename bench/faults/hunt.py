@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -19,7 +19,6 @@ from dora_pipe.bench.faults.episodes import AGENT
 from dora_pipe.bench.faults.inject import Files, Hit
 from dora_pipe.bench.faults.order import BROKER, ROLES, WORKERS, Chance, Order
 from dora_pipe.bench.faults.servers import Servers
-from dora_pipe.bench.faults.walks import read_step
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.launch import local_roles
@@ -28,10 +27,6 @@ from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.topics import Topics
 
 POLL_S: Final = 0.05
-
-STEP_POLL_S: Final = 0.002
-STEP_BEGINS_S: Final = 60.0
-"""For a step to begin, before the moment has never come."""
 
 
 class Victim(Protocol):
@@ -76,45 +71,6 @@ class RoleVictim:
     def led(self) -> tuple[tuple[str, int], ...]:
         """See Victim."""
         return ()
-
-
-class StepVictim(RoleVictim):
-    """A worker, while a server makes a step for it."""
-
-    def __init__(
-        self, order: Order, files: Files, supervisor: Supervisor, servers: Servers
-    ) -> None:
-        super().__init__(order, files, supervisor)
-        self._servers = servers
-        self._known: dict[tuple[int, int], bool] = {}
-        """Whether a server's process serves a worker: to look costs a part of a step."""
-        self.walk = ""
-        """The environment that makes the step."""
-
-    def strike(self) -> tuple[int, str] | None:
-        """See Victim."""
-        until_s = time.monotonic() + STEP_BEGINS_S
-        with self._servers.walked.open("rb") as lines:
-            for line in lines:
-                self._asked(read_step(line).pid)
-            while time.monotonic() < until_s:
-                for step in map(read_step, lines):
-                    worker = self._asked(step.pid)
-                    if worker is not None and self._servers.claim(worker):
-                        self.walk = step.walk
-                        struck = super().strike()
-                        return struck and (struck[0], f"in a step, {struck[1]}")
-                time.sleep(STEP_POLL_S)
-        return None
-
-    def _asked(self, process: int) -> int | None:
-        """This worker, if a server's process has its connection with it."""
-        worker = self.pid()
-        if worker is None:
-            return None
-        if (process, worker) not in self._known:
-            self._known[process, worker] = _are_connected(process, worker)
-        return worker if self._known[process, worker] else None
 
 
 class BrokerVictim:
@@ -217,26 +173,6 @@ def _child_called(parent: int, words: str) -> int | None:
     return None
 
 
-def _are_connected(one: int, other: int) -> bool:
-    """Whether two processes of this machine are the ends of a TCP connection (IPv4)."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ends = {row[9]: (row[1], row[2]) for row in rows}
-    mine = {ends[at] for at in _sockets(one) if at in ends}
-    return any((ends[at][1], ends[at][0]) in mine for at in _sockets(other) if at in ends)
-
-
-def _sockets(process: int) -> set[str]:
-    """Inodes of a process's sockets."""
-    found: set[str] = set()
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-        for file in Path(f"/proc/{process}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                target = str(file.readlink())
-                if target.startswith("socket:["):
-                    found.add(target[len("socket:[") : -1])
-    return found
-
-
 _BESIDE_A_BROKER: Final = (local_roles.TRAINER, local_roles.ORCHESTRATOR)
 
 
@@ -301,7 +237,6 @@ class _Hunt:
             at_ns=time.monotonic_ns(),
             led=self._victim.led(),
             down_s=self._order.down_s if self._order.stays_dead else 0.0,
-            walk=self._victim.walk if isinstance(self._victim, StepVictim) else "",
         )
         self._files.write_hit(hit, self._nth)
         return hit

@@ -63,8 +63,6 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     """The partitions that a struck broker led; empty: all."""
     down_s: float = 0.0
     """As the order had it."""
-    walk: str = ""
-    """The environment that was making a step for a struck worker."""
 
 
 class Files:
@@ -125,11 +123,6 @@ class Files:
     def told(self) -> Path:
         """What agents were answered."""
         return self.directory / "told.jsonl"
-
-    @property
-    def walked(self) -> Path:
-        """The steps that environments at servers have begun."""
-        return self.directory / "walked.jsonl"
 
     def dead_until_ns(self, role: str) -> int:
         """Until when (monotonic ns) a role that was struck stays dead; 0: it may begin."""

@@ -18,7 +18,6 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_step import replay
 from dora_pipe.bench.faults.heard import Heard
 from dora_pipe.bench.faults.inject import Ack
-from dora_pipe.bench.faults.walks import Walked
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.port import Learner
@@ -64,8 +63,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a role that stayed dead has cost the other roles."""
     heard: Heard | None = None
     """Of runs of episodes: what became of them, and of what agents were answered."""
-    walked: Walked | None = None
-    """Of those in which no server was struck: what became of the steps there."""
 
     @property
     def weights_equal(self) -> bool:
@@ -78,8 +75,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         counted = self.lost == self.trained_twice == 0 < self.acknowledged
         whole = self.finished and not self.violations and not self.others
         heard = self.heard is None or self.heard.clean
-        walked = self.walked is None or self.walked.clean
-        return whole and counted and heard and walked and self.weights_equal
+        return whole and counted and heard and self.weights_equal
 
 
 class Evidence(msgspec.Struct, kw_only=True):

@@ -22,7 +22,7 @@ RoleKind = Literal["worker", "trainer", "orchestrator"]
 ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
 
 BROKER: Final = "broker"
-Kind = RoleKind | Literal["broker", "agent", "server", "step"]
+Kind = RoleKind | Literal["broker", "agent", "server"]
 KINDS: Final[tuple[Kind, ...]] = (*ROLE_KINDS, BROKER)
 """What is struck on Kafka, in turns."""
 
@@ -31,13 +31,6 @@ AGENT: Final = "agent"
 
 SERVER: Final = "server"
 """A server of a task (`task.url`)."""
-
-STEP: Final = "step"
-"""A worker, while an environment at a server makes a step for it."""
-
-STEP_EVERY: Final = 5
-"""In the last of so many runs of episodes all strikes are of this kind: no server is struck, so
-that every episode that has lost its worker must go on at the server where it is."""
 
 EPISODE_KINDS: Final[tuple[Kind, ...]] = ("worker", AGENT, SERVER, "trainer")
 """What is struck in runs of episodes, in turns."""
@@ -153,8 +146,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """How long what was struck stays down; 0: a role is started again at once."""
     which: int = 0
     """For a server: which; for an agent: of which of `WORKERS`."""
-    in_a_step: bool = False
-    """It waits, after its moment, until a server has begun a step for this worker."""
     then: tuple[Order, ...] = ()
     """More strikes in the same run."""
 
@@ -273,7 +264,6 @@ def order_of(
         return _broker_order(number, turn, chance, control_facts)
     assert kind != AGENT
     assert kind != SERVER
-    assert kind != STEP
     role = chance.choice(WORKERS) if kind == "worker" else kind
     at: Point | Chance
     if dead_s:
@@ -296,14 +286,12 @@ def episode_order_of(
     again: int = 0,
 ) -> Order:
     """The strikes of round `number` in runs of episodes, `STRIKES` of them at random moments; what
-    is struck takes turns from round to round; every `STEP_EVERY`th round is of steps. With `dead_s`
-    each kind that can is struck once, and stays dead: a role for so long, a server to the end.
+    is struck takes turns from round to round. With `dead_s` each kind that can is struck once, and
+    stays dead: a role for so long, a server to the end.
     Arguments as of `order_of`.
     """
     chance = random.Random(f"{seed}/{number}/episodes/{again}")
     kinds: Sequence[Kind] = DEAD_KINDS if dead_s else EPISODE_KINDS
-    if not dead_s and only is None and number % STEP_EVERY == STEP_EVERY - 1:
-        kinds = (STEP,)
     count = len(DEAD_KINDS) if dead_s and only is None else 1 if dead_s else STRIKES
     run_seed = chance.randrange(2**31)
     strikes: list[Order] = []
@@ -315,11 +303,10 @@ def episode_order_of(
         strike = Order(
             number=number,
             seed=run_seed,
-            role=WORKERS[which] if kind in ("worker", STEP) else kind,
+            role=WORKERS[which] if kind == "worker" else kind,
             at=moment,
             which=which,
             down_s=down_s,
-            in_a_step=kind == STEP,
         )
         strikes.append(strike)
     first, *rest = sorted(strikes, key=_when)

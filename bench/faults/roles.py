@@ -24,8 +24,7 @@ from dora_pipe.bench.faults.episodes import TOLD
 from dora_pipe.bench.faults.heard import heard_again
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
-from dora_pipe.bench.faults.order import ROLES, SERVER
-from dora_pipe.bench.faults.walks import walked_once
+from dora_pipe.bench.faults.order import ROLES
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
@@ -183,8 +182,6 @@ def _make_model(path: Path, words: str, context_tokens: int) -> None:
 
 
 def _judge(directory: RunDir) -> None:
-    from dora_pipe.producers.chat.tokenizer import Tokenizer
-
     config = directory.config()
     topics, store = Topics(config.run.name), PolicyStore(directory.store(config))
     files = Files(directory.path)
@@ -203,10 +200,6 @@ def _judge(directory: RunDir) -> None:
         if config.task.has_agent:
             heard = heard_again(bus, topics, files.told)
             verdict = msgspec.structs.replace(verdict, heard=heard)
-        if files.walked.exists() and not any(hit.role == SERVER for hit in hits):
-            text = Tokenizer(store.assets_path(first.assets_digest)).text
-            walked = walked_once(bus, topics, files.walked, hits, text)
-            verdict = msgspec.structs.replace(verdict, walked=walked)
     verdict_of(directory).write_bytes(msgspec.json.encode(verdict))
 
 

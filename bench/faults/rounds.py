@@ -32,7 +32,6 @@ from dora_pipe.bench.faults.hunt import (
     BrokerVictim,
     RoleVictim,
     ServerVictim,
-    StepVictim,
     Victim,
     hunting,
     recovered_s,
@@ -111,15 +110,8 @@ class RoundResult:
         A worker that stays dead need not come back: the others may end the run without it.
         """
         back = self.recovered_s is not None or not self.order.must_come_back
-        met = self.in_steps > 0 or not self.order.in_a_step
-        struck = self.hit is not None and back and met
+        struck = self.hit is not None and back
         return struck and self.verdict is not None and self.verdict.clean and not self.trouble
-
-    @property
-    def in_steps(self) -> int:
-        """Steps at servers that were under way when their worker was killed."""
-        walked = None if self.verdict is None else self.verdict.walked
-        return 0 if walked is None else walked.under_way
 
 
 class Session:
@@ -169,8 +161,6 @@ class Session:
         trouble = self._run(directory, config, order, watch)
         if self._brokers is not None:
             self._brokers.heal()
-        if self._servers is not None:
-            shutil.copyfile(self._servers.walked, files.walked)
         verdict: Verdict | None = None
         if not trouble:
             verdict, trouble = self._judge(directory)
@@ -262,9 +252,6 @@ class Session:
             return ServerVictim(order, files, self._servers)
         if order.role == AGENT:
             return AgentVictim(order, files, supervisor)
-        if order.in_a_step:
-            assert self._servers is not None
-            return StepVictim(order, files, supervisor, self._servers)
         return RoleVictim(order, files, supervisor)
 
     def _judge(self, directory: RunDir) -> tuple[Verdict | None, str]:

@@ -20,7 +20,6 @@ from dora_pipe.bench.faults.order import (
     EPISODE_KINDS,
     KINDS,
     ROLE_KINDS,
-    STEP,
     WORKERS,
     Kind,
     Order,
@@ -28,7 +27,6 @@ from dora_pipe.bench.faults.order import (
     order_of,
 )
 from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, RoundResult, Session
-from dora_pipe.bench.faults.walks import Walked
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
 
@@ -75,7 +73,6 @@ def row(played: RoundResult) -> dict[str, Any]:
     verdict = played.verdict
     said: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
     heard = None if verdict is None else verdict.heard
-    walked = None if verdict is None else verdict.walked
     return {
         "round": played.order.number,
         "seed": played.order.seed,
@@ -91,7 +88,6 @@ def row(played: RoundResult) -> dict[str, Any]:
         "others": said.get("others", ()),
         "strikes": played.strikes,
         "heard": None if heard is None else msgspec.structs.asdict(heard),
-        "walked": None if walked is None else msgspec.structs.asdict(walked),
         "trouble": played.trouble,
         "seconds": played.seconds,
         "clean": played.clean,
@@ -115,9 +111,6 @@ def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
     heard = [one.heard for one in verdicts if one.heard is not None]
     if heard:
         say(_heard(sum(one.strikes for one in played), heard))
-    walked = [one.walked for one in verdicts if one.walked is not None]
-    if walked:
-        say(_walked(walked))
     if clean == len(played):
         shutil.rmtree(folder)
         return
@@ -140,20 +133,6 @@ def _heard(kills: int, heard: Sequence[Heard]) -> str:
         f"{again} of them again: {total('other_tokens')} with other tokens; "
         f"{total('sampled_again')} were sampled again; "
         f"{total('untold')} calls of trajectories are not what agents were answered"
-    )
-
-
-def _walked(walked: Sequence[Walked]) -> str:
-    """What became of steps at servers that nobody struck."""
-
-    def total(name: str) -> int:
-        return sum(getattr(one, name) for one in walked)
-
-    return (
-        f"servers that were not struck counted {total('steps')} steps; "
-        f"{total('under_way')} workers were killed in the middle of one; "
-        f"{total('carried')} of {total('episodes')} episodes there went on with another worker: "
-        f"{total('lost')} with a step lost, {total('twice')} with one made twice"
     )
 
 
@@ -192,7 +171,7 @@ def series_of(
     if episodes:
         if bus != SQLITE:
             raise UsageError("--episodes are played on sqlite")
-        kinds = DEAD_KINDS if stay_dead else (*EPISODE_KINDS, STEP)
+        kinds = DEAD_KINDS if stay_dead else EPISODE_KINDS
     elif bus == KAFKA and not stay_dead:
         kinds = (BROKER,) if brokers == CLUSTER and role is None else KINDS
     only = next((kind for kind in kinds if kind == role), None)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bench.faults.episodes import HERE, SERVED, WALKED
+from dora_pipe.bench.faults.episodes import HERE, SERVED
 from dora_pipe.core.errors import ResourceError
 
 COUNT: Final = 2
@@ -47,13 +47,10 @@ class Servers:
         self.token_file = folder / "token"
         self.token_file.write_text(os.urandom(16).hex())
         (folder / "served.toml").write_text(f'{_CONFIG}url_token_file = "{self.token_file}"\n')
-        self.walked = folder / "walked.jsonl"
-        """The steps that have been begun since the start."""
         self._ports = [_free_port() for _ in range(COUNT)]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * COUNT
         self._due_s: dict[int, float] = {}
         """Servers that are down, and when (monotonic seconds) each is started again."""
-        self._claimed: set[int] = set()
         self._lock = threading.Lock()
 
     @property
@@ -63,10 +60,8 @@ class Servers:
 
     def start(self) -> None:
         """Start what is down and return when all listen. Raises ResourceError."""
-        self.walked.write_bytes(b"")
         with self._lock:
             self._due_s.clear()
-            self._claimed.clear()
             for which in range(COUNT):
                 if self.pid(which) is None:
                     self._launch(which)
@@ -93,13 +88,6 @@ class Servers:
             self._due_s[which] = time.monotonic() + down_s
             return pid
 
-    def claim(self, worker: int) -> bool:
-        """Take a worker's process as one to be killed in a step; False where it has been taken."""
-        with self._lock:
-            free = worker not in self._claimed
-            self._claimed.add(worker)
-        return free
-
     def mend(self) -> None:
         """Start again what has been down for long enough; does not wait until it listens."""
         now_s = time.monotonic()
@@ -122,7 +110,6 @@ class Servers:
             self._processes[which] = subprocess.Popen(
                 [sys.executable, "-c", _CALL, *words, "--processes", str(PROCESSES)],
                 cwd=self._folder,
-                env={**os.environ, WALKED: str(self.walked)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

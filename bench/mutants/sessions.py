@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.runtime import Now, Published
-from dora_pipe.producers.tasks.told import ToldEpisode
 from dora_pipe.producers.worker import sessions
 from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
 from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
@@ -18,7 +17,6 @@ from dora_pipe.producers.worker.session import CallKey, Continuation, Session
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.valuation import Valuations
 from dora_pipe.schemas.contexts import prompt_digest
-from dora_pipe.schemas.control import LoggedEntry
 
 if TYPE_CHECKING:
     from dora_pipe.bench.mutants.rules import Patches
@@ -125,35 +123,6 @@ def _told_otherwise(patches: Patches) -> None:
     patches.put(Episodes, "_tell", tell)
 
 
-def _told_twice(patches: Patches) -> None:
-    patches.put(ToldEpisode, "is_known", lambda self, at, turn: False)
-
-
-def _kept_as_fresh(patches: Patches) -> None:
-    right = Episodes._tell
-
-    def tell(self: Episodes, request: RequestState, now: Now) -> None:
-        if request.found:
-            request.replay.clear()
-        right(self, request, now)
-
-    patches.put(Episodes, "_tell", tell)
-
-
-def _older_record_fails(patches: Patches) -> None:
-    patches.put(Episodes, "_tells_anew", lambda self, request: False)
-
-
-def _ended_unreported(patches: Patches) -> None:
-    def tag(self: RequestTable, part: Sequence[LoggedEntry]) -> str:
-        for end in self.kept_ends.values():
-            self.ask(end)
-        self.kept_ends.clear()
-        return ""
-
-    patches.put(RequestTable, "_tag_of_report", tag)
-
-
 def _worth_by_worker(patches: Patches) -> None:
     right = Valuations._continuation
 
@@ -169,22 +138,6 @@ OF_VALUES: Final = (
     ("worth-by-worker", "what a turn is worth depends on who samples it", _worth_by_worker),
 )
 """As `OF_SESSIONS`, of turns that are valued."""
-
-OF_KEPT: Final = (
-    (
-        "ended-unreported",
-        "a kept episode is closed before it is known that its trajectory is logged",
-        _ended_unreported,
-    ),
-    ("told-twice", "an environment makes a step again that it was told before", _told_twice),
-    ("kept-as-fresh", "an episode that was kept is told its next turn alone", _kept_as_fresh),
-    (
-        "older-record-fails",
-        "a kept episode ends for the record of an environment before it",
-        _older_record_fails,
-    ),
-)
-"""As `OF_SESSIONS`, of episodes at a server that keeps them."""
 
 OF_EPISODES: Final = (
     (

@@ -307,16 +307,13 @@ def serve_task(
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0: any that is free.")],
     task: Annotated[str, typer.Option(help="Which one, where there are several.")] = "",
     processes: Annotated[int, typer.Option(min=1, help="Of all workers together.")] = 8,
-    keep: Annotated[
-        float, typer.Option(min=0, help="Seconds for which episodes outlive their connection.")
-    ] = 120.0,
     override: OverrideOption = None,
 ) -> None:
     """Serve the task of a configuration to the workers whose task.url names this address. Each of
     their connections gets a process. There is no TLS: see docs/tasks.md."""
     from dora_pipe.producers.tasks.serving import serve_task
 
-    serve_task(config, override or (), listen=listen, name=task, processes=processes, keep_s=keep)
+    serve_task(config, override or (), listen=listen, name=task, processes=processes)
 
 
 def tell(

@@ -5,7 +5,6 @@ A request has at most one call at a time. Its life is ``PromptCall``, for an epi
 one event, `Forget` none:
 
     PromptCall -> PromptReady | TaskFailed | EpisodeLost
-    Claim      -> PromptReady | NotKept, between the pool and its processes alone
     EnvStep    -> EnvObserved | TaskFailed | EpisodeLost
     RewardCall -> Rewarded    | TaskFailed | EpisodeLost (only where an episode was to score)
     GroupCall  -> GroupRewarded | TaskFailed, of a request that has no other call
@@ -59,19 +58,6 @@ class PromptCall(Message, frozen=True, kw_only=True):
     index: int
     source: str = ""
     """`GroupSpec.source`, for who has several pools."""
-    again: bool = False
-    """The trajectory has begun before: its episode may be kept where it was."""
-    key: str = ""
-    """By which the episode is found again; the pool makes it. Empty: by none."""
-    attempt: int = 0
-    """At the trajectory with that key."""
-
-
-class Claim(Message, frozen=True, kw_only=True):
-    """Ask a server for the episode with this key (see `kept`)."""
-
-    key: str
-    attempt: int
 
 
 class EnvStep(Message, frozen=True, kw_only=True):
@@ -123,8 +109,6 @@ class Forget(Message, frozen=True, kw_only=True):
     """Drop the request's call and episode without an event; unknown requests are ignored."""
 
     source: str = ""
-    keep: bool = False
-    """Its episode stays open where it is kept, for who begins its trajectory again."""
 
 
 class PromptReady(Message, frozen=True, kw_only=True):
@@ -138,14 +122,6 @@ class PromptReady(Message, frozen=True, kw_only=True):
     """Schemas of the functions that the model may call."""
     replayable: bool = False
     """See `port.Task.replayable`."""
-    kept: bool = False
-    """Its server keeps the episode when the connection ends."""
-    found: bool = False
-    """The episode was kept: it answers as before what it was told before."""
-
-
-class NotKept(Message, frozen=True, kw_only=True):
-    """No process of that server has the episode."""
 
 
 class EnvObserved(Message, frozen=True, kw_only=True):
@@ -202,7 +178,7 @@ class EpisodeLost(Message, frozen=True, kw_only=True):
     message: str
 
 
-TaskCall = PromptCall | Claim | EnvStep | RewardCall | GroupCall | AgentCall
+TaskCall = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall
 Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | TaskFailed
 """Events that come from a task process."""
 TaskEvent = Answered | EpisodeLost
@@ -217,10 +193,6 @@ class Setup(PipeFrame, frozen=True):
 
     task: model.Task
     parent_pid: int
-    kept_in: str = ""
-    """A folder that the processes of a server share; empty: no episode outlives its connection."""
-    keep_s: float = 0.0
-    """How long it does."""
 
 
 class Call(PipeFrame, frozen=True):
@@ -295,7 +267,7 @@ class CallAnswer(PipeFrame, frozen=True):
     """What became of the call with this number."""
 
     number: int
-    event: Answered | EpisodeLost | NotKept
+    event: Answered | EpisodeLost
     late: bool = False
     """It was interrupted at its limit; the pool says which."""
 

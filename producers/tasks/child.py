@@ -17,11 +17,9 @@ from dora_pipe.producers.tasks.calls import (
     UP,
     Abandon,
     AgentCall,
-    Claim,
     Deferred,
     EndEpisode,
     GroupCall,
-    PromptCall,
     RewardCall,
     Setup,
     TaskCall,
@@ -58,9 +56,6 @@ CLOSE_S: Final = 2.0
 """How long a process may take to close its episodes before it is killed: what it gives them itself
 (`server.CLOSE_S`), and that again to go."""
 
-CLAIM_S: Final = 30.0
-"""For a process to say whether its server has an episode."""
-
 EPISODE_TIMEOUT: Final = "EpisodeTimeout"
 LATE: Final = ("TimedOut", EPISODE_TIMEOUT)
 """What calls end with that are beyond their limits."""
@@ -94,12 +89,6 @@ class OpenCall:
     """Processes that died while it was deferred there: it may be what kills them."""
     avoid: Child | None = None
     """Where its request's episode failed before."""
-    claims: PromptCall | None = None
-    """It looks for a kept episode; where that is nowhere, this is asked."""
-    asked: set[str] = field(default_factory=set)
-    """Servers that do not have it."""
-    since_ns: int = 0
-    """When it was looked for first."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -194,10 +183,6 @@ class Child:
         if self.episodes.pop(episode, None) is not None:
             self.closing_until_ns = now_ns + int(CLOSE_S * _NS)
             self._down += pack(EndEpisode(episode))
-
-    def leave(self, episode: int) -> None:
-        """Have no more to do with an episode, which stays open where it is."""
-        self.episodes.pop(episode, None)
 
     def defer(self, call: OpenCall, frame: Deferred, now_ns: int) -> None:
         """A call goes on beside the others: after a pause, or when a thread is free. Its time
@@ -296,8 +281,6 @@ def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
         return task.reward_timeout_s
     if isinstance(call, AgentCall):
         return task.agent_timeout_s
-    if isinstance(call, Claim):
-        return CLAIM_S
     seconds = task.environment_timeout_s
     return seconds + (task.tool_timeout_s or seconds) if tools else seconds
 

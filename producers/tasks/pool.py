@@ -33,7 +33,6 @@ from dora_pipe.producers.tasks.calls import (
     GroupCall,
     GroupRewarded,
     Hello,
-    NotKept,
     PromptCall,
     PromptReady,
     Refused,
@@ -58,7 +57,6 @@ from dora_pipe.producers.tasks.child import (
     late,
     limit_s,
 )
-from dora_pipe.producers.tasks.claims import Claims, claim_of, keyed
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
@@ -101,9 +99,8 @@ class TaskPool:
 
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
-    def __init__(self, task: model.Task, *, clock: Clock | None = None, run: str = "") -> None:
-        """`run`: what no other run is called, for kept episodes; empty: none."""
-        self._task, self._run = task, run
+    def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
+        self._task = task
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
         self._token = token_of(task.url_token_file) if task.url else b""
@@ -111,7 +108,6 @@ class TaskPool:
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
-        self._claims = Claims()
         self._open: dict[str, OpenCall] = {}
         self._episodes: dict[str, tuple[Child, int, PromptReady]] = {}
         """Where a request's episode is, its number, and how it began."""
@@ -162,7 +158,7 @@ class TaskPool:
     def start(self, effect: TaskCall | Forget) -> None:
         """Begin an effect (see `submit`, `forget`)."""
         if isinstance(effect, Forget):
-            self.forget(effect.request, keep=effect.keep)
+            self.forget(effect.request)
             self._suspected.pop(effect.request, None)
         else:
             self.submit(effect)
@@ -187,15 +183,10 @@ class TaskPool:
             self._end_episode(call.request)
             self._fail(call.request, EPISODE_TIMEOUT, episode_too_long(self._task))
             return
-        if self._run and self._task.url and isinstance(call, PromptCall):
-            call = keyed(call, self._run)
-            if call.again:
-                self._enqueue(claim_of(call), claims=call)
-                return
         self._enqueue(call, avoid=None if lost is None else lost[1])
 
-    def forget(self, request: str, *, keep: bool = False) -> None:
-        """Drop a request's call, its events and, unless that is to stay (`keep`), its episode."""
+    def forget(self, request: str) -> None:
+        """Drop a request's call, its events and its episode."""
         call = self._open.pop(request, None)
         if call is not None:
             call.forgotten = True
@@ -207,7 +198,7 @@ class TaskPool:
         self._lost.pop(request, None)
         if any(event.request == request for event in self._events):
             self._events = [event for event in self._events if event.request != request]
-        self._end_episode(request, keep=keep)
+        self._end_episode(request)
 
     def poll(self, wait_s: float = 0.0) -> list[TaskEvent]:
         """Events since the last call; waits up to `wait_s` seconds for the first.
@@ -244,9 +235,7 @@ class TaskPool:
 
     # Calls on their way down.
 
-    def _enqueue(
-        self, call: TaskCall, *, avoid: Child | None = None, claims: PromptCall | None = None
-    ) -> None:
+    def _enqueue(self, call: TaskCall, *, avoid: Child | None = None) -> None:
         self._number += 1
         held = self._episodes.get(call.request)
         try:
@@ -268,15 +257,11 @@ class TaskPool:
             late="TimedOut" if seconds < left_s else EPISODE_TIMEOUT,
             deaths=self._suspected.get(call.request, 0),
             avoid=avoid,
-            claims=claims,
-            since_ns=self._clock.now_ns(),
             agent=isinstance(call, AgentCall),
             threaded=isinstance(call, EnvStep | PromptCall | AgentCall),
         )
         self._open[call.request] = opened
-        if claims is not None:
-            self._claims.add(opened)
-        elif held is None:
+        if held is None:
             self._queue.append(opened)
         else:
             opened.episode = held[1]
@@ -293,9 +278,6 @@ class TaskPool:
                 call = child.pinned.popleft()
                 if not call.forgotten:
                     child.send(call, now_ns)
-        for prompt in self._claims.send(self._children, self._places.unproven, now_ns):
-            del self._open[prompt.request]
-            self._enqueue(prompt)
         while self._queue:
             takers = self._takers()
             if not takers:
@@ -362,10 +344,6 @@ class TaskPool:
         if frame.event.request != call.request:
             raise ValueError(f"an answer to {frame.event.request} for {call.request}")
         self._deaths.in_a_row = 0
-        if isinstance(frame.event, NotKept):
-            call.asked.add(child.link.url)
-            self._claims.add(call)
-            return
         event = frame.event
         if frame.late:
             event = TaskFailed(
@@ -397,9 +375,7 @@ class TaskPool:
         if call.forgotten:
             return
         del self._open[call.request]
-        held = self._episodes.get(call.request)
-        ends = TaskFailed | EpisodeLost | Rewarded  # what is kept ends when it is forgotten
-        if isinstance(event, ends) and not (held and held[2].kept and isinstance(event, Rewarded)):
+        if isinstance(event, TaskFailed | EpisodeLost | Rewarded):
             self._end_episode(call.request)
         if isinstance(event, EpisodeLost):
             self._lost[call.request] = event.message, child
@@ -441,7 +417,7 @@ class TaskPool:
         child.ready = True
 
     def _retire(self, child: Child, said: Exhausted, now_ns: int) -> None:
-        """Let it keep its episodes to their end, beside a fresh one; not more than `processes`."""
+        """Let its episodes end, beside a fresh process; not more than `processes` such."""
         child.exhausted = said.why
         exhausted = [one for one in self._children if one.exhausted]
         if said.at_once and child.sent and child.sent[0].number == said.number:
@@ -543,8 +519,7 @@ class TaskPool:
             if call.agent and not call.forgotten:
                 self._lose_agent(call, child, message)
         left = [call for call in calls if call.episode is None and not call.forgotten]
-        self._queue.extendleft(reversed([call for call in left if call.claims is None]))
-        self._claims.extend(call for call in left if call.claims is not None)
+        self._queue.extendleft(reversed(left))
         why = one_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]
@@ -575,12 +550,10 @@ class TaskPool:
             link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
             self._children.append(Child.start(self._task, link, self._selector, now_ns))
 
-    def _end_episode(self, request: str, *, keep: bool = False) -> None:
+    def _end_episode(self, request: str) -> None:
         self._ends_ns.pop(request, None)
         held = self._episodes.pop(request, None)
-        if held is not None and keep:
-            held[0].leave(held[1])
-        elif held is not None:
+        if held is not None:
             held[0].end(held[1], self._clock.now_ns())
 
     def _fail(self, request: str, error: str, message: str) -> None:

@@ -94,7 +94,6 @@ def main() -> None:
     threading.Thread(target=_watch, args=(server,), daemon=True).start()
     _serve(frames, server)
     MAIN.stop()
-    server.keep()
     server.close()
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -56,7 +55,6 @@ from dora_pipe.producers.tasks.calls import (
     Answered,
     Call,
     CallAnswer,
-    Claim,
     Deferred,
     EndEpisode,
     EnvStep,
@@ -64,7 +62,6 @@ from dora_pipe.producers.tasks.calls import (
     Exhausted,
     GroupCall,
     GroupRewarded,
-    NotKept,
     PromptCall,
     PromptReady,
     RewardCall,
@@ -75,12 +72,6 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
     one_line,
     pack,
-)
-from dora_pipe.producers.tasks.kept import (
-    ClaimedEpisode,
-    Holder,
-    KeptEpisodes,
-    RaisedThere,
 )
 from dora_pipe.producers.tasks.main_thread import GivenUp
 from dora_pipe.producers.tasks.messages import NoAnswer, normal
@@ -93,15 +84,12 @@ from dora_pipe.producers.tasks.port import (
     Task,
 )
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
-from dora_pipe.producers.tasks.told import EpisodeTaken
 from dora_pipe.producers.tasks.tools import ToolEnvironment
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.identity import derive_seed
 
 ERRORS_MAX: Final = 20
 """So many errors are shown per process; those after them only travel."""
-ONE_LINE_ERRORS: Final = (DoraError, RaisedThere)
-"""Errors that a line says: a traceback is for code of the user's."""
 
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
@@ -143,11 +131,6 @@ class TaskServer:
         self._replayable = task.replayable or config.replayable
         self._running: dict[int, _Running] = {}
         self._closing: set[Future[None]] = set()
-        self._kept: KeptEpisodes | None = None
-        if setup.kept_in:
-            place = Place(threads=self._threads, beside=True)
-            folder = Path(setup.kept_in)
-            self._kept = KeptEpisodes(folder, setup.keep_s, self._background, place)
         self._exhausted = self._closed = False
         self._shown = 0
 
@@ -194,33 +177,9 @@ class TaskServer:
             self._closing.add(work)
             work.add_done_callback(self._closing.discard)
 
-    def keep(self) -> None:
-        """The connection has ended: close what nobody can go on with, and wait for those who go on
-        with the others, as long as they may come."""
-        if self._kept is None:
-            return
-        held = [at for at, one in self._episodes.items() if isinstance(one, Holder)]
-        for number, running in list(self._running.items()):
-            if running.episode not in held:
-                self.take(Abandon(number))
-        for episode, world in [one for one in self._episodes.items() if one[0] not in held]:
-            if isinstance(world, ClaimedEpisode):
-                self._background.run(world.leave())
-                del self._episodes[episode]
-            else:
-                self.end(episode)
-        self._kept.keep()
-
-    def _end_scored(self, episode: int) -> None:
-        """Of a kept one the reward may be asked again, until its pool has no more to do with it."""
-        if not isinstance(self._episodes.get(episode), Holder | ClaimedEpisode):
-            self.end(episode)
-
     def close(self) -> None:
         """Close every episode; what takes longer than `CLOSE_S` is left."""
         self._closed = True
-        if self._kept is not None:
-            self._kept.close()
         for number in list(self._running):
             self.take(Abandon(number))
         for episode in list(self._episodes):
@@ -258,14 +217,13 @@ class TaskServer:
             if not self._closed:
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
-            name = error.error if isinstance(error, RaisedThere) else name
             message = one_line(with_place(error) if fault_of(name) == "code" else str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))
         running = self._running.pop(call.number, None)
         if running is not None:
             running.ended.set_result(None)
         if isinstance(call.call, RewardCall) and call.episode is not None:
-            self._end_scored(call.episode)
+            self.end(call.episode)
         self._write(answer)
         if in_loop():
             await asyncio.sleep(0)  # threads that it has just left are counted as hung
@@ -274,8 +232,6 @@ class TaskServer:
     def _failure(self, call: Call, error: str, message: str) -> TaskFailed | EpisodeLost:
         """What failed outside is no fault of an episode: it starts again, elsewhere."""
         request = call.call.request
-        if error == EpisodeTaken.__name__:
-            return EpisodeLost(request=request, message=one_line(message))
         if error == "Retry" and (
             isinstance(call.call, EnvStep | AgentCall)
             or (isinstance(call.call, PromptCall) and self._episodic)
@@ -315,7 +271,7 @@ class TaskServer:
         assert episode is not None
         return self._episodes[episode]
 
-    async def _tried(self, call: Call) -> Answered | NotKept:
+    async def _tried(self, call: Call) -> Answered:
         """The event of a call, made again as often as it raises `Retry`, if not for ever."""
         for tries in itertools.count():
             try:
@@ -334,10 +290,8 @@ class TaskServer:
             await asyncio.sleep(pause_s)
         raise AssertionError
 
-    async def _event(self, call: Call) -> Answered | NotKept:
+    async def _event(self, call: Call) -> Answered:
         match call.call:
-            case Claim() as asked:
-                return await self._claim(call.number, asked)
             case PromptCall() as asked:
                 return await self._prompt(call.number, asked)
             case EnvStep(request=request, turn=turn):
@@ -370,25 +324,8 @@ class TaskServer:
         ready = prompted(call.request, prompt, tools, shown)
         if world is None:
             return ready
-        ready = msgspec.structs.replace(ready, episode=True, replayable=self._replayable)
-        if self._kept is not None and call.key and (self._config.threads > 1 or _awaits(world)):
-            ready = msgspec.structs.replace(ready, kept=True)
-            if not in_loop():
-                await ContinueInLoop()
-            world = await self._kept.add(call.key, call.attempt, ready, world)
         self._episodes[number] = world
-        return ready
-
-    async def _claim(self, number: int, call: Claim) -> PromptReady | NotKept:
-        if not in_loop():
-            await ContinueInLoop()
-        found = None
-        if self._kept is not None:
-            found = await self._kept.claim(call.key, call.attempt)
-        if found is None:
-            return NotKept(request=call.request)
-        self._episodes[number] = found
-        return msgspec.structs.replace(found.ready, request=call.request, found=True)
+        return msgspec.structs.replace(ready, episode=True, replayable=self._replayable)
 
     async def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
         found: Any = None
@@ -443,7 +380,7 @@ class TaskServer:
         self._shown += 1
         if self._shown > ERRORS_MAX:
             return
-        if isinstance(error, ONE_LINE_ERRORS):
+        if isinstance(error, DoraError):
             sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
         else:
             sys.stderr.write(traceback_of(error))
@@ -462,7 +399,7 @@ def _naming_row(call: RewardCall | GroupCall) -> Iterator[None]:
 
 def _awaits(world: Environment) -> bool:
     """Whether a step gives an awaitable at once, which needs no thread."""
-    if isinstance(world, ToolEnvironment | Holder | ClaimedEpisode):
+    if isinstance(world, ToolEnvironment):
         return True
     plain = type(world).respond is Environment.respond
     return plain and inspect.iscoroutinefunction(world.step)

@@ -104,11 +104,6 @@ class Places:
     def count(self) -> int:
         return len(self._breakers)
 
-    @property
-    def unproven(self) -> list[str]:
-        """Those that have failed, and not answered since."""
-        return [url for url, one in self._breakers.items() if not one.proven]
-
     def failing(self, now_ns: int) -> list[FailingPlace]:
         """Those that have failed, and not answered since."""
         return [

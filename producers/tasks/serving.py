@@ -1,6 +1,5 @@
 """A server of tasks: every connection that says the token gets a task process of its own, which
-reads and writes the connection itself, and ends with it, or when nobody goes on with the episodes
-that it keeps (`kept`)."""
+reads and writes the connection itself, and ends with it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ from dora_pipe.core.frames import framed
 from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.kept import SILENT_S
 from dora_pipe.producers.tasks.links import MODULE, host_and_port, token_of, watch
 from dora_pipe.producers.tasks.process import SERVED
 
@@ -72,20 +70,15 @@ class TaskHost:
         *,
         token: bytes,
         processes_max: int,
-        keep_s: float = 0.0,
     ) -> None:
-        """`keep_s`: how long episodes stay open whose connection has ended. Raises OSError where it
-        cannot listen there, ConfigError as `Interpreter`."""
+        """Raises OSError where it cannot listen there, ConfigError as `Interpreter`."""
         self._token, self._processes_max = token, processes_max
         self._interpreter = Interpreter(task.python)
         self._listening = socket.create_server(address, backlog=STRANGERS_MAX)
         self._listening.setblocking(False)
         self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-task-")
-        self._kept = Path(self._folder.name, "kept")
-        self._kept.mkdir()
-        setup = Setup(task, os.getpid(), str(self._kept) if keep_s else "", keep_s)
         self._served = Path(self._folder.name, "setup")
-        self._served.write_bytes(msgspec.json.encode(setup))
+        self._served.write_bytes(msgspec.json.encode(Setup(task, os.getpid())))
         self._guests: list[_Guest] = []
 
     @property
@@ -139,9 +132,8 @@ class TaskHost:
     def _look_after(self, guest: _Guest) -> None:
         now_s = time.monotonic()
         if guest.process is not None:
-            gone = guest.process.poll() is not None
-            silent_s = 0.0 if guest.ended_s is None else now_s - guest.ended_s
-            if gone or (silent_s > GOES_S and not self._keeps(guest.process, silent_s)):
+            over = guest.ended_s is not None and now_s > guest.ended_s + GOES_S
+            if over or guest.process.poll() is not None:
                 self._dismiss(guest)
         elif guest.ended_s is not None or now_s > guest.since_s + TOKEN_S:
             self._dismiss(guest)
@@ -164,20 +156,9 @@ class TaskHost:
         elif len(guest.said) == len(wanted):
             self._welcome(guest)
 
-    def _keeps(self, process: subprocess.Popen[bytes], since_s: float) -> bool:
-        """Whether it may keep episodes: it has some, and has said so a moment ago, or has not had
-        the time for it. Its connection has ended before so many seconds."""
-        with contextlib.suppress(FileNotFoundError):
-            said_s = (self._kept / str(process.pid)).stat().st_mtime
-            return min(since_s, time.time() - said_s) < SILENT_S
-        return False
-
     def _welcome(self, guest: _Guest) -> None:
-        processes = [one for one in self._guests if one.process is not None]
-        left = [one for one in processes if one.ended_s is not None]
-        if len(left) > self._processes_max:  # as many again may keep episodes
-            self._dismiss(min(left, key=lambda one: one.ended_s or 0.0))
-        if len(processes) - len(left) >= self._processes_max:
+        present = [one for one in self._guests if one.process is not None and one.ended_s is None]
+        if len(present) >= self._processes_max:
             LOG.warning(
                 "task server: %d processes are the most; a connection was closed",
                 self._processes_max,
@@ -201,12 +182,11 @@ class TaskHost:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(guest.process.pid, signal.SIGKILL)
             guest.process.wait()
-            (self._kept / str(guest.process.pid)).unlink(missing_ok=True)
         guest.connection.close()
 
 
 def serve_task(
-    path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int, keep_s: float
+    path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int
 ) -> None:
     """Serve, and say where. Raises ConfigError for an unknown task or address, ResourceError where
     nobody can listen there."""
@@ -225,7 +205,7 @@ def serve_task(
         signal.signal(one, lambda number, _: stopped.append(number))
     token = token_of(task.url_token_file)
     try:
-        host = TaskHost(task, address, token=token, processes_max=processes, keep_s=keep_s)
+        host = TaskHost(task, address, token=token, processes_max=processes)
     except OSError as error:
         raise ResourceError(f"nobody can listen at {listen}: {error}") from error
     with host:

@@ -69,9 +69,6 @@ class PromptReady(OfRequest, frozen=True, kw_only=True):
     episode: bool
     replayable: bool = False
     """See `tasks.port.Task.replayable`."""
-    kept: bool = False
-    found: bool = False
-    """See `tasks.calls.PromptReady`."""
 
 
 class EnvStep(OfRequest, frozen=True, kw_only=True):

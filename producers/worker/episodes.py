@@ -18,12 +18,7 @@ Rules:
    same version, as one more of its attempts.
 2. What was answered to the last turn, and nothing was sampled behind, is asked again and not
    compared: no token depends on it.
-3. An episode that its server has kept (`tasks.kept`) is told its turns again as well, to which it
-   answers what it answered before. Where it is not found, it begins again from its prompt: a fresh
-   environment is told nothing, unless it says that it can be.
-   What is recorded may be of an environment before the kept one, which was lost: then its turns are
-   sampled from the prompt on, once more, and the kept one goes on where it is.
-4. An episode may be told again so often (`RETELLINGS_MAX`): what has died is not its environment's
+3. An episode may be told again so often (`RETELLINGS_MAX`): what has died is not its environment's
    fault, and only what starts again from its prompt counts as such (`EPISODE_RESTARTS_MAX`).
 """
 
@@ -33,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.runtime import Now, Published
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
+from dora_pipe.producers.tasks.calls import EpisodeLost, TaskFailed
 from dora_pipe.producers.worker.effects import (
     EncodeFailed,
     EnvObserved,
@@ -43,8 +38,6 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import (
-    EPISODE_RESTARTS_MAX,
-    STARTED_AGAIN,
     Phase,
     RequestState,
 )
@@ -102,17 +95,14 @@ class Episodes:
     # From its prompt, or from its progress
 
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> bool:
-        """Another environment of an episode whose process has died, or the one that was kept."""
+        """Another environment of an episode whose process has died."""
         if not request.sequence.sampled_tokens:
             return False
-        if not (event.found or event.replayable):
-            return self._not_found(request, event, now)
-        request.found = event.found
         self._replay(request, event.token_ids, now)
         return True
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> bool:
-        """A fresh environment of an episode that another worker has begun, or the kept one."""
+        """A fresh environment of an episode that another worker has begun."""
         requests = self._requests
         found = requests.progress_error(request, event) or sequence_of(event.chunks)
         if isinstance(found, str):
@@ -140,18 +130,6 @@ class Episodes:
             if sequence.cut():
                 request.turn_finish = "stop"
             requests.ask_prompt(request)
-        return True
-
-    def _not_found(self, request: RequestState, event: PromptReady, now: Now) -> bool:
-        """Its server has not kept it: it begins again, as one that nobody could have kept."""
-        requests = self._requests
-        request.restarts += 1
-        allowed = request.restarts <= EPISODE_RESTARTS_MAX and not request.chunk_open
-        why = EpisodeLost(request=request.key, message="its server has not kept the episode")
-        if requests.starts_again(request, why, now, allowed):
-            requests.counts[STARTED_AGAIN] += 1
-            request.forget_progress()
-            return False
         return True
 
     # Its turns, told again
@@ -187,8 +165,6 @@ class Episodes:
             return False
         recorded = request.replay.popleft()
         why = _answer_difference(event, recorded)
-        if why and request.found and self._tells_anew(request):
-            return True
         if why:
             self._differs(request, f"the answer to turn {recorded.turn} {why}", now)
         else:
@@ -200,22 +176,6 @@ class Episodes:
             return False
         why = f"turn {request.replay[0].turn} has no answer: {event.error}: {event.message}"
         self._differs(request, why, now)
-        return True
-
-    def _tells_anew(self, request: RequestState) -> bool:
-        """What is recorded is of an environment that was lost before this one began, whose records
-        nobody has yet: from the prompt on, all is sampled and told anew, which this one answers as
-        it did. Whether that may be, and is, done."""
-        requests = self._requests
-        if request.chunk_open or request.restarts >= EPISODE_RESTARTS_MAX:
-            return False
-        request.restarts += 1
-        requests.counts[STARTED_AGAIN] += 1
-        requests.ask(Forget(request=request.key, source=request.source, keep=True))
-        requests.drop_kv(request)
-        request.replay.clear()
-        request.forget_progress()
-        requests.ask_prompt(request)
         return True
 
     def _differs(self, request: RequestState, why: str, now: Now) -> None:

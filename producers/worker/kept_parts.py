@@ -62,12 +62,12 @@ class KeptParts:
             self._engine = self._factory(assets=assets, config=config, decode=decode)
         return cast("Engine", _KeptEngine(self._engine))
 
-    def pool(self, task: Task, *, clock: Clock, run: str) -> TaskPool:
-        """The processes of a task; started when they are asked for first, for that run."""
+    def pool(self, task: Task, *, clock: Clock) -> TaskPool:
+        """The processes of a task; started when they are asked for first."""
         for own, pool in self._pools:
             if own == task:
                 return pool
-        pool = KeptPool(task, clock=clock, run=run)
+        pool = KeptPool(task, clock=clock)
         self._pools.append((task, pool))
         return pool
 

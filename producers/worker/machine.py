@@ -53,7 +53,6 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     pin_of,
 )
-from dora_pipe.producers.worker.request_table import REPORT_TAG
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
@@ -251,9 +250,6 @@ class WorkerMachine:
                 self._obey(decision, now)
 
     def _on_published(self, event: Published, now: Now) -> None:
-        if event.tag.startswith(REPORT_TAG):
-            self.requests.reported(event.tag)
-            return
         apart = (self.sessions, self.episodes)
         if not any(some.handle_published(event, now) for some in apart):
             self.requests.handle_published(event, now)

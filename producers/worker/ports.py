@@ -245,8 +245,6 @@ class TaskPort:
                 token_ids=ids,
                 episode=event.episode,
                 replayable=event.replayable,
-                kept=event.kept,
-                found=event.found,
             )
         elif isinstance(event, calls.EnvObserved):
             yield EnvObserved(

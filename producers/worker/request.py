@@ -177,10 +177,6 @@ class RequestState:
     replayable: bool = False
     """That environment, or another one, can be told again what the model has said; see
     `episodes`."""
-    kept: bool = False
-    """It is found again by its key, until it is forgotten."""
-    found: bool = False
-    """It was found so: what it was told may be more, or less, than what is recorded."""
     replay: deque[Exchange] = field(default_factory=deque)
     """What a fresh environment has not been told of it yet."""
     turn_finish: FinishReason | None = None
@@ -229,11 +225,6 @@ class RequestState:
     sha256: str = ""
     value_bytes: int = 0
 
-    @property
-    def begun_before(self) -> bool:
-        """Whether somebody may have begun its episode before: another worker, or this one."""
-        return self.place.attempt > 1 or self.restarts + self.retellings > 0
-
     def under(self, hosted: Hosted) -> None:
         """What samples its next tokens, if that may be another version than its own."""
         if self.pin == ANY_VERSION:
@@ -280,11 +271,6 @@ class RequestState:
         """Forget all that was sampled."""
         self.sequence = _NO_TOKENS
         self.started_ns = self.first_token_ns = self.finished_ns = None
-
-    def forget_progress(self) -> None:
-        """Forget what was recorded of it, too; no record may be under way."""
-        self.start_over()
-        self.resume, self.chunk_end, self.turn_finish = None, 0, None
 
 
 def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:

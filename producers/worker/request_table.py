@@ -50,9 +50,6 @@ needs none while no call of it does."""
 REPORTED_MAX: Final = 1000
 """Trajectories that one control record reports."""
 
-REPORT_TAG: Final = "l:"
-"""Tag of a report that something waits for; one of its requests' keys follows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedCalls:
@@ -88,10 +85,6 @@ class RequestTable:
         """Requests that were here and are not any more."""
         self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         """Trajectories that have become durable and are not reported, by version and digest."""
-        self.kept_ends: dict[str, Forget] = {}
-        """What closes the kept episodes of trajectories in `logged`, by the request's key."""
-        self._reporting: dict[str, list[Forget]] = {}
-        """Reports that are not acknowledged, by their tag, and what they close."""
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()  # by pin
         self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
@@ -181,11 +174,7 @@ class RequestTable:
         self.out.publish.append(Publish(record=append, tag=tag))
 
     def report(self, now: Now) -> None:
-        """Say in one record, per version, which trajectories have become durable.
-
-        A kept episode is closed when that is acknowledged: until then the trajectory may be asked
-        of another worker, which would find no episode and make its steps a second time.
-        """
+        """Say in one record, per version, which trajectories have become durable."""
         for (version, digest), entries in self.logged.items():
             for start in range(0, len(entries), REPORTED_MAX):
                 part = entries[start : start + REPORTED_MAX]
@@ -197,28 +186,13 @@ class RequestTable:
                     digest=digest,
                     trajectories=tuple(part),
                 )
-                self.say(self.setup.worker, record, tag=self._tag_of_report(part))
+                self.say(self.setup.worker, record)
         self.logged.clear()
-
-    def _tag_of_report(self, part: Sequence[LoggedEntry]) -> str:
-        """Empty where nothing waits for it."""
-        keys = [key_of(entry.trajectory, entry.attempt) for entry in part]
-        ends = [self.kept_ends.pop(key) for key in keys if key in self.kept_ends]
-        if not ends:
-            return ""
-        tag = f"{REPORT_TAG}{ends[0].request}"
-        self._reporting[tag] = ends
-        return tag
-
-    def reported(self, tag: str) -> None:
-        """A report is durable: nobody is asked for its trajectories any more."""
-        for end in self._reporting.pop(tag, ()):
-            self.ask(end)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is here, and no episode is open for a report that is under way."""
-        return not self.by_key and not self._reporting
+        """Whether no request is here."""
+        return not self.by_key
 
     def insert(self, request: RequestState) -> None:
         """One more request, or call."""
@@ -294,11 +268,11 @@ class RequestTable:
         return bool(self.versions) if request.pin == ANY_VERSION else request.pin in self.versions
 
     def hand_back(self, request: RequestState, now: Now) -> None:
-        """A request cannot have its version here any more: somebody else may, with its episode."""
+        """A request cannot have its version here any more: another worker may."""
         message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
         if request.continuation is None:
             self.fail(request.place, now, "Retargeted", message, retryable=True)
-        self.abandon(request, keep=True)
+        self.abandon(request)
 
     def starts_again(
         self, request: RequestState, event: EpisodeLost, now: Now, allowed: bool
@@ -339,19 +313,18 @@ class RequestTable:
         )
         self.say(place.trajectory, record)
 
-    def abandon(self, request: RequestState, *, keep: bool = False) -> None:
+    def abandon(self, request: RequestState) -> None:
         """Drop a request with all it holds."""
         self.drop_kv(request)
-        self.let_go(request, keep=keep)
+        self.let_go(request)
 
-    def let_go(self, request: RequestState, *, keep: bool = False) -> None:
-        """Have no more to do with a request; its KV cache may be somebody else's by now. With
-        `keep` its episode stays open at its server, if it can be found again there."""
+    def let_go(self, request: RequestState) -> None:
+        """Have no more to do with a request; its KV cache may be somebody else's by now."""
         self.leave_engine(request)
         self.end_session(request)
         self._end_valuing(request)
         if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING, Phase.AGENT):
-            self.ask(Forget(request=request.key, source=request.source, keep=keep))
+            self.ask(Forget(request=request.key, source=request.source))
         self.gone(request)
 
     def end_session(self, request: RequestState) -> None:
@@ -426,8 +399,6 @@ class RequestTable:
         self._handed.clear()
         self.off_engine = OffEngine()
         self.logged.clear()
-        self.kept_ends.clear()
-        self._reporting.clear()
         self._inner = 0
 
     def _note_phase(self, request: RequestState) -> None:

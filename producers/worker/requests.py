@@ -154,7 +154,6 @@ class Requests(ProgressRecords):
                 split=spec.purpose,
                 index=spec.index,
                 source=spec.source,
-                again=request.begun_before,
             )
         )
 
@@ -167,10 +166,8 @@ class Requests(ProgressRecords):
             return
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
-        request.replayable = event.episode and (event.replayable or event.kept)
-        request.kept, request.found = event.kept, event.found
-        told = event.found or event.replayable or not event.episode
-        if request.resume is None or not request.recorded or not told:
+        request.replayable = event.episode and event.replayable
+        if request.resume is None or not request.recorded:
             request.resume = None
             self._wait(request)
             return
@@ -339,8 +336,7 @@ class Requests(ProgressRecords):
         self.broken(request, f"{event.error}: {event.message}", now)
 
     def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        """Nothing of the episode was kept anywhere, so the request starts again from its prompt,
-        under the same version and seed."""
+        """The request starts again from its prompt, under the same version and seed."""
         request.restarts += 1
         if self.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
             self.counts[STARTED_AGAIN] += 1
@@ -443,8 +439,6 @@ class Requests(ProgressRecords):
         spec = request.place.spec
         entries = self.logged.setdefault((spec.version, spec.digest), [])
         entries.append(logged_of(request, offset=event.offset))
-        if request.kept:
-            self.kept_ends[request.key] = Forget(request=request.key, source=request.source)
         self.gone(request)
 
     # Progress records
@@ -525,7 +519,7 @@ class Requests(ProgressRecords):
         """Say where what it goes on from lies, and have no more to do with it."""
         self.say(request.place.trajectory, released_of(request, self.setup, now))
         self.counts["released"] += 1
-        self.let_go(request, keep=True)
+        self.let_go(request)
 
     # Leaving with the worker
 
@@ -547,7 +541,7 @@ class Requests(ProgressRecords):
     def _put_down(self, request: RequestState) -> None:
         if request.resume is not None:
             self.left[request.place.trajectory] = request.resume
-        self.abandon(request, keep=True)
+        self.abandon(request)
 
 
 Handler = Callable[[Requests, RequestState, Any, Now], None]

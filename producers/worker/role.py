@@ -104,7 +104,7 @@ class EngineFactory(Protocol):
 class OpenPool(Protocol):
     """Starts the processes of a task."""
 
-    def __call__(self, task: model.Task, *, clock: Clock, run: str) -> TaskPool:
+    def __call__(self, task: model.Task, *, clock: Clock) -> TaskPool:
         """See `TaskPool`, which the worker closes."""
 
 
@@ -294,9 +294,8 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
     with ExitStack() as stack:
         reach_directly(here.config.workers.endpoint)
         # The order: task processes import and read their data while the engine is made.
-        run = f"{here.topics.run}@{here.run.at_ns}"
         pools = [
-            (one, stack.enter_context(here.open_pool(one.task, clock=here.clock, run=run)))
+            (one, stack.enter_context(here.open_pool(one.task, clock=here.clock)))
             for one in here.pools
         ]
         assets = _checked_assets(here)

@@ -115,7 +115,6 @@ class Valuations:
         return (
             request.place.spec.purpose == "train"
             and request.replayable
-            and not request.kept
             and request.session is None
             and request.reward is not None
             and self._requests.keeps(request)

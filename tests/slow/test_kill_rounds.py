@@ -69,21 +69,6 @@ def test_episodes_outlive_workers_agents_servers_and_the_trainer(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_step_at_a_server_is_lost_or_made_twice_when_its_worker_is_killed_in_it(
-    tmp_path: Path,
-) -> None:
-    words = ("--episodes", "--role", "step", "--rounds", "1", "--seed", "1")
-    done = kill_rounds(tmp_path, *words, limit_s=LIMIT_S)
-    assert done.code == 0, done.talk
-    (row,) = done.rows
-    assert row["strikes"] == row["phase"].count("in a step") > 1
-    walked = row["walked"]
-    assert walked["lost"] == walked["twice"] == 0
-    assert walked["under_way"] > 0
-    assert walked["carried"] > 0
-    assert "0 with a step lost, 0 with one made twice" in done.talk
-
-
 @pytest.mark.kafka
 def test_kill_rounds_on_a_real_broker_are_clean_the_broker_among_the_killed(tmp_path: Path) -> None:
     words = ("--bus", "kafka", "--rounds", str(KAFKA_ROUNDS), "--seed", "3")

@@ -6,14 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-import msgspec
-
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
     Forget,
     PromptCall,
-    PromptReady,
     RewardCall,
     Rewarded,
     TaskCall,
@@ -72,52 +69,3 @@ class Games(InlineTasks):
         said = self.told.pop(call.request)
         value = Random(f"{said} {call.turns}").random()
         return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(said)})
-
-
-@dataclass
-class KeptGames(Games):
-    """Games of a server that keeps episodes: who comes with a trajectory's name goes on with it."""
-
-    server: dict[str, list[tuple[str, TaskEvent]]] = field(default_factory=dict)
-    """By trajectory: the turns that its environment was told, and what it answered."""
-    steps: list[tuple[str, int]] = field(default_factory=list)
-    """Every step that was made: of which trajectory, the how manieth of its episode."""
-    at: dict[str, int] = field(default_factory=dict)
-    """By request: turns that it has told."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.replayable, self.prompt = False, self._begin
-
-    def start(self, effect: TaskCall | Forget) -> None:
-        super().start(effect)
-        if isinstance(effect, Forget) and not effect.keep and effect.request in self.at:
-            self.server.pop(effect.request.partition("/")[0], None)
-
-    def _begin(self, call: PromptCall) -> TaskEvent:
-        name = call.request.partition("/")[0]
-        found = call.again and name in self.server
-        if not found:
-            self.server[name] = []
-        self.at[call.request] = 0
-        self.told[call.request] = []
-        return PromptReady(request=call.request, text="5 6 7", episode=True, kept=True, found=found)
-
-    def _respond(self, call: EnvStep) -> TaskEvent:
-        name = call.request.partition("/")[0]
-        told, at = self.server[name], self.at[call.request]
-        self.at[call.request] += 1
-        if at < len(told):
-            said, event = told[at]
-            assert said == call.turn.text
-            self.told[call.request].append(said)
-            return msgspec.structs.replace(event, request=call.request)
-        event = super()._respond(call)
-        told.append((call.turn.text, event))
-        self.steps.append((name, at))
-        return event
-
-    def _score(self, call: RewardCall) -> TaskEvent:
-        scored = super()._score(call)
-        self.told[call.request] = [said for said, _ in self.server[call.request.partition("/")[0]]]
-        return scored

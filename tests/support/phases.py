@@ -56,7 +56,6 @@ KV = Kv(tokens=21, layout="x", weights="0" * 64, arrays={})
 EVENTS: dict[str, Any] = {
     "prompted": PromptReady(request=KEY, token_ids=[5, 6], episode=False),
     "episode": PromptReady(request=KEY, token_ids=[5, 6], episode=True),
-    "kept": PromptReady(request=KEY, token_ids=[5, 6], episode=True, kept=True),
     "fetched": ProgressFetched(request=KEY, chunks=(), why="gone"),
     "chain": ProgressFetched(request=KEY, chunks=[CHUNK]),
     "started": EngineStarted(request=KEY, at_ns=10**18),

@@ -24,8 +24,6 @@ from dora_pipe.bench.faults.order import (
     PARTITIONS,
     RANDOM_DELAY_S_MAX,
     ROLE_KINDS,
-    STEP,
-    STEP_EVERY,
     STRIKES,
     WORKERS,
     Chance,
@@ -151,8 +149,8 @@ def _strikes(number: int, **named: Any) -> list[Order]:
 def test_in_twenty_runs_of_episodes_a_hundred_are_killed_in_turn_at_random_moments() -> None:
     orders = [_strikes(number) for number in range(20)]
     assert {len(order) for order in orders} == {STRIKES}
-    strikes = [one for order in orders for one in order if not one.in_a_step]
-    assert Counter(map(_kind, strikes)) == dict.fromkeys(EPISODE_KINDS, 20)
+    strikes = [one for order in orders for one in order]
+    assert Counter(map(_kind, strikes)) == dict.fromkeys(EPISODE_KINDS, 25)
     assert {one.which for one in strikes if one.role in ("agent", "server")} == {0, 1}
     assert not any(one.down_s for one in strikes)
     assert not any(order[0].must_come_back for order in orders)
@@ -165,16 +163,6 @@ def test_in_twenty_runs_of_episodes_a_hundred_are_killed_in_turn_at_random_momen
     assert _strikes(7) == orders[7]
     assert _strikes(7, again=1) != orders[7]
     assert {one.role for one in _strikes(7, only="agent")} == {"agent"}
-
-
-def test_in_every_fifth_run_of_episodes_workers_are_killed_in_steps_and_no_server_is() -> None:
-    for number in range(10):
-        order = _strikes(number)
-        in_steps = [one.role for one in order if one.in_a_step]
-        assert len(in_steps) == (STRIKES if number % STEP_EVERY == STEP_EVERY - 1 else 0)
-        assert set(in_steps) <= set(WORKERS)
-    assert all(one.in_a_step for one in _strikes(0, only=STEP))
-    assert not any(one.in_a_step for one in _strikes(STEP_EVERY - 1, dead_s=10.0))
 
 
 def test_of_what_stays_dead_in_runs_of_episodes_each_kind_is_struck_once() -> None:

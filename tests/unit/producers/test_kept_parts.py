@@ -25,8 +25,8 @@ class Engine(SimulatedEngine):
 
 
 class Pool:
-    def __init__(self, task: Task, *, run: str, **_: Any) -> None:
-        self.task, self.run, self.ended = task, run, 0
+    def __init__(self, task: Task, **_: Any) -> None:
+        self.task, self.ended = task, 0
 
     def end(self) -> None:
         self.ended += 1
@@ -49,9 +49,8 @@ def test_the_next_worker_has_the_engine_and_the_pools_of_the_one_before(
             engine = kept.engine(assets=Path(), config=config, decode=str)
             assert engine.slots == 2
             engine.close()
-        pools: list[Any] = [kept.pool(one, clock=clock, run="a") for one in (config.task, other)]
-        assert kept.pool(config.task, clock=clock, run="b") is pools[0]
-        assert [one.run for one in pools] == ["a", "a"]
+        pools: list[Any] = [kept.pool(one, clock=clock) for one in (config.task, other)]
+        assert kept.pool(config.task, clock=clock) is pools[0]
         assert (len(made), made[0].closed) == (1, 0)
     assert made[0].closed == 1
     assert [one.ended for one in pools] == [1, 1]

@@ -91,7 +91,7 @@ def test_move_of_a_prompt_that_is_asked_for_forgets_the_question() -> None:
     requests = fresh()
     requests.out = Outputs()
     requests.move(TRAJECTORY, 1, NOW)
-    assert requests.out.effects == [Forget(request=KEY, source="train", keep=True)]
+    assert requests.out.effects == [Forget(request=KEY, source="train")]
     assert (_released(requests).resume, _released(requests).kv) == (None, None)
 
 

@@ -39,7 +39,6 @@ from tests.unit.producers.test_sessions import PHASES
 TABLE: dict[tuple[str, str], Phase | None] = {
     ("PROMPTING", "prompted"): Phase.WAITING,
     ("PROMPTING", "episode"): Phase.WAITING,
-    ("PROMPTING", "kept"): Phase.WAITING,
     ("PROMPTING", "task failed"): None,
     ("PROMPTING", "episode lost"): Phase.PROMPTING,
     ("RESUMING", "fetched"): Phase.WAITING,
@@ -160,31 +159,6 @@ def test_transition_asks_its_ports_for_what_comes_next(
     assert [type(effect) for effect in requests.out.effects] == effects
 
 
-def test_a_kept_episode_is_closed_only_when_the_report_of_its_trajectory_is_durable() -> None:
-    requests = after(fresh(), "kept")
-    requests.fill(0)
-    give(requests, "started", "tokens", "stopped", "done", "rewarded", "encoded")
-    requests.out = Outputs()
-    give(requests, "trajectory there")
-    requests.report(NOW)
-    assert requests.out.effects == [], "another worker may still be asked for the trajectory"
-    assert not requests.idle
-    (report,) = requests.out.publish
-    requests.reported(report.tag)
-    assert requests.out.effects == [Forget(request=KEY, source="train")]
-    assert requests.idle
-
-
-def test_a_report_that_closes_nothing_is_not_waited_for() -> None:
-    requests = MAKE["LOGGING"]()
-    requests.out = Outputs()
-    give(requests, "trajectory there")
-    requests.report(NOW)
-    (report,) = requests.out.publish
-    assert report.tag == ""
-    assert requests.idle
-
-
 def test_waiting_request_is_handed_to_the_engine_with_prompt_seed_and_settings() -> None:
     requests = waiting()
     requests.out = Outputs()
@@ -281,16 +255,14 @@ def test_leaving_waits_for_a_progress_record_that_is_under_way_and_writes_the_re
 
 
 @pytest.mark.parametrize("phase", ["ENVIRONMENT", "WAITING", "RUNNING"])
-def test_episode_of_a_version_that_is_not_held_any_more_stays_open_for_who_goes_on(
-    phase: str,
-) -> None:
+def test_episode_of_a_version_that_is_not_held_any_more_ends_here(phase: str) -> None:
     requests = MAKE[phase]()
     requests.by_key[KEY].episode = True
     requests.out = Outputs()
     requests.hold_versions(NOW, 1)
     record = decode_control(requests.out.publish[0].record.value)
     assert isinstance(record, RequestFailed) and record.error == "Retargeted"
-    assert Forget(request=KEY, source="train", keep=True) in requests.out.effects
+    assert Forget(request=KEY, source="train") in requests.out.effects
 
 
 def test_lost_episode_of_a_version_that_is_not_held_any_more_is_handed_back() -> None:

@@ -63,7 +63,6 @@ DOWN: list[PipeFrame] = [
         ),
         2.5,
     ),
-    Call(6, None, calls.Claim(request="e", key="run@1:g0000000042-003", attempt=2)),
     EndEpisode(1),
     Abandon(3),
     Setup(model.Task(kind="arithmetic", options={"count": 3}), 42),
@@ -73,7 +72,6 @@ UP: list[PipeFrame] = [
     StillOpening(),
     Hello(FACTS),
     Refused("why", None, True),
-    CallAnswer(6, calls.NotKept(request="e")),
     CallAnswer(1, PromptReady(request="a", text="text", episode=False)),
     CallAnswer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
     CallAnswer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
@@ -93,7 +91,7 @@ def test_every_kind_of_frame_comes_back_equal() -> None:
     asked = {type(frame.call) for frame in DOWN if isinstance(frame, Call)}
     answered = {type(frame.event) for frame in UP if isinstance(frame, CallAnswer)}
     assert asked == set(get_args(calls.TaskCall))
-    assert answered == {*get_args(calls.Answered), calls.EpisodeLost, calls.NotKept}
+    assert answered == {*get_args(calls.Answered), calls.EpisodeLost}
     for frames, decoder in ((DOWN, calls.DOWN), (UP, calls.UP)):
         buffer = bytearray(b"".join(pack(frame) for frame in frames))
         assert [decoder.decode(body) for body in unpack(buffer)] == frames

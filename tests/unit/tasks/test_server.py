@@ -18,7 +18,6 @@ from dora_pipe.producers.tasks.calls import (
     EndEpisode,
     EnvObserved,
     EnvStep,
-    NotKept,
     PromptCall,
     PromptReady,
     RewardCall,
@@ -100,7 +99,6 @@ class Served(server.TaskServer):
         (frame,) = self.said()
         assert isinstance(frame, CallAnswer)
         assert frame.number == call.number
-        assert not isinstance(frame.event, NotKept)
         return frame.event
 
 

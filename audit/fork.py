@@ -31,8 +31,7 @@ import msgspec
 
 from dora_pipe.catalogue.evaluations import interval_of
 from dora_pipe.core.errors import UsageError
-from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Segment, Trajectory
-from dora_pipe.schemas.turn_values import turn_places
+from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Segment, Trajectory, turn_places
 
 FOLDER: Final = "forks"
 """In a run's directory: a folder for the log of every trajectory and version, and a file with what

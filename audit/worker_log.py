@@ -36,11 +36,10 @@ Work = Callable[[Joined], None]
 
 def started_of(started: RunStarted, name: str) -> RunStarted:
     """`run started` of such a log: the run's, under one version that does not change. Nobody asks
-    through which experts of a mixture tokens go, nor what turns are worth."""
+    through which experts of a mixture tokens go."""
     plain: dict[str, Any] = dict(started.config)
     plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
     plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
-    plain["groups"] = {**plain.get("groups", {}), "turn_values_share": 0.0}
     return msgspec.structs.replace(
         started, run=name, config=plain, config_digest=config_digest(plain)
     )

@@ -90,8 +90,6 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.offload_between_steps": False,
     "trainer.packing": False,
     "groups.seconds_max": None,
-    "groups.turn_values_share": 0.0,
-    "groups.turn_values_samples": 4,
     "sampling.routes": False,
     "trainer.router_aux_loss": 0.0,
     "trainer.expert_parallel": 1,

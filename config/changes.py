@@ -39,7 +39,7 @@ task.answer_column task.chat task.system_prompt task.tools task.mcp
 task.options task.turns_max task.agent task.command task.calls_max task.calls_open_max
 task.sampling_asked task.special_tokens task.chat_template_kwargs task.renderer
 task.chat_date task.tool_parser task.rewritten_history sampling groups.size groups.per_step
-groups.spare groups.seconds_max groups.turn_values_share groups.turn_values_samples
+groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas

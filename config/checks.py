@@ -24,7 +24,7 @@ from dora_pipe.config.model import (
     Sampling,
     in_flight_batches,
 )
-from dora_pipe.config.objectives import TURNS, rewarded
+from dora_pipe.config.objectives import rewarded
 from dora_pipe.config.workers import elastic_problems
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
@@ -353,26 +353,6 @@ def _check_advantages(config: Config) -> Iterator[str]:
         )
 
 
-def _check_turn_values(config: Config) -> Iterator[str]:
-    objective, groups = config.objective, config.groups
-    if groups.turn_values_share and config.staleness.interruptible:
-        yield (
-            "groups.turn_values_share: a value is of one version, and staleness.interruptible"
-            " mixes versions"
-        )
-    if objective.advantage != TURNS:
-        return
-    if not groups.turn_values_share:
-        yield "objective.advantage: turns needs their values: groups.turn_values_share = 1, say"
-    if objective.advantage_std:
-        yield "objective.advantage_std: advantages of turns are differences of values, not divided"
-    if groups.filter_zero_advantage:
-        yield (
-            "groups.filter_zero_advantage: with objective.advantage = turns equal rewards have"
-            " an advantage, and would be lost"
-        )
-
-
 def _check_watched(config: Config) -> Iterator[Problem]:
     watched = [one for one in config.evaluations if one.best or one.patience]
     for one in watched[1:]:
@@ -581,7 +561,6 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_agents,
     _check_timing,
     _check_advantages,
-    _check_turn_values,
     _check_watched,
     _check_reference,
     _check_teacher,

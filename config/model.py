@@ -271,11 +271,6 @@ class Groups(Section, frozen=True, kw_only=True):
     seconds_max: PositiveFloat | None = None
     """A group that generates for longer ends with what is valid by then, or fails if that is less
     than `min_valid_siblings`. Default: groups are waited for."""
-    turn_values_share: Share = 0.0
-    """Of so many training episodes the worker samples what the places between two turns are worth,
-    for objective.advantage = "turns" (docs/objectives.md). Their tokens are nobody's batch."""
-    turn_values_samples: Siblings = 4
-    """Continuations from each of these places."""
     failed_share_max: Share | None = 0.9
     """The run stops when more than this share of the last 4 * per_step groups (at least 32) have
     failed, or all of the first 2 * per_step (8); 1 never stops it."""
@@ -429,11 +424,10 @@ class Objective(Section, frozen=True, kw_only=True):
     """With loss = "constant": tokens that a trajectory counts as. sampling.max_tokens."""
     advantage: objectives.Advantage | None = None
     """A reward is compared with its group's mean, with the mean of its siblings (RLOO), or with
-    the mean of all that its version sampled in the batch; or each turn by what it did to the value
-    of its episode ("turns", VinePPO; it needs groups.turn_values_share). "group"."""
+    the mean of all that its version sampled in the batch. "group"."""
     advantage_std: bool | None = None
-    """Divide advantages by the standard deviation of what they are compared with. true; dr-grpo,
-    and advantages of turns: false."""
+    """Divide advantages by the standard deviation of what they are compared with. true; dr-grpo:
+    false."""
     kl: NonNegativeFloat | None = None
     """Weight of the KL to the reference policy (version 0, or see `reference_every`). 0; not in
     dapo."""

@@ -16,15 +16,12 @@ from typing import Any, Final, Literal
 from dora_pipe.core.own_code import nearest
 
 Averaging = Literal["token-mean", "sequence-mean", "constant"]
-Advantage = Literal["group", "leave-one-out", "version-baseline", "turns"]
+Advantage = Literal["group", "leave-one-out", "version-baseline"]
 Proximal = Literal["behaviour", "recomputed"]
 KlEstimate = Literal["k1", "k2", "k3"]
 Mask = Literal["none", "token", "sequence", "geometric"]
 Level = Literal["token", "sequence"]
 Plain = float | int | str | bool
-
-TURNS: Final = "turns"
-"""The advantage that turns have of the values between them, which workers sample."""
 
 _COMMON_OF_ALL: Final[Mapping[str, Plain]] = {"loss": "token-mean", "mask": "none"}
 _COMMON: Final[Mapping[str, Plain]] = {
@@ -189,8 +186,6 @@ def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
     mask = given.get("mask") or known.get("mask")
     if str(mask) in CONDITIONAL["mask_low"][1]:
         known |= _MASK_BOUNDS
-    if "advantage" in known and given.get("advantage") == TURNS:
-        known["advantage_std"] = False
     return known
 
 

@@ -332,8 +332,6 @@ class RunStats:
         """Classes of the errors of those that are not valid."""
         self.failed = FailedTrajectories()
         self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
-        self.turn_value_tokens: int | None = None
-        """What values of turns cost, of the steps that count; None: no turn is valued."""
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         """Incarnations of workers that ended, by how."""
         self.faults, self.outcomes = Counter[str](), Counter[str]()
@@ -543,8 +541,6 @@ class RunStats:
         self._failed_now.clear()
         self.steps.append(step)
         self.commit = fact
-        if (cost := fact.figures.get("turn_value_tokens")) is not None:
-            self.turn_value_tokens = (self.turn_value_tokens or 0) + int(cost)
         self.late += ended.late
         self.without_gradient += not step.gradient
         self._measure(step, fact.compute_s)

@@ -95,12 +95,6 @@ def call_seed(seed: int, prompt_digest: str, occurrence: int) -> int:
     return derive_seed("call", seed, prompt_digest, occurrence)
 
 
-def continuation_seed(seed: int, token: int, sample: int) -> int:
-    """The seed of a continuation of a trajectory from its first so many tokens, from the
-    trajectory's own seed. No version enters it: two are compared by the same random streams."""
-    return trajectory_seed(cut_seed(seed, token), sample)
-
-
 def cut_seed(seed: int, token: int) -> int:
     """What the continuations of a trajectory from a token are the siblings of."""
     return derive_seed("fork", seed, token)

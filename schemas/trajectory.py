@@ -20,7 +20,6 @@ from dora_pipe.schemas.contexts import Call, Context, check_contexts
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
 from dora_pipe.schemas.routes import Routes
-from dora_pipe.schemas.turn_values import TurnValue, check_turn_values
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -116,9 +115,6 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: tuple[Call, ...] = ()
     """Of an agent to the model, in the order in which they were answered; none where an environment
     or nobody answered the model."""
-    turn_values: tuple[TurnValue, ...] = ()
-    """Of the turns behind the first whose beginning was valued (`groups.turn_values_share`), in
-    order; of one version, its own."""
     extra: dict[str, Any] = {}
 
     @property
@@ -299,7 +295,6 @@ def check_fields(trajectory: Described) -> None:
     check_contexts(meta.contexts, meta.calls, trajectory.segments, trajectory.length)
     if not 0 <= meta.prompt_tokens <= trajectory.length:
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
-    check_turn_values(meta.turn_values, trajectory.segments)
     purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)
     if (group_of(trajectory.trajectory), purpose, sibling) != (
         meta.group,
@@ -377,6 +372,15 @@ def turns_of(
         else:
             found.append((segment.kind, list(ids)))
         last = (segment.kind, segment.turn)
+    return found
+
+
+def turn_places(segments: Sequence[Segment]) -> dict[int, int]:
+    """Where each turn of the model begins, in order; those without a token are left out."""
+    found: dict[int, int] = {}
+    for one in segments:
+        if one.kind == "model" and one.end > one.start:
+            found.setdefault(one.turn, one.start)
     return found
 
 

@@ -24,7 +24,6 @@ from dora_pipe.schemas.identity import call_seed, group_of, trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.trajectory import Trajectory, TurnProgress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
-from dora_pipe.schemas.turn_values import TurnValue
 
 TOLERANCE: Final = 1e-4
 """Of log-probs, which the log keeps as 32-bit floats."""
@@ -50,15 +49,11 @@ class CallChecks:
     def __init__(self, wrong: Callable[[str, str], None]) -> None:
         self.counted: Counter[str] = Counter()
         """What became of calls."""
-        self.turn_samples = 0
-        """Continuations of a place whose value is asked for."""
         self._wrong = wrong
         self._specs: dict[str, GroupSpec] = {}
         self._starts: dict[tuple[int, str], _Start] = {}
         self._durable: defaultdict[tuple[str, int], set[tuple[int, ...]]] = defaultdict(set)
         self._said: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._worth: dict[tuple[str, int], TurnValue] = {}
-        """By trajectory and token, of all continuations."""
 
     def dispatched(self, spec: GroupSpec) -> None:
         self._specs[spec.group] = spec
@@ -131,8 +126,6 @@ class CallChecks:
         if place is not None:
             what = f"{one.trajectory}: token {place} is not one of version {one.version}"
             self._wrong("C1", what)
-        for value in one.meta.turn_values:
-            self._value(one.trajectory, value)
         start = self._starts.get((incarnation, f"{one.trajectory}/{one.meta.attempt}"))
         if start is None:
             return
@@ -147,18 +140,6 @@ class CallChecks:
         length = length_of(answers)
         if one.length != length:
             self._wrong("contexts", f"{who} has {one.length} tokens where {length} are enough")
-
-    def _value(self, who: str, value: TurnValue) -> None:
-        """What a place is worth follows from its episode: whoever samples all of it anew finds the
-        same. What was lost on the way may be any of its continuations."""
-        self.counted["turn valued"] += 1
-        if value.samples > self.turn_samples:
-            self._wrong("values", f"{who} has {value.samples} continuations from {value.token}")
-        if value.samples == self.turn_samples:
-            before = self._worth.setdefault((who, value.token), value)
-            self.counted["turn valued again"] += before is not value
-            if before != value:
-                self._wrong("values", f"{who}: {before} before, {value} now")
 
 
 def answers_of(trajectory: Trajectory) -> Iterator[Answered]:

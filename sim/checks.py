@@ -76,7 +76,6 @@ CHECKS: Final[dict[str, str]] = {
     "contexts": "S27: no token stands in a record twice for being shared by calls",
     "waiting": "S28: a session whose agent waits for no answer holds no place of another request",
     "replay": "S29: an environment that is told again what it was told is told just that",
-    "values": "S32: a place of an episode is worth the same, whoever samples all of it anew",
     "written": "S30: no part that is an update begins while weights are written that it changes",
     "digest": "R3: the digest that an orchestrator keeps in step is that of its state",
     "log": "R1: the audit of the whole log finds nothing",

@@ -34,7 +34,6 @@ from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.role import agents_by_source, params_by_source, turns_by_source
 from dora_pipe.schemas.control import DataSet, RoleStarted, RunStarted, WorkerJoined, config_digest
-from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
 from dora_pipe.sim.parts import Parts, Site, WorkerParts, WorkerPlan
@@ -278,10 +277,6 @@ def _worker_setup(
         calls_max={source: one.calls_max for source, one in agents.items()},
         calls_open_max={source: one.calls_open_max for source, one in agents.items()},
         versions_resident=made.engine.versions_resident,
-        turn_values={
-            source_of("train", one.name): config.groups.turn_values_share for one in config.tasks
-        },
-        turn_value_samples=config.groups.turn_values_samples,
     )
 
 

@@ -107,10 +107,10 @@ PARTS_SHARE: Final = 1 / 3
 """Of seeds whose batches are taken in parts, where they have several groups."""
 
 EPISODE_TURNS: Final = (3, 6)
-"""Of episodes whose turns are valued, at least and at most."""
+"""Of long episodes, at least and at most."""
 
-VALUED_SHARE: Final = 0.5
-"""Of seeds in `swarm` whose environments can be told again, here: their turns are valued."""
+TALKATIVE_SHARE: Final = 0.5
+"""Of seeds in `swarm` whose environments can be told again: their episodes are long."""
 
 PATCHES_SHARE: Final = 0.25
 """Of seeds in `swarm` whose versions are patches, but for some."""
@@ -160,7 +160,7 @@ def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swa
     if form == "swarm":
         if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
             scenario = _short(scenario)
-        scenario = _valued(_patches(_updates(_refused(scenario))))
+        scenario = _talkative(_patches(_updates(_refused(scenario))))
         scenario = replace(scenario, workers=_elastic(seed, scenario.workers))
     return _with_steps(scenario, max(steps, scenario.config.run.steps))
 
@@ -274,20 +274,16 @@ def _patches(scenario: Scenario) -> Scenario:
     return replace(scenario, config=config, faults={**scenario.faults, **faults})
 
 
-def _valued(scenario: Scenario) -> Scenario:
-    """The same with values of turns, in half of those seeds in which they can be had; drawn
-    apart."""
-    chance, config = Random(f"dora-pipe sim valued {scenario.seed}"), scenario.config
-    if not scenario.replayable or chance.random() >= VALUED_SHARE:
+def _talkative(scenario: Scenario) -> Scenario:
+    """The same with long episodes, in half of those seeds whose environments can be told again;
+    drawn apart."""
+    chance, config = Random(f"dora-pipe sim talkative {scenario.seed}"), scenario.config
+    if not scenario.replayable or chance.random() >= TALKATIVE_SHARE:
         return scenario
     change, turns = msgspec.structs.replace, chance.randint(*EPISODE_TURNS)
-    groups = change(
-        config.groups,
-        turn_values_share=chance.choice((0.3, 1.0)),
-        turn_values_samples=chance.randint(1, 3),
+    return replace(
+        scenario, config=with_each_task(config, lambda task: change(task, turns_max=turns))
     )
-    config = with_each_task(config, lambda task: change(task, turns_max=turns))
-    return replace(scenario, config=change(config, groups=groups))
 
 
 def _with_steps(scenario: Scenario, steps: int) -> Scenario:

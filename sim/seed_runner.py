@@ -111,7 +111,6 @@ class SeedRun:
             heartbeat_ns=int(timing.heartbeat_s * 1e9),
             lease_ns=int(timing.lease_s * 1e9),
         )
-        self.monitor.calls.turn_samples = scenario.config.groups.turn_values_samples
         self.world: World | None = None
 
     def run(self) -> SeedResult:
@@ -286,7 +285,6 @@ _STATES: Final = (
     *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed", "released")),
     *(f"group {fate}" for fate in get_args(Fate)),
     *(f"call {how}" for how in ("answered", "answered again", "refused")),
-    *(f"turn {how}" for how in ("valued", "valued again")),
     *HAD,
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
     *(f"staleness {number}" for number in range(4)),

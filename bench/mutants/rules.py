@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bench.mutants.elastic import OF_ELASTIC
-from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_SESSIONS, OF_VALUES
+from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_SESSIONS
 from dora_pipe.bench.mutants.versions import OF_VERSIONS
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
@@ -512,7 +512,6 @@ def _untouched(patches: Patches) -> None:
 _ALL: Final = (
     *OF_SESSIONS,
     *OF_EPISODES,
-    *OF_VALUES,
     *OF_VERSIONS,
     *OF_ELASTIC,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.bench.mutants.elastic import OF_ELASTIC
-from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_SESSIONS, OF_VALUES
+from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_SESSIONS
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import whole_every
 from dora_pipe.sim.scenario import Scenario, draw
@@ -44,7 +44,6 @@ _MEETS: Final[dict[str, Meets]] = {
         for name, _, _ in OF_SESSIONS
     },
     **{name: lambda drawn: drawn.replayable for name, _, _ in OF_EPISODES},
-    **{name: _of(lambda config: config.groups.turn_values_share > 0) for name, _, _ in OF_VALUES},
     **{
         name: lambda drawn: any(one.elastic for one in drawn.workers[: drawn.first])
         for name, _, _ in OF_ELASTIC

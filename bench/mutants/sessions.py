@@ -13,9 +13,8 @@ from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.session import CallKey, Continuation, Session
+from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.producers.worker.sessions import Sessions
-from dora_pipe.producers.worker.valuation import Valuations
 from dora_pipe.schemas.contexts import prompt_digest
 
 if TYPE_CHECKING:
@@ -122,22 +121,6 @@ def _told_otherwise(patches: Patches) -> None:
 
     patches.put(Episodes, "_tell", tell)
 
-
-def _worth_by_worker(patches: Patches) -> None:
-    right = Valuations._continuation
-
-    def continuation(self: Valuations, request: RequestState, one: Continuation) -> RequestState:
-        made = right(self, request, one)
-        made.seed ^= self._setup.epoch
-        return made
-
-    patches.put(Valuations, "_continuation", continuation)
-
-
-OF_VALUES: Final = (
-    ("worth-by-worker", "what a turn is worth depends on who samples it", _worth_by_worker),
-)
-"""As `OF_SESSIONS`, of turns that are valued."""
 
 OF_EPISODES: Final = (
     (

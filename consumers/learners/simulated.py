@@ -18,7 +18,6 @@ import numpy as np
 
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, advantage_rule
-from dora_pipe.consumers.learners.step_figures import turn_value_figures
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.core.errors import NonFinite, PolicyError
 from dora_pipe.schemas.policy import Manifest
@@ -97,8 +96,6 @@ class SimulatedLearner:
         self._steps += 1
         tokens = float(sum(one.sampled for one in trajectories))
         figures = {"loss": 0.0, "tokens": tokens, "trajectories": float(len(trajectories))}
-        if any(one.meta.turn_values for one in trajectories):
-            figures |= turn_value_figures(trajectories)
         return StepResult(
             figures=figures, contributions=_contributions(batch, settings), compute_s=0.0
         )

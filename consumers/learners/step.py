@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import MASKED, Packing, StepSettings
 from dora_pipe.consumers.objectives.advantage import batch_advantages, summed_weights, token_weights
 from dora_pipe.consumers.objectives.registry import needs_whole
 from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
-from dora_pipe.consumers.objectives.turns import advantages_by_turn
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.contexts import TrainedRow, choices_of, counted_tokens, lengths, row_of
 from dora_pipe.schemas.identity import parse_trajectory_id
@@ -59,8 +57,6 @@ class Item:
     """Log-probs of those tokens under the teacher, where the step has one."""
     token_staleness: int
     """Staleness of every sampled token by the version that sampled it, added up."""
-    by_turn: Sequence[float] | None = None
-    """The advantage of each of those tokens, where the turns of an episode have their own."""
     weight: float = 1.0
     """Factor of its loss."""
     minibatch: int = 0
@@ -82,8 +78,8 @@ class Item:
 
     @property
     def worth(self) -> bool:
-        """Whether a token of it has an advantage that is not zero."""
-        return bool(self.advantage) if self.by_turn is None else any(self.by_turn)
+        """Whether it has an advantage that is not zero."""
+        return bool(self.advantage)
 
     def divide_loss(self, divisor: int) -> None:
         """What the mean divides by was not known when the figures were noted."""
@@ -135,14 +131,9 @@ class Unit:
         return [one for row in self.rows for one in said[row.first : row.first + row.counted]]
 
     @property
-    def advantages(self) -> list[float]:
-        """One for each of its counted tokens; a single one that all have."""
-        item = self.item
-        if item.by_turn is None:
-            return [item.advantage or 0.0]
-        return [
-            one for row in self.rows for one in item.by_turn[row.first : row.first + row.counted]
-        ]
+    def advantage(self) -> float:
+        """That of each of its tokens."""
+        return self.item.advantage or 0.0
 
     def sequences(self) -> list[TrainedRow]:
         """Its rows as they are trained."""
@@ -209,10 +200,9 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
     ]
     objective = settings.objective
     advantages = batch_advantages(rewards, objective.advantage, bool(objective.advantage_std))
-    by_turn = objective.advantage == TURNS
     return [
         [
-            _item(batch, group, trajectory, advantage, by_turn=by_turn)
+            _item(batch, group, trajectory, advantage)
             for trajectory, advantage in zip(group.trajectories, of_group, strict=True)
         ]
         for group, of_group in zip(batch.groups, advantages, strict=True)
@@ -224,8 +214,6 @@ def _item(
     group: TrainGroup,
     trajectory: Trajectory,
     advantage: float | None,
-    *,
-    by_turn: bool,
 ) -> Item:
     _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
     contexts = counted_tokens(trajectory)
@@ -244,7 +232,6 @@ def _item(
             for one in trajectory.segments
             if one.kind == "model"
         ),
-        by_turn=advantages_by_turn(trajectory, advantage) if by_turn else None,
         weight=(batch.weights or {}).get(trajectory.trajectory, 1.0),
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dora_pipe.config.objectives import TURNS
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
 from dora_pipe.consumers.objectives.terms import RowFigures
@@ -79,8 +78,6 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
             "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
             "kl": sum(one.kl * count for one, count in rows) / tokens,
         }
-    if settings.objective.advantage == TURNS:
-        figures |= turn_value_figures([item.trajectory for item in items])
     if settings.router_aux_loss:
         figures["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
     if settings.reference is not None:
@@ -108,15 +105,6 @@ def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     truncated = sum(one.meta.finish == "length" for one in trajectories)
     figures = {"truncated": truncated / len(trajectories)}
     return figures | ({"entropy": -math.fsum(sums) / tokens} if tokens else {})
-
-
-def turn_value_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How many of a batch's episodes have values of turns, and the tokens that those cost."""
-    valued = [one.meta.turn_values for one in trajectories]
-    return {
-        "turn_valued_share": sum(map(bool, valued)) / max(1, len(valued)),
-        "turn_value_tokens": float(sum(one.sampled for some in valued for one in some)),
-    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,8 +17,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import msgspec
-
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.trajectory import Trajectory
@@ -92,6 +90,4 @@ def _counted(one: Trajectory, change: BatchChange) -> Trajectory:
     reward = change.rewards.get(one.trajectory, one.reward)
     if reward == one.reward:
         return one
-    # What its turns were worth was sampled for the reward that was.
-    meta = msgspec.structs.replace(one.meta, turn_values=())
-    return replace(one, reward=reward, meta=meta)
+    return replace(one, reward=reward)

@@ -370,13 +370,6 @@ TRAINING: Final = (
         "step committed, trajectories logged",
         lambda t: t.steps[-1].tokens if t.steps else None,
     ),
-    counter(
-        "turn_value_tokens_total",
-        "Tokens that values of turns have cost (`groups.turn_values_share`), of the trajectories "
-        "of committed steps; they are among those that workers sampled, and are not trained.",
-        "step committed",
-        lambda t: t.turn_value_tokens,
-    ),
     gauge(
         "evaluation_reward{evaluation}",
         "Mean valid reward of the newest evaluation of this name that is complete.",

@@ -141,7 +141,7 @@ class Episodes:
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return
-        self._requests.counts[TOLD_AGAIN] += request.continuation is None
+        self._requests.counts[TOLD_AGAIN] += 1
         request.replay.extend(sequence.exchanges())
         self._tell(request, now)
 
@@ -149,7 +149,7 @@ class Episodes:
         """The next turn; behind the last one it goes on as it would have where it was."""
         requests = self._requests
         if request.replay:
-            requests.counts["turns told again"] += request.continuation is None
+            requests.counts["turns told again"] += 1
             requests.ask_environment(request, request.replay[0].said, now)
             return
         finish = request.turn_finish or request.finish_of(requests.setup.context_tokens)

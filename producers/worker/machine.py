@@ -57,7 +57,6 @@ from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
-from dora_pipe.producers.worker.valuation import Valuations
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingPlace, WorkerStatus
 from dora_pipe.schemas.policy import Fallback
@@ -141,7 +140,6 @@ class WorkerMachine:
         self.scorings = Scorings(self.requests)
         self.sessions = Sessions(self.requests)
         self.episodes = Episodes(self.requests)
-        self.valuations = Valuations(self.requests)
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
@@ -235,7 +233,7 @@ class WorkerMachine:
             case CaughtUp() | HeldBack():
                 pass  # what concerns it was decided after it joined; what comes late is obeyed late
             case _:
-                apart = (self.scorings, self.sessions, self.valuations, self.episodes)
+                apart = (self.scorings, self.sessions, self.episodes)
                 if not any(some.handle(one, now) for some in apart):
                     self.requests.handle(one, now)
 
@@ -361,7 +359,6 @@ class WorkerMachine:
         requests = self.requests
         requests.report(now)
         requests.write_progress()
-        self.valuations.settle()
         late = self._leaving and now.mono_ns >= self._leave_by_ns
         idle = requests.idle and (self._leaving or not self.scorings)
         if late or ((self._leaving or self._draining) and idle):

@@ -14,14 +14,13 @@ from dora_pipe.core.runtime import Now
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.worker.sequence import Exchange, TokenSequence
-from dora_pipe.producers.worker.session import Continuation, OpenCall, Session, Valuing
+from dora_pipe.producers.worker.session import OpenCall, Session
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import AnyProgress
-from dora_pipe.schemas.turn_values import TurnValue
 
 ANY_VERSION: Final = -2
 """What a request waits for that goes on under any version from its own on."""
@@ -58,7 +57,6 @@ class Phase(StrEnum):
     AGENT = "agents"
     ANSWERING = "calls to be durable"
     REWARDING = "rewards"
-    VALUING = "values of turns"
     ENCODING = "the codec"
     LOGGING = "the trajectories topic"
     LEAVING = "the progress topic"
@@ -85,7 +83,7 @@ WAITING_PHASES = (Phase.PROMPTING, Phase.RESUMING, Phase.FETCHING, Phase.WAITING
 MOVING = frozenset({Phase.EXPORTING, Phase.RELEASING})
 """Phases of a request that goes on elsewhere; see `Requests.move`."""
 
-UNFINISHED = GENERATING | MOVING | {Phase.LEAVING, Phase.REWARDING, Phase.VALUING}
+UNFINISHED = GENERATING | MOVING | {Phase.LEAVING, Phase.REWARDING}
 """Phases in which a cancellation does not come too late: a reward may never come."""
 
 
@@ -132,10 +130,6 @@ class WorkerSetup:
     """Of its waits."""
     quiet_ns: int = 0
     """Without news, statuses are so far apart (`core.status_schedule`)."""
-    turn_values: Mapping[str, float] = field(default_factory=dict)
-    """Of which share of a source's episodes turns are valued."""
-    turn_value_samples: int = 0
-    """Continuations from each place between two turns."""
     transfers: str = ""
     """Address at which other workers get the weights that this one hosts; empty: nowhere."""
 
@@ -185,10 +179,6 @@ class RequestState:
     """It is a session of an agent: its calls are requests of their own."""
     call: OpenCall | None = None
     """It is a call of a session, from when it is asked until its answer is durable."""
-    continuation: Continuation | None = None
-    """It is a continuation of another request, whose turns are valued: nothing of it is logged."""
-    valuing: Valuing | None = None
-    turn_values: tuple[TurnValue, ...] = ()
     restarts: int = 0
     """How often its episode was lost and began again from its prompt."""
     retellings: int = 0
@@ -253,12 +243,7 @@ class RequestState:
     @property
     def recorded(self) -> bool:
         """Whether what is sampled for it goes to the progress topic."""
-        return not self.inner and (self.replayable or not self.episode)
-
-    @property
-    def inner(self) -> bool:
-        """Whether no decision has placed it: it is a call, or a continuation, of another one."""
-        return self.call is not None or self.continuation is not None
+        return self.call is None and (self.replayable or not self.episode)
 
     def continues(self, chunks: Sequence[AnyProgress]) -> None:
         """It goes on from these records, whose tokens are in its sequence."""

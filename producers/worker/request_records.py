@@ -81,7 +81,6 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
         moves=sequence.moves,
         contexts=() if session is None else session.contexts,
         calls=() if session is None else session.made,
-        turn_values=request.turn_values,
         weights=tuple(
             Sampler(version=version, digest=request.weights[version])
             for version in sequence.versions

@@ -29,7 +29,6 @@ from dora_pipe.producers.worker.request import (
     key_of,
     state_of,
 )
-from dora_pipe.producers.worker.session import Continuation
 from dora_pipe.schemas.control import (
     Control,
     LoggedEntry,
@@ -90,7 +89,7 @@ class RequestTable:
         self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
         self._returning: dict[int, dict[str, None]] = {}  # likewise, between two turns
         self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
-        self._inner = 0
+        self._calls = 0
         self.off_engine = OffEngine()
 
     def begin_turn(self, now_ns: int) -> Outputs:
@@ -107,8 +106,8 @@ class RequestTable:
 
     @property
     def placed(self) -> int:
-        """Requests that decisions have placed here: all but calls of sessions and continuations."""
-        return len(self.by_key) - self._inner
+        """Requests that decisions have placed here: all but calls of sessions."""
+        return len(self.by_key) - self._calls
 
     @property
     def thinking(self) -> int:
@@ -197,7 +196,7 @@ class RequestTable:
     def insert(self, request: RequestState) -> None:
         """One more request, or call."""
         self.by_key[request.key] = request
-        self._inner += request.inner
+        self._calls += request.call is not None
         self._phases[request.phase] += 1
         self._generating[request.pin] += 1
         self._note_phase(request)
@@ -270,8 +269,7 @@ class RequestTable:
     def hand_back(self, request: RequestState, now: Now) -> None:
         """A request cannot have its version here any more: another worker may."""
         message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
-        if request.continuation is None:
-            self.fail(request.place, now, "Retargeted", message, retryable=True)
+        self.fail(request.place, now, "Retargeted", message, retryable=True)
         self.abandon(request)
 
     def starts_again(
@@ -290,10 +288,7 @@ class RequestTable:
         self, request: RequestState, now: Now, error: str, message: str, *, retryable: bool
     ) -> None:
         """Report a request as failed and drop it."""
-        if request.continuation is None:
-            self.fail(request.place, now, error, message, retryable=retryable)
-        else:
-            self.counts[f"turn values not sampled: {error}"] += 1
+        self.fail(request.place, now, error, message, retryable=retryable)
         self.abandon(request)
 
     def fail(
@@ -322,7 +317,6 @@ class RequestTable:
         """Have no more to do with a request; its KV cache may be somebody else's by now."""
         self.leave_engine(request)
         self.end_session(request)
-        self._end_valuing(request)
         if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING, Phase.AGENT):
             self.ask(Forget(request=request.key, source=request.source))
         self.gone(request)
@@ -361,33 +355,15 @@ class RequestTable:
         self._phases[request.phase] -= 1
         self.off_engine.discard(request.key, self.now_ns)
         del self.by_key[request.key]
-        self._inner -= request.inner
-        if request.continuation is not None:
-            self._continuation_gone(request, request.continuation)
         if request.call is None:
-            self.ended += not request.inner
+            self.ended += 1
             return
+        self._calls -= 1
         session = self.by_key[request.call.session]
         session.since_ns = self.now_ns
         if session.session is not None:
             del session.session.open[request.call.name]
         self._note_phase(session)
-
-    def _continuation_gone(self, request: RequestState, of: Continuation) -> None:
-        parent = self.by_key.get(of.parent)
-        if parent is not None and parent.valuing is not None:
-            parent.valuing.open.discard(request.key)
-            before = sum(parent.sequence.loss_mask[: of.token])
-            spent = max(0, request.sequence.sampled_tokens - before)
-            parent.valuing.sampled[of.token] += spent
-
-    def _end_valuing(self, request: RequestState) -> None:
-        """Nobody asks any more what its turns are worth."""
-        if request.valuing is None:
-            return
-        request.valuing.left.clear()
-        for key in sorted(request.valuing.open):
-            self.let_go(self.by_key[key])
 
     def drop_all(self) -> None:
         """Forget everything; nothing more is asked of any port."""
@@ -399,11 +375,9 @@ class RequestTable:
         self._handed.clear()
         self.off_engine = OffEngine()
         self.logged.clear()
-        self._inner = 0
+        self._calls = 0
 
     def _note_phase(self, request: RequestState) -> None:
-        if request.continuation is not None:
-            return  # Nobody knows of it: its parent needs the slot.
         if request.call is not None:
             request = self.by_key[request.call.session]
         idle = request.phase is Phase.AGENT and not self._on_engine(request)

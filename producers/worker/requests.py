@@ -104,8 +104,6 @@ class Requests(ProgressRecords):
         self.hosted = NOTHING
         """What the engine has; the machine says so."""
         self.tokens_total = 0
-        self.withhold: Callable[[RequestState], bool] = lambda request: False
-        """Whether no record is made of a request that is complete, or not yet; see `valuation`."""
         self.left: dict[str, Resume] = {}
         """Progress of requests that were put down because the worker leaves."""
 
@@ -407,8 +405,6 @@ class Requests(ProgressRecords):
 
     def encode(self, request: RequestState) -> None:
         """All is known: make the record."""
-        if self.withhold(request):
-            return
         self.enter(request, Phase.ENCODING)
         trajectory = trajectory_of(request, self.setup)
         self.ask(EncodeTrajectory(request=request.key, trajectory=trajectory))

@@ -248,28 +248,6 @@ def agents_by_source(config: model.Config) -> dict[str, model.Task]:
     return {source: one.task for one in agents for source in one.sources}
 
 
-def turn_values_by_source(config: model.Config, facts: Mapping[str, TaskFacts]) -> dict[str, float]:
-    """Of which share of each source's episodes turns are valued. Raises ConfigError where it is
-    asked for and can be of none."""
-    share, agents = config.groups.turn_values_share, agents_by_source(config)
-    found = {
-        source: share
-        for source, one in facts.items()
-        if source.startswith("train")
-        and source not in agents
-        and one.replayable
-        and not one.single_turn
-        and not one.scores_groups
-    }
-    if share and not found:
-        raise ConfigError(
-            "groups.turn_values_share: no task of this run has turns that can be told again and"
-            " are scored alone",
-            hint="`replayable` of the task says that an environment can (docs/environments.md)",
-        )
-    return found if share else {}
-
-
 def requests_move(config: model.Config, facts: Mapping[str, TaskFacts]) -> bool:
     """Whether every request can go on elsewhere: one of a single turn with its tokens, a session by
     starting its agent again, an episode where another environment can be told its turns."""
@@ -310,7 +288,6 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         facts = _checked_facts(here, pools)
         if not facts:
             return -1, "left"
-        turn_values_by_source(here.config, facts)
         chats = chats_of(pools, here.run.at_ns, assets, tokenizer, stop=here.stop)
         endpoint = _endpoint(here, stack, engine, assets, chats)
         writer = stack.enter_context(closing(here.bus.writer()))
@@ -469,8 +446,6 @@ def _setup(
         agents=frozenset(agents),
         calls_max={source: one.calls_max for source, one in agents.items()},
         calls_open_max={source: one.calls_open_max for source, one in agents.items()},
-        turn_values=turn_values_by_source(config, facts),
-        turn_value_samples=config.groups.turn_values_samples,
         interruptible=config.staleness.interruptible,
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s

@@ -134,23 +134,6 @@ class TokenSequence:
                 begin = self.segments.pop().start
             self.segments.append(msgspec.structs.replace(one, start=begin, end=start + one.end))
 
-    def before_turn(self, turn: int) -> TokenSequence:
-        """What stands before the answer to the turn before this one: a sequence of its own."""
-        made = TokenSequence((), at_ns=0)
-        models = [
-            place
-            for place, one in enumerate(self.segments)
-            if one.kind == "model" and one.turn < turn and one.end > one.start
-        ]
-        made.segments = self.segments[: models[-1] + 1]
-        end = made.segments[-1].end
-        made.token_ids, made.logprobs = self.token_ids[:end], self.logprobs[:end]
-        made.sampler_logprobs, made.loss_mask = self.sampler_logprobs[:end], self.loss_mask[:end]
-        made.prefills = [one for one in self.prefills if one < end]
-        made.prompt_tokens, made._turn = self.prompt_tokens, made.segments[-1].turn
-        made.sampled_tokens = sum(made.loss_mask)
-        return made
-
     def part(self, sampled: int, **made_by: Any) -> tuple[int, list[Segment]]:
         """What one version has sampled behind the first `sampled` sampled tokens, with all that
         stands before it and in between: (start, segments counted from there).

@@ -99,29 +99,3 @@ class Session:
         self.asked.clear()
         self.numbers.clear()
         self.limited = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """Of which request a continuation is, and from where."""
-
-    parent: str
-    """Its key."""
-    token: int
-    """Tokens of the parent's sequence that it continues."""
-    sample: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Valuing:
-    """What a request's turns are worth, while it is sampled. Changed by `valuation.Valuations` and,
-    where a continuation goes, by the table."""
-
-    left: deque[Continuation]
-    """Not begun."""
-    open: set[str] = field(default_factory=set)
-    """Keys of those that are here."""
-    rewards: dict[int, list[float]] = field(default_factory=dict)
-    """By token, as they came."""
-    sampled: Counter[int] = field(default_factory=Counter)
-    """By token: what its continuations have cost."""

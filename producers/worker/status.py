@@ -19,7 +19,6 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.RUNNING: "tokens",
     Phase.ENVIRONMENT: "environment",
     Phase.REWARDING: "reward",
-    Phase.VALUING: "values",
     Phase.PROMPTING: "prompt",
     Phase.RESUMING: "progress",
     Phase.FETCHING: "kv",
@@ -77,7 +76,7 @@ def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
     return first
 
 
-_ENDLESS: Final = (Phase.RUNNING, Phase.WAITING, Phase.VALUING)
+_ENDLESS: Final = (Phase.RUNNING, Phase.WAITING)
 """Sampling takes its time, and a wait for a slot ends when others have finished."""
 
 

@@ -8,8 +8,7 @@ import msgspec
 
 from dora_pipe.schemas import control, metrics, rounds
 from dora_pipe.schemas.policy import Blob, Fallback
-from dora_pipe.schemas.turn_values import TurnValue, turn_places
-from tests.golden.arrow_values import PLAIN_TRAJECTORY, TRAJECTORY
+from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.values import AT_NS, CONTROL, COST, DIGEST, GROUP, ROUND, SHA256
 
 ROUND_HALT = rounds.Round(
@@ -322,22 +321,6 @@ AGENTS_TRAJECTORY = replace(
     meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, rewarded_by="agent", agent_answer="42"),
 )
 """Its agent gave answer and reward."""
-
-VALUED_TRAJECTORY = replace(
-    TRAJECTORY,
-    meta=msgspec.structs.replace(
-        TRAJECTORY.meta,
-        turn_values=(
-            TurnValue(
-                token=list(turn_places(TRAJECTORY.segments).values())[1],
-                mean=0.25,
-                samples=4,
-                sampled=31,
-            ),
-        ),
-    ),
-)
-"""What it was worth where its second turn began is known."""
 
 JOINED_CHAT = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), template_digest=SHA256

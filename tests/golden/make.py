@@ -105,7 +105,6 @@ def trajectory_files() -> dict[str, bytes]:
         "stopped": STOPPED_TRAJECTORY,
         "answered": later_values.ANSWERED_TRAJECTORY,
         "agents-own": later_values.AGENTS_TRAJECTORY,
-        "turn-values": later_values.VALUED_TRAJECTORY,
         "several-turns": arrow_values.TRAJECTORY,
         "plain": arrow_values.PLAIN_TRAJECTORY,
         "mixed": arrow_values.MIXED_TRAJECTORY,

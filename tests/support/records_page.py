@@ -35,7 +35,6 @@ from dora_pipe.schemas import (
     topics,
     trajectory,
     trajectory_codec,
-    turn_values,
 )
 from tests.support.records_examples import figures
 from tests.support.records_words import (
@@ -49,7 +48,7 @@ from tests.support.records_words import (
 
 TEXTS = Path(__file__).parent / "records_texts"
 
-MODULES = (control, rounds, metrics, policy, trajectory, contexts, turn_values)
+MODULES = (control, rounds, metrics, policy, trajectory, contexts)
 
 WORDS: dict[str, Any] = {
     "ExclusiveRole": control.ExclusiveRole,

@@ -57,7 +57,6 @@ PARTS = (
     ("Fallback", "policy"),
     ("Times", "trajectory"),
     ("Sampler", "trajectory"),
-    ("TurnValue", "turn_values"),
     ("Context", "contexts"),
     ("Call", "contexts"),
     ("Wait", "metrics"),

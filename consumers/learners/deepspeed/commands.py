@@ -68,8 +68,8 @@ class UnitCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Which of the record's are its rows, in order."""
     length: int
     """Counted tokens of these."""
-    advantages: list[float]
-    """One for each of these, or a single one that all have."""
+    advantage: float
+    """Of each of these."""
     weight: float
     """Of each of its tokens in the mean over the minibatch."""
     teacher: list[float] | None = None
@@ -236,7 +236,7 @@ def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
             at=places.get(unit.item.trajectory.trajectory, _NOWHERE),
             contexts=[row.context for row in unit.rows],
             length=unit.counted,
-            advantages=unit.advantages,
+            advantage=unit.advantage,
             weight=unit.weight,
             teacher=None if unit.teacher is None else list(unit.teacher),
         )

@@ -367,7 +367,7 @@ class Rank:
             passages=cut_passages(rows, one.parts, self._device, choices),
             rows=[len(unit.contexts) for unit in one.units],
             lengths=[unit.length for unit in one.units],
-            advantages=[unit.advantages for unit in one.units],
+            advantages=[unit.advantage for unit in one.units],
             weights=[unit.weight for unit in one.units],
             teacher=[unit.teacher for unit in one.units],
         )

@@ -41,7 +41,6 @@ from dora_pipe.consumers.learners.torch.packed_attention import (
 from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
-from dora_pipe.consumers.objectives.turns import for_tokens
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
 from dora_pipe.schemas.policy import PolicyDtype
@@ -442,8 +441,8 @@ class PassInputs:
     """How many there are."""
     lengths: Sequence[int]
     """Counted tokens."""
-    advantages: Sequence[Sequence[float]]
-    """One for each of these, or a single one that all have."""
+    advantages: Sequence[float]
+    """Of each of these."""
     weights: Sequence[float]
     """Of each token in the mean over the minibatch."""
     teacher: Sequence[Sequence[float] | None]
@@ -464,7 +463,7 @@ def inputs_of(one: Pass, device: str) -> PassInputs:
         passages=passages_of(one, device),
         rows=[len(unit.rows) for unit in one.units],
         lengths=[unit.counted for unit in one.units],
-        advantages=[unit.advantages for unit in one.units],
+        advantages=[unit.advantage for unit in one.units],
         weights=[unit.weight for unit in one.units],
         teacher=[unit.teacher for unit in one.units],
         proximal=one.proximal,
@@ -489,7 +488,6 @@ def pass_loss(
     elif proximal is None:
         proximal = logprobs.detach()
     weights = per_token(given.weights, given.lengths, device)
-    advantages = for_tokens(given.advantages, given.lengths)
     inputs = Inputs(
         logprobs=logprobs,
         behaviour=joined([one.behaviour for one in given.passages]),
@@ -500,7 +498,7 @@ def pass_loss(
             else None
         ),
         teacher=_teacher(given.teacher, logprobs) if objective.teacher_weight else None,
-        advantages=torch.tensor(advantages, dtype=torch.float32).to(device),
+        advantages=per_token(given.advantages, given.lengths, device),
         lengths=given.lengths,
     )
     terms = terms_of(inputs, objective)

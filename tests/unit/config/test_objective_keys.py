@@ -108,32 +108,6 @@ def test_filter_of_equal_rewards_does_not_go_with_a_baseline_that_gives_them_an_
         )
 
 
-VALUED = {"turn_values_share": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("groups", "more", "said"),
-    [
-        ({}, {}, "turn_values_share"),
-        (VALUED, {"objective": {"advantage": "turns", "advantage_std": True}}, "advantage_std"),
-        ({**VALUED, "filter_zero_advantage": True}, {}, "filter_zero_advantage"),
-        (VALUED, {"staleness": {"interruptible": True}}, "interruptible"),
-    ],
-)
-def test_advantages_of_turns_need_their_values_and_are_taken_as_they_are(
-    groups: dict[str, Any], more: dict[str, Any], said: str
-) -> None:
-    plain = {**PLAIN, "objective": {"advantage": "turns"}, "groups": groups, **more}
-    with pytest.raises(ConfigError, match=said):
-        from_plain(plain)
-
-
-def test_advantages_of_turns_are_not_divided_by_default() -> None:
-    plain = {**PLAIN, "objective": {"advantage": "turns"}, "groups": VALUED}
-    assert from_plain(plain).objective.advantage_std is False
-    assert from_plain({**PLAIN, "groups": VALUED}).objective.advantage_std is True
-
-
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_what_is_shown_is_read_back_the_same(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"

@@ -18,7 +18,7 @@ from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.schemas.wire import REWARD_MAX
 from tests.support.batches import SETTINGS, make_batch
 
-RULES: tuple[Advantage, ...] = ("group", "leave-one-out", "version-baseline", "turns")
+RULES: tuple[Advantage, ...] = ("group", "leave-one-out", "version-baseline")
 anything = st.floats(allow_nan=False, allow_infinity=False)
 likely = st.one_of(anything, st.floats(-REWARD_MAX, REWARD_MAX), st.just(REWARD_MAX))
 

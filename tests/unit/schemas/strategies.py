@@ -28,7 +28,6 @@ from dora_pipe.schemas.trajectory import (
     Trajectory,
     TurnProgress,
 )
-from dora_pipe.schemas.turn_values import TurnValue, turn_places
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 WHOLE = st.integers(0, 2**62)
@@ -148,7 +147,6 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             weights=_weights(draw, tiles, version),
             contexts=_contexts(draw, tiles, size),
             calls=_calls(draw, tiles),
-            turn_values=_turn_values(draw, tiles),
         ),
     )
 
@@ -172,17 +170,6 @@ def _calls(draw: st.DrawFn, tiles: Sequence[Segment]) -> tuple[Call, ...]:
         return ()
     call = draw(struct(Call))
     return tuple(msgspec.structs.replace(call, start=one.start, end=one.end) for one in models)
-
-
-def _turn_values(draw: st.DrawFn, tiles: Sequence[Segment]) -> tuple[TurnValue, ...]:
-    """Some places where later turns begin have one."""
-    places = [at for at in list(turn_places(tiles).values())[1:] if draw(st.booleans())]
-    return tuple(
-        TurnValue(
-            token=at, mean=draw(FLOATS), samples=draw(st.integers(1, 99)), sampled=draw(WHOLE)
-        )
-        for at in places
-    )
 
 
 def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[Sampler, ...]:

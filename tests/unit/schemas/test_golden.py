@@ -82,7 +82,6 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("mixed", arrow_values.MIXED_TRAJECTORY),
         ("named", later_values.NAMED_TRAJECTORY),
         ("agents-own", later_values.AGENTS_TRAJECTORY),
-        ("turn-values", later_values.VALUED_TRAJECTORY),
         ("branched", branched_values.BRANCHED_TRAJECTORY),
         ("stopped", branched_values.STOPPED_TRAJECTORY),
     ],
@@ -207,7 +206,6 @@ TRAJECTORIES = (
     later_values.NAMED_TRAJECTORY,
     later_values.ANSWERED_TRAJECTORY,
     later_values.AGENTS_TRAJECTORY,
-    later_values.VALUED_TRAJECTORY,
     branched_values.BRANCHED_TRAJECTORY,
     branched_values.STOPPED_TRAJECTORY,
 )

@@ -64,7 +64,6 @@ def test_every_metric_that_somebody_reads_daily_has_a_panel() -> None:
         "requests_failed_total",
         "evaluation_version",
         "trainer_cached_bytes",
-        "turn_value_tokens_total",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from dora_pipe.bus.port import TRIMMED_TOPICS, Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
@@ -24,6 +25,10 @@ PARTITIONS_MAX = 4096
 
 POSITION_MAX = 1 << 40
 """Nobody appends a thousand thousand million records to one partition."""
+
+FILLER: Final = "filler"
+"""Header of a record that only takes an offset up, so that the records of a copied log keep theirs
+on Kafka; readers skip it."""
 
 FORK_HINT = "close the bus before the fork, and open it again on both sides"
 

@@ -29,6 +29,7 @@ from dora_pipe.bus.checks import (
     check_same,
     check_spec,
     check_trimmed,
+    first_kept,
     is_trimmed,
 )
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec, Writer
@@ -58,6 +59,7 @@ _FIRST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT 1"
 _LAST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at DESC LIMIT 1"
 _DELETE = "DELETE FROM records WHERE at >= ? AND at < ?"
 _INSERT = "INSERT INTO records (at, key, headers, value) VALUES (?, ?, ?, ?)"
+_PLACED = "INSERT OR REPLACE INTO placed (base, from_offset, to_offset) VALUES (?, ?, ?)"
 _RANGE = "SELECT at, key, headers, value FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT ?"
 _FENCE = (
     "INSERT INTO writers VALUES (?, 1) ON CONFLICT DO UPDATE SET epoch = epoch + 1 RETURNING epoch"
@@ -128,12 +130,17 @@ class SqliteBus(Bus):
         return self._find(TopicPartition(topic, 0)).partitions
 
     def begin(self, tp: TopicPartition) -> int:
-        """The first position: 0, or where the first record lies that `trim` has left."""
+        """The first position: 0, or where the first record lies that `trim` has left.
+
+        Of a copied log it is not before the source's.
+        """
         file = self._file_of(tp)
+        base = self._topics.base(*tp)
+        copied, _ = file.placed.get(base, (0, 0))
         if not is_trimmed(tp.topic):
-            return 0
+            return copied
         with file.reading():
-            return _begin_of(file, self._topics.base(*tp))
+            return max(copied, _begin_of(file, base))
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
         """Delete in one short transaction; what is free then is used by the next appends."""
@@ -151,6 +158,42 @@ class SqliteBus(Bus):
     def written_end(self, tp: TopicPartition) -> int:
         """The same: what is committed can be read."""
         return self.end(tp)
+
+    def placed_end(self, tp: TopicPartition) -> int:
+        """The position after the last record that was copied or appended; no gap follows it."""
+        file = self._file_of(tp)
+        base = self._topics.base(*tp)
+        with file.reading():
+            last = _last(file, base)
+            _, copied = file.placed.get(base, (0, 0))
+            return copied if last is None else max(copied, last - base + 1)
+
+    def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
+        """Write records of another log at their own offsets, durably, and end the partition there.
+
+        `begin` is where the source's partition begins, if this is the first call. Raises BusError.
+        """
+        file = self._file_of(tp)
+        base = self._topics.base(*tp)
+        begin, _ = file.placed.get(base, (begin, 0))
+        with file.writing() as connection:
+            last = _last(file, base)
+            if records and last is not None and records[0].offset <= last - base:
+                raise BusError(f"{self.path} is written by another process during the copy")
+            connection.executemany(
+                _INSERT,
+                [
+                    (
+                        base + record.offset,
+                        record.key,
+                        _encode_headers(record.headers) if record.headers else None,
+                        record.value,
+                    )
+                    for record in records
+                ],
+            )
+            connection.execute(_PLACED, (base, begin, end))
+        file.placed[base] = begin, end
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> SqliteReader:
         """A reader of exactly these partitions, with its own connection."""
@@ -269,6 +312,9 @@ class SqliteReader(PositionReader):
     ) -> int:
         """Move a partition's records into `found` as far as there is room; returns their bytes."""
         limit, base = records_max - len(found), self._bases[tp]
+        if base in self._file.placed:
+            begin, _ = self._file.placed[base]
+            self._positions[tp] = first_kept(tp, self._positions[tp], begin)
         bounds = (base + self._positions[tp], base + (1 << OFFSET_BITS), limit)
         taken_bytes = taken = 0
         with closing(connection.execute(_RANGE, bounds)) as rows:
@@ -373,9 +419,13 @@ def _record(
 
 
 def _end_of(file: SqliteFile, base: int) -> int:
-    """The position after a partition's last record and the gap behind it."""
+    """The position after a partition's last record and the gap behind it; of a copied partition,
+    the source's end."""
     last = _last(file, base)
-    return 0 if last is None else last - base + STEP
+    _, copied = file.placed.get(base, (0, 0))
+    if last is None or last - base < copied:
+        return copied
+    return last - base + STEP
 
 
 def _begin_of(file: SqliteFile, base: int) -> int:

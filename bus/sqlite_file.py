@@ -49,6 +49,9 @@ CREATE TABLE records (
   at INTEGER PRIMARY KEY, -- topic << 52 | partition << 40 | offset
   key BLOB NOT NULL, headers BLOB, value BLOB NOT NULL
 ) STRICT;
+CREATE TABLE placed ( -- partitions of a copy, and the positions of the source that it has
+  base INTEGER PRIMARY KEY, from_offset INTEGER NOT NULL, to_offset INTEGER NOT NULL
+) STRICT;
 CREATE VIEW log AS
   SELECT name AS topic, at >> 40 & 4095 AS partition, at & 1099511627775 AS offset,
          key, value, headers, at
@@ -82,10 +85,15 @@ class SqliteFile:
         with self.errors():
             self.connection = _connect(path, create=create)
         _live.add(self)
+        self.placed: dict[int, tuple[int, int]] = {}
+        """Of a copied log: begin and end of each partition, by the row of its offset 0."""
         with ExitStack() as undo, self.errors():
             undo.callback(self.close)
             self._check_format()
             self._prepare(create=create, patient=patient)
+            if not self.fresh:
+                found = self._retry("SELECT base, from_offset, to_offset FROM placed")
+                self.placed = {base: (begin, end) for base, begin, end in found}
             undo.pop_all()
 
     def _check_format(self) -> None:

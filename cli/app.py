@@ -83,7 +83,7 @@ COMMANDS: Final[Panels] = {
             "Serve the metrics of a run to Prometheus.",
             "metrics demo --port 9464",
         ),
-        "log": ("cli.commands.log:log", "Create and read the topics of a run."),
+        "log": ("cli.commands.log:log", "Create, read and copy the topics of a run."),
     },
     "Audit and replay": {
         "audit": ("cli.commands.audit:audit", "Verify a run from its log.", "audit demo"),

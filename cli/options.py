@@ -59,7 +59,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line
 RunsOption = Annotated[
     Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Where runs lie.")
 ]
-RUN_HELP: Final = "A run's name, the path of its directory, or kafka://.../RUN."
+RUN_HELP: Final = "A run's name, the path of its directory, a .sqlite file, or kafka://.../RUN."
 RunArgument = Annotated[str, typer.Argument(help=RUN_HELP)]
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
 OverrideOption = Annotated[

@@ -47,7 +47,7 @@ from dora_pipe.launch.run_dir import (
     BEGINS_WITH,
     RunDir,
     create,
-    find_run,
+    find_directory,
     refuse_running,
     run_dir,
     store_config,
@@ -207,7 +207,7 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
 
     `here`: all its roles will be on this machine, which has the data.
     """
-    directory = find_run(wanted.run.name, root)
+    directory = find_directory(wanted.run.name, root)
     wanted = _with_teacher_of(directory.config(), wanted)
     if here:
         refuse_running(directory)

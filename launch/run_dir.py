@@ -12,8 +12,9 @@ runs/NAME/
   retrained-from  the run beside it whose trajectories it was trained on, if `retrain` made it
   begins-with     the first record as the start has planned it
 
-A run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
-its first record says.
+A run may also be called by its log: `kafka://HOST:PORT[,HOST:PORT]/NAME`, or a `.sqlite` file that
+`log copy` has written. Then its configuration is in its first record. A file `runs/NAME.sqlite` is
+found by NAME where there is no directory of that name.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimStore
@@ -63,6 +65,12 @@ BEGINS_WITH = "begins-with"
 
 ON_KAFKA = "kafka://"
 """How an address of a run begins that is no name and no path."""
+
+IN_FILE = "sqlite:"
+"""How the address of a log in a file begins."""
+
+LOG_SUFFIX = ".sqlite"
+"""Of the file of a log."""
 
 NAMES_MAX = 8
 """Of runs, in one hint."""
@@ -202,7 +210,7 @@ class RunDir:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOnKafka(RunDir):
+class RunByLog(RunDir):
     """A run that is known by its log alone; its directory, where files may go, need not exist."""
 
     url: str
@@ -211,6 +219,8 @@ class RunOnKafka(RunDir):
     @property
     def words(self) -> str:
         """See the base."""
+        if self.url.startswith(IN_FILE):
+            return self.url.removeprefix(IN_FILE)
         return f"{self.url}/{self.path.name}"
 
     def config(self) -> Config:
@@ -230,16 +240,19 @@ class RunOnKafka(RunDir):
                 started, _ = policy_after(bus, topics, 0)
             except UsageError:
                 raise UsageError(f"run {topics.run!r} on {self.url} has not begun") from None
-        plain = started.config
-        at_url = {**plain, "bus": {**plain.get("bus", {}), "url": self.url}}
         try:
-            return logged_config(at_url)
+            return at_url(logged_config(started.config), self.url)
         except msgspec.ValidationError as error:
             raise ConfigError(f"the configuration of run {topics.run!r}: {error}") from None
 
     def exists(self) -> bool:
         """See the base; who asks for the configuration finds out more."""
         return True
+
+
+def at_url(config: Config, url: str) -> Config:
+    """The configuration of a run whose log is at another address."""
+    return replace(config, bus=replace(config.bus, url=url))
 
 
 def _runs_among(topics: Sequence[str]) -> list[str]:
@@ -296,10 +309,17 @@ def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
 def find_run(name: str, runs: Path = RUNS) -> RunDir:
     """A run by path, by name, or by its log. Raises UsageError: where it looked, what is there."""
     if name.startswith(ON_KAFKA):
-        url, _, run = name.rpartition("/")
-        if not url.startswith(ON_KAFKA) or not run:
-            raise UsageError(f"{name} names no run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
-        return RunOnKafka(runs / run, url)
+        return run_on_kafka(name, runs)
+    if name.endswith(LOG_SUFFIX):
+        return _run_in_file(Path(name), runs)
+    sealed = runs / f"{name}{LOG_SUFFIX}"
+    if name == Path(name).name and sealed.is_file() and not RunDir(runs / name).exists():
+        return _run_in_file(sealed, runs)
+    return find_directory(name, runs)
+
+
+def find_directory(name: str, runs: Path = RUNS) -> RunDir:
+    """The directory of a run by path or name. Raises UsageError."""
     # A plain name is a run's first: the folder that a run was configured in may have the same.
     places = (runs / name, Path(name)) if name == Path(name).name else (Path(name),)
     for candidate in map(RunDir, places):
@@ -307,6 +327,25 @@ def find_run(name: str, runs: Path = RUNS) -> RunDir:
             return candidate
     looked = (runs if len(places) > 1 else Path(name).parent).absolute()
     raise UsageError(f"no run {Path(name).name!r} in {looked}", hint=_near(Path(name).name, looked))
+
+
+def run_on_kafka(address: str, runs: Path = RUNS) -> RunByLog:
+    """The run at `kafka://HOST:PORT[,HOST:PORT]/RUN`. Raises UsageError, ConfigError."""
+    url, _, run = address.rpartition("/")
+    if not url.startswith(ON_KAFKA) or not run:
+        raise UsageError(f"{address} names no run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
+    return RunByLog(runs / run, url)
+
+
+def _run_in_file(file: Path, runs: Path) -> RunByLog:
+    """The run whose log a file is. Raises UsageError, BusError."""
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}")
+    with closing(open_bus(f"{IN_FILE}{file}")) as bus:
+        names = _runs_among(bus.topics())
+    if len(names) != 1:
+        raise UsageError(f"{file} holds the logs of {len(names)} runs, expected one")
+    return RunByLog(runs / names[0], f"{IN_FILE}{file}")
 
 
 def _near(name: str, runs: Path) -> str:

@@ -19,7 +19,7 @@ from kafka.consumer.fetcher import Fetcher
 from kafka.protocol.consumer import IsolationLevel
 from kafka.record.default_records import DefaultRecordBatch
 
-from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.checks import FILLER, record_bytes
 from dora_pipe.bus.port import Record, TopicPartition
 
 SHOWN_BYTES_MIN: Final = 16 * 1024
@@ -74,7 +74,8 @@ class Unpacked(Fetcher.PartitionRecords):  # type: ignore[misc]  # the client ha
                 self.bytes_read += size_bytes
                 self._unpacked.bytes += size_bytes
                 self.next_fetch_offset = record.offset + 1
-                yield record
+                if not (record.headers and record.headers[0][0] == FILLER):
+                    yield record
         if last is not None:  # compaction keeps the last offset of a batch without its record
             self.next_fetch_offset = last.next_offset
         self.drain()

@@ -15,7 +15,7 @@ from dora_pipe.cli.options import (
     RunArgument,
     RunsOption,
 )
-from dora_pipe.cli.output import emit_rows
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import ConfigError
 
@@ -87,6 +87,44 @@ def cat(
         print_records(open_run, wanted, as_json=as_json)
 
 
+def copy(
+    run: RunArgument,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="DST", help="FILE.sqlite, or kafka://HOST:PORT[,HOST:PORT]/RUN."),
+    ],
+    allow_lost: Annotated[
+        bool,
+        typer.Option("--allow-lost", help="Copy records whose large value is lost, without it."),
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Copy a run's log into a SQLite file or onto Kafka, and compare both.
+
+    Offsets and large values are kept. Run it again to continue a copy that was interrupted, or one
+    of a run that has gone on. Other commands take the file as a run.
+    """
+    from dora_pipe.bus.copy import copy_topics
+    from dora_pipe.cli.progress import progress
+    from dora_pipe.launch.copy_run import copy_target
+    from dora_pipe.launch.run_dir import opened
+
+    with (
+        opened(run, root) as source,
+        copy_target(source, target, root) as copied,
+        progress("copying") as report,
+    ):
+        done = copy_topics(source.bus, copied, source.topics.all(), report, allow_lost=allow_lost)
+    if as_json:
+        emit_json({"records": done.records, "added": done.added, "digest": done.digest})
+        return
+    if done.lost:
+        say(f"{done.lost} large values are lost in the source and in the copy")
+    emit_line(f"{target}: {done.added} records copied, {done.records} compared")
+    emit_line(f"digest {done.digest}")
+
+
 log = lazy_app(
     {
         "Commands": {
@@ -105,8 +143,13 @@ log = lazy_app(
                 "Print the records of a topic.",
                 "log cat demo trajectories --limit 3",
             ),
+            "copy": (
+                "cli.commands.log:copy",
+                "Copy a run's log into one file or onto Kafka, and compare both.",
+                "log copy kafka://broker:9092/mine mine.sqlite",
+            ),
         }
     },
     name="log",
-    help="Create and read the topics of a run.",
+    help="Create, read and copy the topics of a run.",
 )

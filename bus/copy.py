@@ -1,0 +1,260 @@
+"""Copies of topics onto another bus: the same records at the same offsets.
+
+A copy continues after its last record, partition by partition, and ends with a digest over the
+records of both sides. Positions without a record are kept too: a SQLite file stores each record's
+offset, and a Kafka topic gets a filler record there, which readers skip (`FILLER`).
+
+Large values are copied into the target's records where it has no blob store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from typing import Any, Final, Protocol
+
+from dora_pipe.bus.base import Told, count_empty_polls
+from dora_pipe.bus.checks import FILLER, is_trimmed
+from dora_pipe.bus.claim_check import CLAIM_LOST, lost_claim
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
+
+POLL_S: Final = 1.0
+EMPTY_POLLS_MAX: Final = 30
+APPENDS_AT_ONCE: Final = 4096
+
+
+class CopyTarget(Protocol):
+    """A log that a copy is written to."""
+
+    bus: Bus
+
+    def position(self, tp: TopicPartition) -> int:
+        """Return the position that the copy of a partition has reached."""
+        ...
+
+    def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
+        """Write records at their own offsets and move the partition's position to `end`.
+
+        `begin` is where the partition begins if nothing was copied yet. Raises BusError.
+        """
+        ...
+
+
+class FileTarget:
+    """Copies into a SQLite file, which keeps large values in its records."""
+
+    def __init__(self, bus: SqliteBus) -> None:
+        self.bus: Bus = bus
+        self.position = bus.placed_end
+        self.place = bus.place
+
+
+class FillingTarget:
+    """Copies onto a log that numbers its records itself, without gaps: Kafka."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self._writer = bus.writer()
+
+    def position(self, tp: TopicPartition) -> int:
+        """Return the end of the partition: every record below it was copied."""
+        return self.bus.written_end(tp)
+
+    def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
+        """Append the records, and fillers at the offsets between them. Raises BusError."""
+        if begin and not is_trimmed(tp.topic):
+            raise LogTruncated(
+                f"{tp.topic}/{tp.partition} begins at {begin}: records before it were deleted, "
+                "which a copy on Kafka would hide",
+                hint="copy into a .sqlite file",
+            )
+        position = self.position(tp)
+        appends = _without_gaps(tp, records, position, end)
+        while chunk := list(islice(appends, APPENDS_AT_ONCE)):
+            if self._writer.append(chunk) != list(range(position, position + len(chunk))):
+                raise BusError(
+                    f"{tp.topic}/{tp.partition} got records from another writer during the copy",
+                    hint="delete the copy's topics and copy again",
+                )
+            position += len(chunk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogCopy:
+    """Result of a copy. `digest` is over all records of the source and, equally, of the copy."""
+
+    records: int
+    added: int
+    lost: int
+    """Large values that the source has lost too."""
+    digest: str
+
+
+def copy_topics(
+    source: Bus, target: CopyTarget, topics: Sequence[str], told: Told, *, allow_lost: bool = False
+) -> LogCopy:
+    """Copy what the source has now of these topics, which exist on both sides, and compare.
+
+    Raises BusError where the target holds other records or a large value is lost (unless allowed),
+    InvariantBroken where the sides differ at the end.
+    """
+    # Control first: what its records name was appended before them.
+    ends = {
+        tp: source.end(tp)
+        for topic in topics
+        for tp in (TopicPartition(topic, one) for one in range(source.partitions(topic)))
+    }
+    for tp, end in ends.items():
+        _check_begins_alike(source, target, tp, end)
+    copies = [_PartitionCopy(source, target, tp, end, allow_lost) for tp, end in ends.items()]
+    digest = hashlib.sha256()
+    for copy in copies:
+        copy.run(told)
+        digest.update(f"{copy.tp.topic} {copy.tp.partition} {copy.read.hexdigest()}\n".encode())
+    return LogCopy(
+        records=sum(copy.records for copy in copies),
+        added=sum(copy.added for copy in copies),
+        lost=sum(copy.lost for copy in copies),
+        digest=digest.hexdigest(),
+    )
+
+
+class _PartitionCopy:
+    """The copy of one partition up to an end."""
+
+    def __init__(
+        self, source: Bus, target: CopyTarget, tp: TopicPartition, end: int, allow_lost: bool
+    ) -> None:
+        self.tp, self.records, self.added, self.lost = tp, 0, 0, 0
+        self.read, self._written = hashlib.sha256(), hashlib.sha256()
+        self._source, self._target = source, target
+        self._end, self._allow_lost = end, allow_lost
+
+    def run(self, told: Told) -> None:
+        """Copy what is missing, and compare everything. Each side is read once."""
+        tp, end = self.tp, self._end
+        start = self._target.position(tp)
+        begin = self._source.begin(tp)
+        if start:  # old records of the metrics are deleted while a run goes on, also in a copy
+            begin = max(begin, self._target.bus.begin(tp))
+        self._read_copy(begin, start)
+        checked = False
+        for batch in _batches(self._source, tp, begin, end):
+            known = [record for record in batch if record.offset < start]
+            new = [record for record in batch if record.offset >= start]
+            self._add(known)
+            if new and not checked:
+                self._check_same("is not a copy of this run", "choose another file or cluster")
+                checked = True
+            if new:
+                self._add(new)
+                records = [_without_lost(record) for record in new]
+                self._target.place(tp, records, begin=begin, end=new[-1].offset + 1)
+                self.added += len(new)
+            told(f"copying {tp.topic}", batch[-1].offset - begin, end - begin)
+        if start < end:
+            self._target.place(tp, (), begin=begin, end=end)
+        self._read_copy(max(begin, start), end)
+        self._check_same("differs from its source", "delete the copy and copy again")
+
+    def _add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if lost := lost_claim(record):
+                self.lost += 1
+                if not self._allow_lost:
+                    raise BusError(
+                        f"{self.tp.topic}/{self.tp.partition}@{record.offset}: {lost}",
+                        hint="copy where the run's store is, or add --allow-lost",
+                    )
+            update_digest(self.read, record)
+        self.records += len(records)
+
+    def _read_copy(self, begin: int, end: int) -> None:
+        for batch in _batches(self._target.bus, self.tp, begin, end):
+            for record in batch:
+                update_digest(self._written, record)
+
+    def _check_same(self, fault: str, hint: str) -> None:
+        if self.read.digest() != self._written.digest():
+            raise InvariantBroken(f"{self.tp.topic}/{self.tp.partition} {fault}", hint=hint)
+
+
+def update_digest(digest: Any, record: Record) -> None:
+    """Add a record to a digest: partition, offset, key, headers, value, each with its length."""
+    headers = [part for name, value in _headers(record) for part in (name.encode(), value)]
+    parts = (record.key, *headers, record.value)
+    sizes = ",".join(str(len(part)) for part in parts)
+    digest.update(f"{record.partition}@{record.offset}:{sizes}\n".encode())
+    for part in parts:
+        digest.update(part)
+
+
+def _check_begins_alike(source: Bus, target: CopyTarget, tp: TopicPartition, end: int) -> None:
+    """Raise BusError where the target's partition belongs to another run, or goes further."""
+    copied = target.position(tp)
+    if copied > end:
+        raise BusError(
+            f"{tp.topic}/{tp.partition} ends at {copied} in the copy and at {end} in its source",
+            hint="is the source the older log?",
+        )
+    begin = max(source.begin(tp), target.bus.begin(tp))
+    if begin >= copied:
+        return
+    first, copied_first = (_first(bus, tp, begin, copied) for bus in (source, target.bus))
+    if first != copied_first:
+        raise BusError(
+            f"{tp.topic}/{tp.partition} of the target is not a copy of this run",
+            hint="choose another file or cluster",
+        )
+
+
+def _first(bus: Bus, tp: TopicPartition, begin: int, end: int) -> Record | None:
+    record = next(chain.from_iterable(_batches(bus, tp, begin, end, records_max=1)), None)
+    return None if record is None else replace(_without_lost(record), checked="")
+
+
+def _batches(
+    bus: Bus, tp: TopicPartition, begin: int, end: int, records_max: int = 500
+) -> Iterator[list[Record]]:
+    """The records of a partition between two positions. Raises BusError."""
+    empty = 0
+    with closing(bus.reader({tp: begin})) as reader:
+        while (position := reader.position(tp)) < end:
+            records = reader.poll(timeout_s=POLL_S if empty else 0.0, records_max=records_max)
+            if batch := [record for record in records if record.offset < end]:
+                yield batch
+            moved = reader.position(tp) != position
+            empty = count_empty_polls(reader, tp, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+
+
+def _without_gaps(
+    tp: TopicPartition, records: Sequence[Record], position: int, end: int
+) -> Iterator[Append]:
+    """An append for every offset from a position to an end."""
+    filler = Append(topic=tp.topic, partition=tp.partition, value=b"", headers=((FILLER, b""),))
+    for record in records:
+        yield from repeat(filler, record.offset - position)
+        yield Append(
+            topic=tp.topic,
+            partition=tp.partition,
+            key=record.key,
+            value=record.value,
+            headers=record.headers,
+            digest=record.checked,
+        )
+        position = record.offset + 1
+    yield from repeat(filler, end - position)
+
+
+def _headers(record: Record) -> tuple[tuple[str, bytes], ...]:
+    """The record's headers as they were appended: a reader says of a lost value why."""
+    return tuple(header for header in record.headers if header[0] != CLAIM_LOST)
+
+
+def _without_lost(record: Record) -> Record:
+    return replace(record, headers=_headers(record)) if lost_claim(record) else record

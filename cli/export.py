@@ -36,9 +36,7 @@ from dora_pipe.observe.traces.sinks import (
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.observe.trackers.follow import Tracking
-from dora_pipe.observe.trackers.port import Tracker
-from dora_pipe.observe.trackers.tensorboard import TensorBoardTracker
-from dora_pipe.observe.trackers.wandb import WandbTracker
+from dora_pipe.observe.trackers.sink import TensorBoardTracker, Tracker, WandbTracker
 from dora_pipe.orchestrator.watched import watched_evaluation
 
 CHECKPOINTS: Final = "traces-sent"

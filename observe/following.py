@@ -1,10 +1,12 @@
-"""Follow the log of a run, and wait while it cannot be read."""
+"""Follow the log of a run: wait while it cannot be read, and remember what was sent."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from contextlib import closing
-from typing import Final, Protocol, TypeVar
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
 
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, LogTruncated
@@ -15,6 +17,30 @@ TURN_S: Final = 1.0
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 10.0
 """Time between two tries while the log cannot be read; it doubles with each."""
+
+
+class Checkpoint:
+    """A file that remembers how far something was sent; without a path, nothing does."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def read(self) -> Any:
+        """The value that was written last; None where there is none."""
+        if self.path is None:
+            return None
+        with suppress(OSError, ValueError):
+            return json.loads(self.path.read_text())
+        return None
+
+    def write(self, value: Any) -> None:
+        """Remember, all or nothing. A full disk costs a row sent twice, no more."""
+        if self.path is not None:
+            unfinished = self.path.with_name(f"{self.path.name}.tmp")
+            with suppress(OSError):
+                unfinished.parent.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text(f"{json.dumps(value)}\n")
+                unfinished.replace(self.path)
 
 
 class LogReading(Protocol):

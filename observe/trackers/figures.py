@@ -18,7 +18,7 @@ from dora_pipe.catalogue.evaluations import EvaluationEnded
 from dora_pipe.catalogue.group_history import rewards_of
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.text import ahead_share
-from dora_pipe.observe.trackers.port import Figure, Spread
+from dora_pipe.observe.trackers.sink import Figure, Spread
 from dora_pipe.schemas.control import (
     INFRASTRUCTURE,
     RunStarted,

@@ -10,26 +10,19 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.core.errors import BusError
+from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.run_stats import Contributions
 from dora_pipe.observe.trackers.figures import FigureStats
-from dora_pipe.observe.trackers.port import TrackedRun, Tracker
+from dora_pipe.observe.trackers.sink import TrackedRun, Tracker
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
-
-TURN_S: Final = 1.0
-"""Between two looks at a log that goes on: rows come so late at most."""
-
-RETRY_FIRST_S: Final = 0.5
-RETRY_MAX_S: Final = 10.0
-"""Between two tries while the log is away: twice as long each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,47 +48,35 @@ class Tracking:
         self._before: int | None = None
         """Rows that were there when it began; None before the run was met."""
         self._given = 0
+        self._stats = FigureStats(topics.run, rows, begin=self._begin)
 
     def whole(self) -> Tracked:
-        """Everything that is in the log now. Raises BusError, and what the tracker raises."""
-        stats, follower = self._open()
-        with closing(follower):
-            while self._turn(stats, follower):
-                pass
-        return self._done(over=stats.over)
+        """Give everything that is in the log now. Raises BusError, and what the tracker raises."""
+        with closing(self._opened()) as follower:
+            self._read(follower)
+        return self._done()
 
     def follow(self, stop: Callable[[], bool] = lambda: False) -> Tracked:
-        """Until the run is over or `stop` says so; waits for a log that is away.
+        """Give rows until the run is over or `stop` says so.
 
-        Raises LogTruncated for a log that has lost what was read, and what the tracker raises.
+        Raises LogTruncated for a log that has lost records, and what the tracker raises.
         """
-        retry_s = RETRY_FIRST_S
-        while True:
-            follower = None
-            try:
-                stats, follower = self._open()
-                while True:
-                    more = self._turn(stats, follower)
-                    retry_s = RETRY_FIRST_S
-                    if not more and (stats.over or stop()):
-                        return self._done(over=stats.over)
-                    if not more:
-                        self._clock.sleep(TURN_S)
-            except LogTruncated:
-                raise
-            except BusError as error:
-                if stop():
-                    return self._done(over=False)
-                LOG.warning("figures wait: the log is away: %s", error.message)
-                self._clock.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_MAX_S)
-            finally:
-                if follower is not None:
-                    follower.close()
 
-    def _open(self) -> tuple[FigureStats, LogFollower]:
-        stats = FigureStats(self._topics.run, self._contributions, begin=self._begin)
-        return stats, LogFollower(self._bus, self._topics, stats, lent=stats.account.lend)
+        def turn(follower: LogFollower) -> bool:
+            self._read(follower)
+            return self._stats.over or stop()
+
+        def away(error: BusError) -> bool:
+            LOG.warning("figures wait: the log is away: %s", error.message)
+            return stop()
+
+        follow_log(self._opened, turn, clock=self._clock, away=away)
+        return self._done()
+
+    def _opened(self) -> LogFollower:
+        self._stats = FigureStats(self._topics.run, self._contributions, begin=self._begin)
+        lend = self._stats.account.lend
+        return LogFollower(self._bus, self._topics, self._stats, lent=lend)
 
     def _begin(self, fact: RunStarted) -> int:
         """How many rows are not wanted; the log may be read from its beginning again."""
@@ -104,13 +85,14 @@ class Tracking:
             self._before = self._tracker.begin(run)
         return self._before + self._given
 
-    def _turn(self, stats: FigureStats, follower: LogFollower) -> bool:
-        """Read a piece and give its rows; whether there was something to read."""
-        more = follower.advance()
-        for row in stats.drain():
-            self._tracker.step(row.step, row.figures, at_ns=row.at_ns)
-            self._given += 1
-        return more
+    def _read(self, follower: LogFollower) -> None:
+        """Read to the present end of the log, and give its rows."""
+        more = True
+        while more:
+            more = follower.advance()
+            for row in self._stats.drain():
+                self._tracker.step(row.step, row.figures, at_ns=row.at_ns)
+                self._given += 1
 
-    def _done(self, *, over: bool) -> Tracked:
-        return Tracked(rows=self._given, before=self._before or 0, over=over)
+    def _done(self) -> Tracked:
+        return Tracked(rows=self._given, before=self._before or 0, over=self._stats.over)

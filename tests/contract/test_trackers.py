@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
+from dora_pipe.observe.trackers.sink import Figure, Spread, TrackedRun
 from tests.support.trackers import (
     RUN,
     FakeWandbHarness,
@@ -26,6 +26,7 @@ def harness(
     """Each implementation in a folder of its own."""
     match request.param:
         case "tensorboard":
+            pytest.importorskip("tensorboardX")
             pytest.importorskip("tensorboard")
             return TensorBoardHarness(tmp_path)
         case "fake wandb":

@@ -33,7 +33,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "why --summary": ("why", ".", "--summary"),
     "top --once": ("top", ".", "--once"),
     "top": ("top", "."),
-    "metrics": ("metrics", ".", "--port", "0"),
     "export html": ("export", "html", ".", "page.html"),
     "audit": ("audit", "."),
     "replay": ("replay", "."),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.observe.trackers.sink import EVENTS, ROWS
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.trackers import FakeWandb, event_rows
@@ -44,20 +47,31 @@ def test_a_second_export_goes_on_where_the_first_was_killed(
     recorded: RecordedRun, call: Call, tmp_path: Path, follow: tuple[str, ...]
 ) -> None:
     pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboardX")
     words = ("export", "tensorboard", recorded.directory, "tb", *follow)
     assert call(*words)[0] == 0
     folder = tmp_path / "tb" / "recorded"
     whole = event_rows(folder)
-    (file,) = folder.iterdir()
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])  # in the middle of a row
-    there = len(event_rows(folder))
-    assert 0 < there < len(whole)
+    there = len(whole) // 2
+    (file,) = folder.glob(EVENTS)
+    count = json.loads((folder / ROWS).read_text())
+    ends = ends_of(file)[1 + there]  # after the head and the configuration
+    (folder / ROWS).write_text(json.dumps(count | {"rows": there, "bytes": ends}))
     code, _, err = call(*words)
     assert code == 0
     assert err == f"tb/recorded: {len(whole) - there} rows, {there} were there\n"
     assert event_rows(folder) == whole
     assert call(*words)[2] == f"tb/recorded: 0 rows, {len(whole)} were there\n"
     assert event_rows(folder) == whole
+
+
+def ends_of(file: Path) -> list[int]:
+    """Where each record of an event file ends."""
+    data, at, ends = file.read_bytes(), 0, []
+    while at < len(data):
+        at += 8 + 4 + struct.unpack_from("<Q", data, at)[0] + 4
+        ends.append(at)
+    return ends
 
 
 def test_wandb_gets_the_same_rows_offline(
@@ -86,7 +100,7 @@ def test_wandb_gets_the_same_rows_offline(
 def test_an_absent_package_is_one_line_and_a_hint(
     recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch, command: str, hint: str
 ) -> None:
-    for name in ("tensorboard", "tensorboard.backend.event_processing", "wandb"):
+    for name in ("tensorboardX", "tensorboardX.event_file_writer", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
     code, out, err = call("export", command, recorded.directory, "x")
     assert (code, out) == (2, "")

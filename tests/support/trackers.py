@@ -15,9 +15,17 @@ from typing import Any, Final, Protocol
 
 import pytest
 
-from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun, Tracker
-from dora_pipe.observe.trackers.tensorboard import CONFIG, TensorBoardTracker
-from dora_pipe.observe.trackers.wandb import STEP, WandbTracker
+from dora_pipe.observe.trackers.sink import (
+    CONFIG,
+    EVENTS,
+    STEP,
+    Figure,
+    Spread,
+    TensorBoardTracker,
+    TrackedRun,
+    Tracker,
+    WandbTracker,
+)
 
 RUN: Final = TrackedRun(name="demo", started_ns=10**18, config={"run": {"name": "demo"}})
 PROJECT: Final = "arithmetic"
@@ -59,10 +67,10 @@ def event_rows(folder: Path) -> list[tuple[int, float, dict[str, Figure]]]:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob(EVENTS)):
         for event in EventFileLoader(str(path)).Load():
             values = event.summary.value
-            if values and values[0].tag != CONFIG:
+            if values and not values[0].tag.startswith(CONFIG):
                 figures = {value.tag: _figure(value) for value in values}
                 found.append((event.step, event.wall_time, figures))
     return found

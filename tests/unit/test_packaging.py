@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import dora_pipe
@@ -105,8 +106,11 @@ def test_locks_satisfy_what_the_project_asks_for() -> None:
 def test_every_import_is_of_a_package_that_the_project_asks_for() -> None:
     project = PROJECT["project"]
     asked = [project["dependencies"], *project["optional-dependencies"].values()]
-    named = {Requirement(line).name for lines in asked for line in lines}
-    providers = packages_distributions()
+    named = {canonicalize_name(Requirement(line).name) for lines in asked for line in lines}
+    providers = {
+        name: {canonicalize_name(one) for one in found}
+        for name, found in packages_distributions().items()
+    }
     strangers: set[str] = set()
     for path in files(".py"):
         if path.parts[0] not in (*INSTALLED, "__init__.py"):
@@ -114,7 +118,7 @@ def test_every_import_is_of_a_package_that_the_project_asks_for() -> None:
         tree = ast.parse((ROOT / path).read_text())
         roots = {name.split(".")[0] for _, names in module_imports(tree) for name in names}
         outside = roots - set(sys.stdlib_module_names) - named
-        strangers |= {f"{path}: {r}" for r in outside if not named & set(providers.get(r, ()))}
+        strangers |= {f"{path}: {r}" for r in outside if not named & providers.get(r, set())}
     assert strangers == set()
 
 

@@ -14,11 +14,11 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.observe import following
 from dora_pipe.observe.run_stats import Contributions
-from dora_pipe.observe.trackers import follow as under_test
 from dora_pipe.observe.trackers.figures import FIGURES, FigureRow
 from dora_pipe.observe.trackers.follow import Tracked, Tracking
-from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
+from dora_pipe.observe.trackers.sink import Figure, Spread, TrackedRun
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import stats_of
 from tests.support.tidy import ROOT
@@ -192,8 +192,8 @@ def test_a_log_that_is_away_is_waited_for_and_no_row_is_given_twice(
     done = Tracking(bus, recorded.topics, kept, lambda _: (), clock).follow()
     assert done.over and len(kept.runs) == 1
     assert [(row.step, row.at_ns) for row in kept.rows] == [(row.step, row.at_ns) for row in rows]
-    first = under_test.RETRY_FIRST_S
-    assert clock.slept == [first, 2 * first, first]
+    first = following.RETRY_FIRST_S
+    assert clock.slept == [first, 2 * first, 4 * first]
 
 
 def test_a_log_that_lost_what_was_read_ends_the_export(

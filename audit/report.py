@@ -27,7 +27,7 @@ CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "
 CANNOT_SEE: Final = (
     "whether these weights sampled these tokens, and these trajectories made these weights: "
     "`replay --random N`, `replay`",
-    "whether the task gives these rewards for these texts: `replay --rewards`",
+    "whether the task gives these rewards for these texts: `rescore`",
     "whether a progress record, a metric, or a trajectory that nobody has named yet is gone "
     "or another one",
     "what stands once: times, hosts, users, reasons, what an engine declares of itself",

@@ -1,15 +1,14 @@
-"""Tables that are made when somebody asks for them; `calls`, what agents asked of the model, is
-read from records.
+"""The table `calls`: what agents asked of the model, read from records for each statement that
+names it.
 
-Control says how many calls a record has, and nothing else of them; the catalogue reads no records
-of its own, so this table is made anew for every question that names it.
+Control has the number of calls of a record and nothing else of them; the catalogue reads no records
+by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.bus.base import count_empty_polls
@@ -23,7 +22,7 @@ from dora_pipe.catalogue.database import (
     logged_records,
 )
 from dora_pipe.catalogue.follower import EMPTY_POLLS_MAX, PIECE_BYTES, RECORDS_MAX, WAIT_S
-from dora_pipe.catalogue.tables import CALLS, CallRow, Row, Table
+from dora_pipe.catalogue.tables import CALLS, CallRow
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.contexts import Call, place_of
 from dora_pipe.schemas.fast_validate import FastValidator
@@ -35,41 +34,26 @@ _WITH_CALLS: Final = f"""{COUNTS} and trajectory_id in (
     select trajectory_id from trajectories where calls > 0)"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaidTable:
-    """A table that is made when a statement names it, and what it is made of."""
-
-    table: Table
-    rows: Callable[[], Iterator[Row]]
-
-
 def ask(
     catalogue: Catalogue,
     bus: Bus,
     topics: Topics,
     sql: str,
     parameters: Sequence[Any] = (),
-    *,
-    beside: Sequence[LaidTable] = (),
 ) -> tuple[list[str], list[tuple[Any, ...]], Damage]:
-    """As `Catalogue.ask`, also of `calls` and of tables `beside`; and the records that could not be
-    read for it.
+    """Answer as `Catalogue.ask`, also from `calls`; and the records that could not be read.
 
     Raises BusError, UsageError, ResourceError.
     """
     damage = Damage()
-    calls = LaidTable(table=CALLS, rows=lambda: _rows(catalogue, bus, topics, damage))
-    left = {one.table.name: one for one in (calls, *beside)}
-    while True:
-        try:
-            names, rows = catalogue.ask(sql, parameters)
-        except TableMissing as missing:
-            wanted = left.pop(missing.table, None)
-            if wanted is None:
-                raise
-            catalogue.lay(wanted.table, wanted.rows())
-        else:
-            return names, rows, damage
+    try:
+        names, rows = catalogue.ask(sql, parameters)
+    except TableMissing as missing:
+        if missing.table != CALLS.name:
+            raise
+        catalogue.lay(CALLS, _rows(catalogue, bus, topics, damage))
+        names, rows = catalogue.ask(sql, parameters)
+    return names, rows, damage
 
 
 def call_rows(found: Described) -> Iterator[CallRow]:

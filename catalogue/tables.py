@@ -398,19 +398,6 @@ class CallRow(Row, frozen=True, kw_only=True, gc=False):
     ]
 
 
-class RescoredRow(Row, frozen=True, kw_only=True, gc=False):
-    """What another reward says of a text, as `dora-pipe rescore` has it in the run's directory. It
-    is read from there for each statement that names it: the file beside the run does not have this
-    table."""
-
-    trajectory_id: Annotated[str, "whose text"]
-    reward_digest: Annotated[str, "sha256 of the code of the reward that was asked"]
-    asked: Annotated[str, "that reward as the command was given it; empty: the run's own"]
-    reward: Annotated[float | None, "what it says; null: there is none"]
-    parts: Annotated[str | None, Sql("JSON"), "what it is made of, by name"]
-    error: Annotated[str | None, "why there is none"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A column as SQL and documents want it."""
@@ -456,9 +443,6 @@ TABLES: Final = (
 
 CALLS: Final = Table(name="calls", row=CallRow)
 """Read from records when it is asked for: no catalogue has it by itself."""
-
-RESCORED: Final = Table(name="rescored", row=RescoredRow)
-"""Read from a run's directory when it is asked for."""
 
 TABLE_OF: Final = {table.row: table for table in TABLES}
 

@@ -1,78 +1,62 @@
-"""`diff`: where two runs part, as tables."""
+"""`diff`: print the first record where two runs part, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from dora_pipe.audit.compared_logs import ComparedLogs, compared_logs
-from dora_pipe.audit.run_diff import ComparedRun
+from dora_pipe.analysis.diff import Parting, RunDiff, diff_runs
 from dora_pipe.bus.logged import Damage
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged
 from dora_pipe.launch.run_dir import OpenRun
 
-ROWS: Final = 10
-"""Steps and versions in a table of curves; `--json` has every one."""
-
 CELL: Final = 40
-"""Characters of a value."""
+"""Characters of a value in the table."""
 
 
-def diff_runs(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
-    """Print where two runs part. Raises InvariantBroken behind the rest for records that are not
-    those that were logged."""
+def print_diff(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
+    """Compare two runs and print it. Raises InvariantBroken, last, for damaged records."""
     damage = Damage()
-    found = compared_logs(one, other, damage)
+    found = diff_runs(one, other, damage)
     if as_json:
         emit_json(found.plain())
     else:
-        names = [each.directory.path.name for each in (one, other)]
-        _print(found, names)
+        _print(found, (one.directory.path.name, other.directory.path.name))
     raise_if_damaged(damage, ", and not compared")
 
 
-def _print(found: ComparedLogs, names: Sequence[str]) -> None:
-    for what, words in found.words.items():
-        emit_line(f"{what:14} {words}")
-    for title, pairs in (("key", found.found.config), ("made of", found.found.made_of)):
-        _pairs(title, pairs, names)
-    _curves(found.runs, names)
-
-
-def _pairs(title: str, pairs: Mapping[str, tuple[Any, Any]], names: Sequence[str]) -> None:
-    if pairs:
+def _print(found: RunDiff, names: tuple[str, str]) -> None:
+    counts = ", ".join(f"{count} {_many(kind)}" for kind, count in found.compared.items())
+    if not found.partings:
+        emit_line(f"no difference in {counts}")
+    else:
+        first = found.partings[0]
+        emit_line(f"first record   {first.kind} {first.name}: {_values(found, first)}")
+        emit_line(f"compared       {counts}")
+    for at, reason in enumerate(found.reasons(names)):
+        emit_line(f"{'' if at else 'why':14} {reason}")
+    if found.partings and not found.reasons(names):
+        emit_line("why            no recorded setting differs: timing or numerics")
+    if len(found.partings) > 1:
         emit_line()
-        rows = [(key, *(str(value)[:CELL] for value in both)) for key, both in pairs.items()]
-        emit_table((title, *names), rows)
+        rows = [
+            (f"{part.kind} {part.name}", *(_short(value) for value in part.values))
+            for part in found.partings
+        ]
+        emit_table(("first that differs", *names), rows)
 
 
-def _curves(runs: Sequence[ComparedRun], names: Sequence[str]) -> None:
-    one, other = ({step: rest for step, *rest in run.steps} for run in runs)
-    steps = sorted(one.keys() & other.keys())
-    if steps:
-        emit_line()
-        heads = ("reward", "seconds", "staleness")
-        emit_table(
-            ("step", *(f"{head} {name}" for head in heads for name in names)),
-            [
-                (
-                    step,
-                    *(value for pair in zip(one[step], other[step], strict=True) for value in pair),
-                )
-                for step in _some(steps)
-            ],
-        )
-    both = sorted(runs[0].evaluations.keys() & runs[1].evaluations.keys())
-    if both:
-        emit_line()
-        emit_table(
-            ("evaluation", "version", *names),
-            [(*key, *(run.evaluations[key] for run in runs)) for key in _some(both)],
-        )
+def _values(found: RunDiff, part: Parting) -> str:
+    if part.kind == "trajectory" and found.trajectory is not None:
+        where = "" if found.trajectory.token is None else f" at token {found.trajectory.token}"
+        return f"{found.trajectory.cause}{where}, {found.trajectory.words}"
+    return " | ".join(_short(value) for value in part.values)
 
 
-def _some(found: Sequence[Any]) -> Sequence[Any]:
-    """Evenly spread, the first and the last among them."""
-    if len(found) <= ROWS:
-        return found
-    return [found[round(at * (len(found) - 1) / (ROWS - 1))] for at in range(ROWS)]
+def _short(value: object) -> str:
+    if isinstance(value, tuple):  # of a trajectory: its source, tokens and reward
+        return f"tokens {value[1][:8]}, reward {value[2]}"
+    return str(value)[:CELL]
+
+
+def _many(kind: str) -> str:
+    return {"batch": "batches", "trajectory": "trajectories"}.get(kind, f"{kind}s")

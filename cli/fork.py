@@ -1,51 +1,41 @@
-"""`fork`: samples continuations of a trajectory from its turns, and says which of them decided."""
+"""`fork`: sample continuations of a trajectory from its turns and print their values."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.fork import (
+from dora_pipe.analysis.fork import (
     FOLDER,
-    Continued,
-    Cut,
     Fork,
-    ForkedTurn,
     Owner,
+    Place,
     check_forkable,
-    cut_at,
-    cut_of_turn,
-    cuts_of_pieces,
-    cuts_of_turns,
+    cuts_of,
     fork_of,
     turn_starts,
 )
-from dora_pipe.audit.fork_log import WORKER, ForkLog, fork_id
-from dora_pipe.audit.line_file import write_whole
+from dora_pipe.analysis.fork_worker import Continuations
+from dora_pipe.analysis.task import codes_of, say_other_code
+from dora_pipe.analysis.worker_log import WorkerParts, alone
 from dora_pipe.audit.replay_trajectory import engines_of, joins_of, recorded_trajectory
-from dora_pipe.audit.worker_log import started_of
 from dora_pipe.bus import open_bus
 from dora_pipe.cli.output import draws_blocks, emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import rebuilder
-from dora_pipe.cli.task_again import codes_of, say_other_code
 from dora_pipe.cli.texts import decoder_of
-from dora_pipe.cli.worker_here import WorkerParts, alone, work_on
-from dora_pipe.config.model import Config
 from dora_pipe.config.several import with_each_task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.launch.run_dir import LOG, OpenRun, RunDir, locked
+from dora_pipe.launch.run_dir import LOG, OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.schemas.control import RequestFailed, RunStarted
 from dora_pipe.schemas.identity import SIBLINGS_MAX
 from dora_pipe.schemas.trajectory import Trajectory
 
@@ -53,154 +43,83 @@ BAR: Final = 20
 """Characters of a value of 1 in the table."""
 
 TURN_CHARACTERS: Final = 40
-"""Of what was said in a turn, in the table of turns."""
+"""Of a turn's text in the table of turns."""
 
 TEXT_CHARACTERS: Final = 60
-"""Of what a continuation says, in the table of a single place."""
+"""Of a continuation's text in the table of one place."""
 
-LOST_SHOWN: Final = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What of a trajectory is continued, and how often."""
-
-    turn: int | None = None
-    at: Sequence[int] = ()
-    pieces: int | None = None
-    samples: int = 16
-
-    def cuts(self, recorded: Trajectory, started: RunStarted) -> list[Cut]:
-        """The places, in order; all turns where none is named. Raises UsageError."""
-        if (self.turn is not None) + bool(self.at) + (self.pieces is not None) > 1:
-            raise UsageError("--turn, --at and --pieces say different things: give one of them")
-        if not 1 <= self.samples <= SIBLINGS_MAX:
-            raise UsageError(f"--samples is 1 to {SIBLINGS_MAX}")
-        check_forkable(recorded, started.scored_together)
-        if self.turn is not None:
-            return [cut_of_turn(recorded, self.turn)]
-        if self.pieces is not None:
-            return cuts_of_pieces(recorded, self.pieces)
-        if self.at:
-            return [cut_at(recorded, token) for token in sorted({*self.at})]
-        return cuts_of_turns(recorded)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """What the command has done."""
-
-    now: int
-    """Continuations that were not there."""
-    seconds: float
-    lost: Sequence[RequestFailed]
-    file: Path
-    """With all that is known of the trajectory under the version."""
+Text = Callable[[Sequence[int], int], str]
+"""Decodes token ids to at most so many characters on one line."""
 
 
 def fork_trajectory(
     run: OpenRun,
     trajectory: str,
-    wanted: Wanted,
     *,
+    turn: int | None,
+    tokens: Sequence[int],
+    samples: int,
     version: int | None,
     replayable: bool,
-    out: Path | None,
     as_json: bool,
     report: CommandProgress,
 ) -> None:
-    """Sample what is missing of these continuations, and print what they are worth.
+    """Sample continuations, write their file and print it.
 
-    Raises UsageError, ConfigError, TaskError, PolicyError, InvariantBroken for a record that is not
-    the one that was logged, ReplayDiverged for an environment that answers otherwise.
+    Raises UsageError, ConfigError, TaskError, PolicyError, InvariantBroken for a damaged record,
+    ReplayDiverged for an environment that answers differently.
     """
-    run.check_sampled_here(f"fork {{run}} {trajectory}")
+    if not 1 <= samples <= SIBLINGS_MAX:
+        raise UsageError(f"--samples must be 1 to {SIBLINGS_MAX}, got {samples}")
     started, _ = policy_after(run.bus, run.topics, 0)
     with closing(run.tables()) as tables:
         recorded = recorded_trajectory(run.bus, run.topics, tables, trajectory)
-        cuts = wanted.cuts(recorded, started)
+        check_forkable(recorded, started.scored_together)
+        cuts = cuts_of(recorded, turn, tokens)
         version = recorded.version if version is None else version
         rebuilder(run).weights(version)
         ((digest,),) = tables.query("select digest from versions where version = ?", [version])
         (engine,) = engines_of(run.bus, run.topics, tables, [trajectory])
-        source, several = recorded.meta.source, len(run.config.tasks) > 1
-        rewards = codes_of(joins_of(run.bus, run.topics, tables), source, several=several)
-    folder = (out or run.directory.path / FOLDER) / fork_id(trajectory, version)
-    _make(folder)
-    with locked(RunDir(folder)), closing(open_bus(f"sqlite:{folder / LOG}")) as bus:
-        log = ForkLog(bus=bus, recorded=recorded, version=version, digest=digest)
-        first = started_of(started, log.topics.run)
-        config = _local(run.config, engine, replayable=replayable)
-        done = _sample(run, log, folder, first, config, cuts, wanted.samples, report)
-        if joins := log.log.joins():
-            (here,) = codes_of(joins[-1:], source, several=False)
-            say_other_code("reward's code", rewards, here)
-        found = log.continued()
-    owner = Owner(trajectory=trajectory, version=version, digest=digest)
-    asked = {cut: _first(found.get(cut, {}), wanted.samples) for cut in cuts}
-    fork = fork_of(run.topics.run, recorded, asked, owner)
-    everything = {cut: _first(some, SIBLINGS_MAX) for cut, some in found.items()}
-    _write(done.file, fork_of(run.topics.run, recorded, everything, owner))
-    if as_json:
-        emit_json({**msgspec.to_builtins(fork), "file": str(done.file), "sampled_now": done.now})
-    else:
-        _print(fork, recorded, done, asked[cuts[0]], _texts(run))
-    _say_lost(done.lost)
-
-
-def _local(config: Config, engine: str, *, replayable: bool) -> Config:
-    """This machine's part of the worker's configuration."""
-    config = alone(config, engine or config.workers.engine)
+        rewards = codes_of(joins_of(run.bus, run.topics, tables), recorded.meta.source)
+    config = alone(run.config, engine or run.config.workers.engine)
     if replayable:
         config = with_each_task(config, lambda one: msgspec.structs.replace(one, replayable=True))
-    return config
-
-
-def _sample(
-    run: OpenRun,
-    log: ForkLog,
-    folder: Path,
-    started: RunStarted,
-    config: Config,
-    cuts: Sequence[Cut],
-    samples: int,
-    report: CommandProgress,
-) -> Sampled:
-    log.begin(started)
-    wanted = [(cut, sample) for cut in cuts for sample in range(samples)]
-    before, began_s = len(log.samples()), time.monotonic()
-
-    source = log.recorded.meta.source
+    source = recorded.meta.source
     parts = WorkerParts(store=run.policies, config=config, engine=open_engine, source=source)
-    total = len(wanted)
-    work = work_on(log.log, WORKER, parts, phase="sampling", total=total, report=report)
-    lost = log.fill(wanted, work)
-    now = len(log.samples()) - before
-    file = folder.with_name(f"{folder.name}.json")
-    return Sampled(now=now, seconds=time.monotonic() - began_s, lost=lost, file=file)
-
-
-def _first(found: Mapping[int, Continued], samples: int) -> list[Continued]:
-    """The samples with the lowest numbers, in order."""
-    return [found[sample] for sample in sorted(found) if sample < samples]
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResourceError(f"{folder}: {error.strerror or error}", hint="--out DIR") from error
+    with (
+        tempfile.TemporaryDirectory(prefix="dora-pipe-fork-") as folder,
+        closing(open_bus(f"sqlite:{Path(folder) / LOG}")) as bus,
+    ):
+        continuations = Continuations(
+            bus=bus,
+            recorded=recorded,
+            started=started,
+            version=version,
+            digest=digest,
+            parts=parts,
+            report=report,
+        )
+        found = continuations.sample(cuts, samples)
+    (code,) = codes_of(continuations.joins[-1:], source)
+    say_other_code("reward's code", rewards, code)
+    owner = Owner(trajectory=trajectory, version=version, digest=digest)
+    fork = fork_of(run.topics.run, recorded, found, owner)
+    file = run.directory.path / FOLDER / f"{trajectory}-v{version}.json"
+    _write(file, fork)
+    if as_json:
+        emit_json({**msgspec.to_builtins(fork), "file": str(file)})
+    else:
+        _print(fork, recorded, file, _texts(run))
+    for lost in continuations.lost.values():
+        say(f"not sampled: {lost.trajectory}: {lost.error}: {lost.message}")
 
 
 def _write(file: Path, fork: Fork) -> None:
     try:
-        write_whole(file, fork)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(msgspec.json.encode(fork) + b"\n")
     except OSError as error:
-        raise ResourceError(f"{file}: {error.strerror or error}", hint="--out DIR") from error
-
-
-Text = Callable[[Sequence[int], int], str]
-"""So many characters of the text of token ids, on one line."""
+        raise ResourceError(f"{file}: {error.strerror or error}") from error
 
 
 def _texts(run: OpenRun) -> Text:
@@ -212,75 +131,61 @@ def _texts(run: OpenRun) -> Text:
     return text
 
 
-def _print(
-    fork: Fork, recorded: Trajectory, done: Sampled, said: Sequence[Continued], text: Text
-) -> None:
-    of = f"of version {fork.sampled_by}, reward {show(fork.reward)}"
-    emit_line(f"trajectory   {fork.trajectory}, {of}")
+def _print(fork: Fork, recorded: Trajectory, file: Path, text: Text) -> None:
+    recorded_as = f"version {fork.sampled_by}, reward {show(fork.reward)}"
+    emit_line(f"trajectory   {fork.trajectory}, {recorded_as}")
     emit_line(f"continued    under version {fork.version}, weights {fork.digest[:12]}...")
-    spent = sum(one.sampled for one in fork.turns)
-    many = sum(one.samples for one in fork.turns)
-    now = f"{done.now} continuations now in {done.seconds:.1f} s"
-    emit_line(f"sampled      {now}; {many} in all, {spent} tokens")
-    emit_line(f"written to   {done.file}")
+    samples = [one for place in fork.places for one in place.samples]
+    emit_line(
+        f"sampled      {len(samples)} continuations, {sum(s.sampled for s in samples)} tokens"
+    )
+    emit_line(f"written to   {file}")
     emit_line()
     bar = _bars(fork)
-    ends = [*(one.token for one in fork.turns[1:]), fork.length]
+    ends = [*(one.token for one in fork.places[1:]), fork.length]
     rows: list[tuple[Any, ...]] = [
         (
             *(one.turn, one.token, show(one.mean), _interval(one), bar(one.mean)),
             text(recorded.token_ids[one.token : end], TURN_CHARACTERS),
         )
-        for one, end in zip(fork.turns, ends, strict=True)
+        for one, end in zip(fork.places, ends, strict=True)
     ]
     rows.append(("end", fork.length, show(fork.reward), "recorded", bar(fork.reward), ""))
-    emit_table(("turn", "token", "value", "95 %", "", "and then"), rows, drop=("", "and then"))
+    emit_table(("turn", "token", "value", "95 %", "", "text"), rows, drop=("", "text"))
     emit_line()
-    if len(fork.turns) > 1:
-        emit_line(_verdict(fork, turn_starts(recorded)))
+    if len(fork.places) > 1:
+        emit_line(_verdict(fork, [*turn_starts(recorded).values(), fork.length]))
         return
-    columns = ("sample", "reward", "tokens", "and then")
-    rows = [
-        (at, one.reward, one.sampled, text(one.token_ids, TEXT_CHARACTERS))
-        for at, one in enumerate(said)
-    ]
-    emit_table(columns, rows)
-    if [one.token for one in fork.turns] == [*turn_starts(recorded).values()]:
-        say("one place says nothing of which tokens decided: --pieces 8 cuts the turn in pieces")
-
-
-def _verdict(fork: Fork, starts: Mapping[int, int]) -> str:
-    found = fork.decided
-    if found is None:
-        return "no turn stands out: intervals of neighbours have values in common"
-    places = [*starts.values(), fork.length]
-    stretch = (found.token, found.end)
-    what = (
-        f"turn {found.turn}" if stretch in pairwise(places) else "tokens {} to {}".format(*stretch)
+    emit_table(
+        ("sample", "reward", "tokens", "text"),
+        [
+            (number, one.reward, one.sampled, text(one.token_ids, TEXT_CHARACTERS))
+            for number, one in enumerate(samples)
+        ],
     )
-    return f"{what} decided it: {found.before:.2f} -> {found.after:.2f}"
 
 
-def _interval(one: ForkedTurn) -> str:
-    if one.low is None or one.high is None:
+def _verdict(fork: Fork, starts: Sequence[int]) -> str:
+    decided = fork.decided
+    if decided is None:
+        return "no turn stands out: the intervals of neighbors overlap"
+    whole = (decided.token, decided.end) in pairwise(starts)
+    part = f"turn {decided.turn}" if whole else f"tokens {decided.token} to {decided.end}"
+    return f"{part} decided it: {decided.before:.2f} -> {decided.after:.2f}"
+
+
+def _interval(place: Place) -> str:
+    if place.low is None or place.high is None:
         return "no valid reward"
-    invalid = f", {one.invalid} invalid" if one.invalid else ""
-    return f"{one.low:.2f}-{one.high:.2f} of {one.samples}{invalid}"
+    invalid = sum(one.reward is None for one in place.samples)
+    rest = f", {invalid} invalid" if invalid else ""
+    return f"{place.low:.2f}-{place.high:.2f} of {len(place.samples)}{rest}"
 
 
 def _bars(fork: Fork) -> Callable[[float | None], str]:
-    """A bar for a value, from the lowest reward that was seen (or 0) to the highest (or 1)."""
-    seen = [one for turn in fork.turns for one in turn.rewards if one is not None]
-    seen += [0.0, 1.0] if fork.reward is None else [0.0, 1.0, fork.reward]
-    low, high, mark = min(seen), max(seen), "█" if draws_blocks() else "#"
+    """Return bars for values from the lowest reward (or 0) to the highest (or 1)."""
+    rewards = [one.reward for place in fork.places for one in place.samples]
+    known = [one for one in (*rewards, fork.reward, 0.0, 1.0) if one is not None]
+    low, high, mark = min(known), max(known), "█" if draws_blocks() else "#"
     scale = BAR / (high - low)
     return lambda value: "" if value is None else "|" + mark * round(scale * (value - low))
-
-
-def _say_lost(lost: Sequence[RequestFailed]) -> None:
-    for one in lost[:LOST_SHOWN]:
-        say(f"not sampled: {one.trajectory}: {one.error}: {one.message}")
-    if len(lost) > LOST_SHOWN:
-        say(f"not sampled: {len(lost) - LOST_SHOWN} more")
-    if lost:
-        say("the same command samples these again")

@@ -21,7 +21,7 @@ from dora_pipe.audit.replay_trajectory import (
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.cli.task_again import chats_of_run
+from dora_pipe.analysis.task import chats_of_run
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner

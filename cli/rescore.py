@@ -1,66 +1,56 @@
-"""`rescore`: asks another reward of all logged texts and says what it would have changed."""
+"""`rescore`: score a run's trajectories with other rewards, or with its own again, and compare."""
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.line_file import line_of
+from dora_pipe.analysis.rescore import Rescored, ScoredTogether, rescore
+from dora_pipe.analysis.rescored import Comparison, comparison_of, rules_of
+from dora_pipe.analysis.task import OpenTask, opened_task, say_other_code, with_rewards
+from dora_pipe.audit.line_file import append_lines, line_of, read_lines
 from dora_pipe.audit.reading import trajectories_of
-from dora_pipe.audit.rescore import rescore
-from dora_pipe.audit.rescored_file import About, NewReward, RescoredFile
-from dora_pipe.audit.rescored_run import DIGITS, EXAMPLES, FOLDER, RescoredRun, rescored_run
-from dora_pipe.audit.rescoring import Rescoring
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, logged_records
+from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.cli.rescore_groups import ask_groups
-from dora_pipe.cli.task_again import TaskAgain, opened_task
-from dora_pipe.cli.texts import decoder_of
-from dora_pipe.config.model import Config, RewardUse, Task
-from dora_pipe.config.several import with_each_task
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import UsageError
+from dora_pipe.core.errors import ReplayDiverged, ResourceError
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.worker.role import worker_config
+from dora_pipe.schemas.identity import group_of, source_of
+from dora_pipe.schemas.wire import sha256_hex
 
-NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
-"""`--reward` of one task; an inline table has its `=` inside."""
-
-INLINE_HINT: Final = (
-    '{use = "module:function", weight = 0.2, group = true}, or a list: docs/rewards.md'
-)
+FOLDER: Final = "rescored"
+"""Folder in a run's directory with one file per reward."""
 
 STEPS_SHOWN: Final = 10
-"""In which the rewards differ most; `--json` has every one."""
+LINES_MAX: Final = 20
+"""Lost trajectories, and those that differ, that are named."""
+
+ENDED: Final = """
+    select purpose, case purpose when 'eval' then evaluation else task end, size, group_id,
+           list(trajectory_id), list(t.reward), list(group_parts)
+    from groups join trajectories t using (group_id)
+    where own_fate is null and record_offset is not null
+      and fate in ('trained', 'filtered', 'failed', 'evaluated')
+    group by all order by group_id"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """What was asked, and what of it came to something."""
+class RescoredLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of the file: read by `retrain --rewards`, with parts and errors."""
 
-    folder: Path
-    rewards: Mapping[str, NewReward]
-    """By trajectory; of siblings that are scored together what they count."""
-    asked: int
-    """Now; the others were there."""
-    groups: int
-    """Whose siblings were scored together now."""
-    lost: Sequence[str]
-    """Trajectories and groups that infrastructure lost, each with why; the same command asks again.
-    """
+    trajectory: str
+    reward: float | None
+    parts: dict[str, float] = {}
+    error: str = ""
 
 
 def rescore_run(
@@ -69,184 +59,167 @@ def rescore_run(
     *,
     directory: Path | None,
     out: Path | None,
+    groups: int,
+    seed: int,
     as_json: bool,
     report: CommandProgress,
 ) -> None:
-    """Ask the rewards of all texts that count and have not been asked, and print the difference.
+    """Score the trajectories that the file lacks, and print the comparison.
 
-    Raises UsageError, ConfigError, TaskError, InvariantBroken behind the rest for records that are
-    not those that were logged.
+    With the run's own reward all are scored anew. Raises ReplayDiverged, last, where it gives
+    other results; UsageError, ConfigError, TaskError; InvariantBroken for damaged records.
     """
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
-    damage = Damage()
+    damage, found = Damage(), list[Rescored]()
     with opened_task(run, config, other_rewards=bool(rewards)) as task:
-        about = About(
-            run=run.topics.run,
-            started_ns=started.at_ns,
-            reward=" ".join(rewards),
-            reward_digest=task.reward_digest,
-            package=version("dora-pipe"),
-            together=sorted(task.together),
-        )
-        file = _file(run, about, out)
-        alone = _ask(run, task, about, file, damage, report=report, agents=bool(rewards))
-        answers = _with_groups(run, task, config, file, alone, report)
+        if not rewards:
+            say_other_code("reward's code", task.recorded, task.reward_digest)
+        key = [started.at_ns, *rewards, task.reward_digest]
+        name = sha256_hex(msgspec.json.encode(key))[:12] if rewards else "own"
+        file = out or run.directory.path / FOLDER / f"{name}.jsonl"
+        resumed = bool(rewards and task.reward_digest and out is None)
+        with closing(run.tables()) as tables:
+            together = scored_together(tables, task.together)
+            names = _chosen(tables, groups, seed)
+        scored = _begin(file, together, resumed=resumed)
+        with append_lines(file) as lines:
+            for one in _asked(run, task, names - scored.keys(), together, damage, bool(rewards)):
+                found.append(one)
+                report("scoring", len(found), len(names) - len(scored))
+                if not one.lost:
+                    lines.write(line_of(_line(one)))
+    scored |= {one.trajectory: one.reward for one in found if not one.lost}
     with closing(run.tables()) as tables:
-        found = rescored_run(run, tables, about, answers.rewards, partial(decoder_of, run))
+        comparison = comparison_of(tables, scored)
+    different = [one for one in found if one.difference] if not rewards else []
     if as_json:
-        kept = {
-            "folder": str(answers.folder),
-            "asked": answers.asked,
-            "asked_groups": answers.groups,
-            "lost": list(answers.lost),
-        }
-        emit_json({**found.plain(), **kept})
+        plain = {"file": str(file), "scored": len(found), "compared": not rewards}
+        emit_json({**plain, "different": [*map(_plain, different)], **comparison.plain()})
     else:
-        _print(found, answers)
-    raise_if_damaged(damage, ", and not asked for")
-
-
-def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
-    """The configuration with other rewards of its tasks: ``module:function``, a built-in one, or
-    what `task.rewards` may be, for all; ``NAME=...`` for the task of that name. Raises UsageError.
-    """
-    by_name = {"": ""}
-    for one in rewards:
-        named = NAMED.fullmatch(one)
-        by_name["" if named is None else named[1]] = one if named is None else named[2]
-    names = {one.name for one in config.tasks} | {""}
-    if unknown := sorted(by_name.keys() - names):
-        hint = f"one of {', '.join(sorted(names - {''})) or 'none has a name'}"
-        raise UsageError(f"no task {unknown[0]!r}", hint=hint)
-
-    def changed(task: Task) -> Task:
-        use = by_name.get(task.name) or by_name[""]
-        where = task.directory if directory is None else str(directory.resolve())
-        if not use:
-            return task
-        if task.url:
-            raise UsageError(
-                f"the task at {task.urls[0]} has the reward that its server has",
-                hint="serve it with the other reward, and leave out --reward",
-            )
-        inline = use.startswith(("{", "["))
-        uses = _uses(use) if inline else ()
-        reward = "" if inline else use
-        return msgspec.structs.replace(task, reward=reward, rewards=uses, directory=where)
-
-    return with_each_task(config, changed)
-
-
-def _uses(words: str) -> tuple[RewardUse, ...]:
-    """An inline table, or a list of them, as `task.rewards` has it. Raises UsageError."""
-    try:
-        found = tomllib.loads(f"rewards = {words}")["rewards"]
-        listed = found if isinstance(found, list) else [found]
-        return msgspec.convert(listed, tuple[RewardUse, ...])
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise UsageError(f"--reward {words}: {error}", hint=INLINE_HINT) from None
-
-
-def _file(run: OpenRun, about: About, out: Path | None) -> RescoredFile:
-    """Where the scores of this reward go. Raises UsageError."""
-    if not about.reward_digest and out is None:
-        raise UsageError(
-            "the source of this reward cannot be known, so its scores have no name",
-            hint="a folder for them: --out DIR",
+        _print(comparison, file, len(found), different, own=not rewards)
+    for lost in [one for one in found if one.lost][:LINES_MAX]:
+        say(f"not scored: {lost.trajectory}: {lost.error}")
+    raise_if_damaged(damage, ", and not scored")
+    if different:
+        raise ReplayDiverged(
+            f"{len(different)} of {len(found)} trajectories differ, first {different[0].trajectory}"
+            f": {different[0].difference}",
+            hint="a task that is not deterministic differs by itself",
         )
-    return RescoredFile(out or run.directory.path / FOLDER / about.reward_digest[:DIGITS])
 
 
-def _ask(
+def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, ScoredTogether]:
+    """Return the groups that have ended and whose sources are scored together, by id."""
+    rules, found = rules_of(tables), dict[str, ScoredTogether]()
+    for purpose, name, size, group, names, rewards, parts in tables.query(ENDED):
+        if source_of(purpose, name) in sources:
+            recorded = {
+                each: (reward, msgspec.json.decode(of_group, type=dict[str, float]))
+                for each, reward, of_group in zip(names, rewards, parts, strict=True)
+                if of_group is not None
+            }
+            valid_min = 1 if purpose == "eval" else min(rules.min_valid_siblings, size)
+            found[group] = ScoredTogether(size=len(names), valid_min=valid_min, recorded=recorded)
+    return found
+
+
+def _chosen(tables: Catalogue, groups: int, seed: int) -> set[str]:
+    """Return the trajectories that count, or those of so many random groups."""
+    names = {one.trajectory for one in logged_records(tables, COUNTS).values()}
+    if groups:
+        all_ = sorted({group_of(name) for name in names})
+        chosen = set(random.Random(seed).sample(all_, min(groups, len(all_))))
+        names = {name for name in names if group_of(name) in chosen}
+    return names
+
+
+def _begin(
+    file: Path, together: Mapping[str, ScoredTogether], *, resumed: bool
+) -> dict[str, float | None]:
+    """Make the file, or return what an earlier command scored; groups count as a whole."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not resumed:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ResourceError(f"{file}: {error.strerror or error}") from error
+    lines = read_lines(file, RescoredLine, hint="delete the file")
+    found = {one.trajectory: one.reward for one in lines}
+    counts: dict[str, int] = {}
+    for name in found:
+        counts[group_of(name)] = counts.get(group_of(name), 0) + 1
+    return {
+        name: reward
+        for name, reward in found.items()
+        if (group := together.get(group_of(name))) is None or counts[group_of(name)] == group.size
+    }
+
+
+def _asked(
     run: OpenRun,
-    task: TaskAgain,
-    about: About,
-    file: RescoredFile,
+    task: OpenTask,
+    names: set[str],
+    together: Mapping[str, ScoredTogether],
     damage: Damage,
-    *,
-    report: CommandProgress,
     agents: bool,
-) -> Answers:
-    """Ask for what the file does not have, and write it there, a line each."""
-    there = file.begin(about)
+) -> Iterator[Rescored]:
     with closing(run.tables()) as tables:
         logged = logged_records(tables, COUNTS)
-    left = {place: one for place, one in logged.items() if one.trajectory not in there}
-    asked, lost = 0, list[str]()
-    again = rescore(
+    left = {place: one for place, one in logged.items() if one.trajectory in names}
+    return rescore(
         task.ports,
-        trajectories_of(run, dict(left), damage),
+        trajectories_of(run, left, damage),
         clock=SystemClock(),
         stopped=task.stopped,
+        together=together,
         agents=agents,
     )
-    with file.append(file.rewards) as lines:
-        for one in again:
-            asked += 1
-            report("asking for rewards", asked, len(left))
-            if one.lost:
-                lost.append(f"{one.trajectory}: {one.error}")
-                continue
-            new = NewReward(
-                trajectory=one.trajectory, reward=one.found, parts=dict(one.parts), error=one.error
-            )
-            lines.write(line_of(new))
-            there[new.trajectory] = new
-    return Answers(folder=file.folder, rewards=there, asked=asked, groups=0, lost=lost)
 
 
-def _with_groups(
-    run: OpenRun,
-    task: TaskAgain,
-    config: Config,
-    file: RescoredFile,
-    alone: Answers,
-    report: CommandProgress,
-) -> Answers:
-    """The same, with what siblings count that are scored together."""
-    if not task.together:
-        return alone
-    found = ask_groups(run, task, config.groups, file, alone.rewards, report)
-    return replace(
-        alone, rewards=found.rewards, groups=found.asked, lost=[*alone.lost, *found.lost]
+def _line(one: Rescored) -> RescoredLine:
+    return RescoredLine(
+        trajectory=one.trajectory, reward=one.reward, parts=dict(one.parts), error=one.error
     )
 
 
-def _print(one: RescoredRun, answers: Answers) -> None:
-    found, digest = one.found, one.about.reward_digest[:DIGITS] or "unknown"
-    none = f", {one.without_reward} without a reward" if one.without_reward else ""
-    beside = f", {answers.groups} groups of them together" if answers.groups else ""
-    emit_line(f"reward       {one.about.reward or 'as the run has it here'}, code {digest}")
-    emit_line(f"asked        {answers.asked} texts now{beside}, {len(one.rewards)} in all{none}")
-    emit_line(f"written to   {answers.folder}")
+def _plain(one: Rescored) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in ("trajectory", "recorded", "reward", "difference")}
+
+
+def _print(
+    found: Comparison, file: Path, scored: int, different: Sequence[Rescored], *, own: bool
+) -> None:
+    for one in different[:LINES_MAX]:
+        emit_line(f"{one.trajectory}  DIFFERS: {one.difference}")
+    if own:
+        emit_line(f"compared     {scored - len(different)} of {scored} trajectories as recorded")
+    emit_line(f"scored       {scored} trajectories now, {found.trajectories} in all")
+    emit_line(f"written to   {file}")
     mean = f"mean of training {show(found.old)} -> {show(found.new)}"
-    emit_line(f"rewards      {found.differ} of {found.trajectories} differ, {mean}")
-    emit_line(f"groups       {_moved(found)}")
-    emit_line(f"advantages   {found.signs} of {found.advantages} have another sign")
-    first = "none" if found.first is None else f"step {found.first}"
-    emit_line(f"first step with another fate or advantage: {first}")
-    for line in answers.lost[:EXAMPLES]:
-        say(f"not scored: {line}")
-    if one.left_out:
-        say(f"{one.left_out} groups are left out: not all their siblings have been scored")
+    emit_line(f"rewards      {len(found.differ)} of {found.trajectories} differ, {mean}")
+    moves: dict[str, int] = {}
+    for group in found.outcomes:
+        key = f"{group.old} -> {group.new}"
+        moves[key] = moves.get(key, 0) + 1
+    words = ", ".join(f"{count} {key}" for key, count in sorted(moves.items()))
+    emit_line(f"outcomes     {words or 'equal for every group'}")
+    emit_line(f"advantages   {len(found.signs)} of {found.advantages} have another sign")
+    if found.first is not None:
+        emit_line(f"first step with another outcome or advantage: {found.first}")
+    if found.left_out:
+        say(f"{found.left_out} groups are left out: not all their trajectories are scored")
     if found.differ:
-        _print_tables(found, one.texts)
+        _print_tables(found)
 
 
-def _moved(found: Rescoring) -> str:
-    moves = sorted(found.moves.items())
-    said = ", ".join(f"{count} {old} -> {new}" for (old, new), count in moves)
-    return said or "every one has the fate that it had"
-
-
-def _print_tables(found: Rescoring, texts: Mapping[str, str]) -> None:
+def _print_tables(found: Comparison) -> None:
     emit_line()
-    most = sorted(found.steps, key=lambda one: (-one.signs - one.fates, one.at))[:STEPS_SHOWN]
+    most = sorted(found.steps, key=lambda one: (-one.signs - one.outcomes, one.at))[:STEPS_SHOWN]
     emit_table(
-        ("step", "trained", "reward then", "now", "other signs", "other fates"),
+        ("step", "trained", "reward then", "now", "other signs", "other outcomes"),
         [
-            (one.at, one.trajectories, one.old, one.new, one.signs, one.fates)
+            (one.at, one.trajectories, one.old, one.new, one.signs, one.outcomes)
             for one in sorted(most, key=lambda one: one.at)
         ],
     )
@@ -258,9 +231,6 @@ def _print_tables(found: Rescoring, texts: Mapping[str, str]) -> None:
         )
     emit_line()
     emit_table(
-        ("trajectory", "then", "now", "its answer ends with"),
-        [
-            (one.trajectory, one.old, one.new, texts.get(one.trajectory, ""))
-            for one in found.examples
-        ],
+        ("trajectory", "then", "now"),
+        [(one.trajectory, one.old, one.new) for one in found.examples],
     )

@@ -84,13 +84,6 @@ def replay(
     random: Annotated[
         int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
     ] = 0,
-    rewards: Annotated[
-        bool,
-        typer.Option(
-            "--rewards",
-            help="Ask the task for rewards again: all, or of --random N or of TRAJECTORY.",
-        ),
-    ] = False,
     seed: Annotated[int, typer.Option(help="Chooses the random ones.")] = 0,
     changes: Annotated[
         list[str] | None,
@@ -102,22 +95,17 @@ def replay(
     """Repeat steps A to B-1, or trajectories, and compare the bits; exit code 6 if any differs.
 
     `replay demo g0000000042-003` repeats a trajectory, `replay demo --random 10` ten of them.
+    `rescore demo` repeats the rewards.
     """
-    if first is not None or last is not None or changes:
-        if rewards:
-            raise UsageError("--rewards asks the task again; --from, --to and --set train")
-        if trajectory or random:
-            raise UsageError("TRAJECTORY and --random generate again; --from trains again")
+    if (first is not None or last is not None or changes) and (trajectory or random):
+        raise UsageError("TRAJECTORY and --random generate again; --from trains again")
     if first is not None and last is not None and first >= last:
         raise UsageError(f"--from {first} is not before --to {last}, the first step left out")
     from dora_pipe.cli.replay import replay_steps, replay_trajectories
-    from dora_pipe.cli.replay_rewards import replay_rewards
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root) as found, watched(found) as (open_run, report):
-        if rewards:
-            replay_rewards(open_run, trajectory or (), random, seed, as_json=as_json)
-        elif trajectory or random:
+        if trajectory or random:
             replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
         else:
             replay_steps(open_run, first, last, changes or (), as_json=as_json, report=report)

@@ -104,60 +104,59 @@ def bisect(
 
 def diff(
     run: RunArgument,
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another run, named likewise.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="The other run.")],
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Where two runs part: keys, what they are made of, versions, dispatches, batches, the first
-    trajectory that differs under equal weights and why, and both curves."""
-    from dora_pipe.cli.diff import diff_runs
+    """Find the first record where two runs part, and why: settings that changed in mid-run, keys,
+    seeds, versions, code.
+
+    Example: dora-pipe diff demo demo2
+    """
+    from dora_pipe.cli.diff import print_diff
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root) as one, opened(other, root) as two:
-        diff_runs(one, two, as_json=as_json)
+        print_diff(one, two, as_json=as_json)
 
 
 def fork(
     run: RunArgument,
     trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="As `show` names it.")],
-    turn: Annotated[
-        int | None, typer.Option(help="The turn that is sampled anew; without, every one is.")
-    ] = None,
+    turn: Annotated[int | None, typer.Option(help="Continue from this turn; default all.")] = None,
     at: Annotated[
-        list[int] | None, typer.Option("--at", metavar="TOKEN", help="Cut behind so many tokens.")
-    ] = None,
-    pieces: Annotated[
-        int | None, typer.Option(help="Cut at the beginnings of so many equal pieces.")
+        list[int] | None, typer.Option("--at", metavar="TOKEN", help="Cut after so many tokens.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Continuations from each place.")] = 16,
     version: Annotated[
-        int | None, typer.Option(help="Who continues; without, the version that sampled it.")
+        int | None, typer.Option(help="Version that continues; default the trajectory's own.")
     ] = None,
     replayable: Annotated[
         bool,
         typer.Option(
-            "--replayable", help="Tell the environment its turns again, though it does not say so."
+            "--replayable", help="Repeat the turns in an environment that does not declare it."
         ),
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where it goes; in the run's directory.")
-    ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Which turn decided an episode: continuations from each of its turns, under any version, and
-    their mean reward. The log stays as it is; the same command goes on, with the same bits."""
-    from dora_pipe.cli.fork import Wanted, fork_trajectory
+    """Continue a trajectory from its turns with new seeds and print the spread of rewards: which
+    turn decided the episode.
+
+    Example: dora-pipe fork demo g0000000042-003 --turn 2 --samples 64
+    """
+    from dora_pipe.cli.fork import fork_trajectory
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root) as found, watched(found) as (open_run, report):
         fork_trajectory(
             open_run,
             trajectory,
-            Wanted(turn=turn, at=tuple(at or ()), pieces=pieces, samples=samples),
+            turn=turn,
+            tokens=at or (),
+            samples=samples,
             version=version,
             replayable=replayable,
-            out=out,
             as_json=as_json,
             report=report,
         )
@@ -170,28 +169,44 @@ def rescore(
         typer.Option(
             "--reward",
             metavar="USE",
-            help="module:function, a built-in one, or what `task.rewards` may be, of every task; "
-            "NAME=USE of one. Without: the run's own, as it is here.",
+            help="module:function, a built-in reward, or the value of `task.rewards`, for every "
+            "task; NAME=USE for one. Default: the run's own reward, as it is here.",
         ),
     ] = None,
     directory: Annotated[
-        Path | None,
-        typer.Option(help="Where the module is imported from; the folder of the run's file."),
+        Path | None, typer.Option(help="Folder of the module; default the run's own.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where scores go; in the run's directory.")
+        Path | None, typer.Option(metavar="FILE", help="Rewards file; default in the run.")
     ] = None,
+    random: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Score N random groups only.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of --random.")] = 0,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Ask a reward of all logged texts: which groups would have had another fate, which advantages
-    another sign, and the curves of both. The log stays as it is; the same command goes on."""
+    """Score all logged texts with another reward: which outcomes of groups and which advantage
+    signs differ. Without --reward, check the run's own rewards; exit code 6 if they differ.
+
+    Example: dora-pipe rescore demo --reward new:score --directory .
+    """
+    from dora_pipe.cli.options import may_write_file
     from dora_pipe.cli.rescore import rescore_run
     from dora_pipe.launch.run_dir import opened
 
+    if out is not None:
+        may_write_file(out)
     with opened(run, root) as found, watched(found) as (open_run, report):
         rescore_run(
-            open_run, reward or (), directory=directory, out=out, as_json=as_json, report=report
+            open_run,
+            reward or (),
+            directory=directory,
+            out=out,
+            groups=random,
+            seed=seed,
+            as_json=as_json,
+            report=report,
         )
 
 

@@ -189,17 +189,15 @@ def sql(
 
     Of a run that is over the tables are kept beside it, in catalogue.duckdb, for notebooks too.
     """
-    from dora_pipe.audit.rescored_run import rescored_rows
     from dora_pipe.bus.logged import Damage
-    from dora_pipe.catalogue.calls import LaidTable, ask
-    from dora_pipe.catalogue.tables import CALLS, RESCORED, TABLES, columns_of
+    from dora_pipe.catalogue.calls import ask
+    from dora_pipe.catalogue.tables import CALLS, TABLES, columns_of
     from dora_pipe.launch.run_dir import opened
 
     if query is None:
         names = ["table", "columns", "what a row is"]
         rows: list[tuple[Any, ...]] = [
-            (table.name, len(columns_of(table.row)), table.words)
-            for table in (*TABLES, CALLS, RESCORED)
+            (table.name, len(columns_of(table.row)), table.words) for table in (*TABLES, CALLS)
         ]
         damage = Damage()
     else:
@@ -209,9 +207,7 @@ def sql(
             progress(phase) as report,
             closing(open_run.tables(lambda share: report(phase, share, 1.0))) as tables,
         ):
-            directory = open_run.directory.path
-            scores = LaidTable(table=RESCORED, rows=lambda: rescored_rows(directory, tables))
-            names, rows, damage = ask(tables, open_run.bus, open_run.topics, query, beside=[scores])
+            names, rows, damage = ask(tables, open_run.bus, open_run.topics, query)
     if as_json:
         for row in rows:
             emit_json(dict(zip(names, row, strict=True)))

@@ -99,4 +99,4 @@ def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(place:
     assert ("other", 1, 2) not in evaluated
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
     assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
-    assert call(place, "replay", "tiny", "--rewards") == 0, (place / "said").read_text()
+    assert call(place, "rescore", "tiny") == 0, (place / "said").read_text()

@@ -10,15 +10,11 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from dora_pipe.audit.rescored_file import NewReward
-from dora_pipe.audit.rescored_run import rescored_rows
-from dora_pipe.catalogue.calls import LaidTable, ask
+from dora_pipe.catalogue.calls import ask
 from dora_pipe.catalogue.reading import FILE, read_catalogue
-from dora_pipe.catalogue.tables import RESCORED
 from tests.support.catalogue_page import QUESTIONS, page
 from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.rescored import score
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,38 +76,10 @@ def test_every_question_of_the_page_is_answered(question: str, recorded: Recorde
         closing(recorded.open()) as bus,
         closing(read_catalogue(bus, recorded.topics)) as catalogue,
     ):
-        scores = LaidTable(
-            table=RESCORED, rows=lambda: rescored_rows(recorded.directory, catalogue)
-        )
         sql = dict(QUESTIONS)[question]
-        names, rows, _ = ask(catalogue, bus, recorded.topics, sql, beside=[scores])
+        names, rows, _ = ask(catalogue, bus, recorded.topics, sql)
     assert names
     assert rows or question in NOT_IN_THIS_RUN
-
-
-def test_rewards_that_were_asked_again_are_a_table(call: Call, copy: RecordedRun) -> None:
-    sql = "select * from rescored order by trajectory_id"
-    code, out, err = call("sql", copy.directory, sql, "--json")
-    assert (code, out) == (0, ""), err
-    name = "g0000000000-000"
-    file = score(copy.directory, NewReward(trajectory=name, reward=0.5, parts={"half": 1.0}))
-    none = NewReward(trajectory=name, reward=None, error="ValueError: no")
-    score(copy.directory, none, digest="cd" * 32)
-    with file.rewards.open("ab") as lines:
-        lines.write(b'{"trajectory": "g00000')  # somebody is writing it
-    code, out, err = call("sql", copy.directory, sql, "--json")
-    assert code == 0, err
-    rows = [list(json.loads(line).values()) for line in out.splitlines()]
-    assert rows == [
-        [name, "ab" * 32, "new:score", 0.5, '{"half":1.0}', None],
-        [name, "cd" * 32, "new:score", None, None, "ValueError: no"],
-    ]
-    both = "select count(*) as n from rescored left join calls using (trajectory_id)"
-    code, out, err = call("sql", copy.directory, both)
-    assert (code, out.split()) == (0, ["n", "2"]), err
-    file.rewards.write_bytes(b"[]\n")
-    code, _, err = call("sql", copy.directory, sql)
-    assert (code, "rewards.jsonl, line 1" in err) == (2, True)
 
 
 def test_audit_holds_the_kept_tables_against_its_own_account(

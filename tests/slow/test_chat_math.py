@@ -50,7 +50,7 @@ def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:
     assert call(tmp_path, *show) == 0
     assert "pass@4" in said.read_text()
     assert_clean(tmp_path, "chat-math")
-    assert call(tmp_path, "replay", "chat-math", "--rewards") == 0, said.read_text()
+    assert call(tmp_path, "rescore", "chat-math") == 0, said.read_text()
     assert call(tmp_path, "mismatch", "chat-math") == 0, said.read_text()
     exported = ["2" if word == "20" else word for word in export]
     assert call(tmp_path, *exported) == 0, said.read_text()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from dora_pipe.catalogue.database import VIEWS
-from dora_pipe.catalogue.tables import CALLS, FORM, RESCORED, TABLES, Table, columns_of
+from dora_pipe.catalogue.tables import CALLS, FORM, TABLES, Table, columns_of
 
 HEAD: Final = f"""# The catalogue: a run's log as tables
 
@@ -121,13 +121,6 @@ from groups where purpose = 'train' group by version order by version""",
 from calls group by caller order by calls desc""",
     ),
     (
-        "Which answers does another reward, asked by `rescore`, think better of, or worse?",
-        """select r.asked, sign(r.reward - t.reward) as better, count(*) as trajectories,
-       arg_max(trajectory_id, abs(r.reward - t.reward)) as an_example
-from rescored r join trajectories t using (trajectory_id)
-where r.reward <> t.reward group by all order by trajectories desc""",
-    ),
-    (
         "Which errors do requests end with?",
         """select error, any_value(message) as an_example, count(*) as requests
 from failures group by error order by requests desc""",
@@ -141,7 +134,7 @@ def page() -> str:
     for question, sql in QUESTIONS:
         parts.append(f"{question}\n\n```sql\n{sql}\n```\n")
     parts.append("## Tables\n")
-    parts += [line for table in (*TABLES, CALLS, RESCORED) for line in _section(table)]
+    parts += [line for table in (*TABLES, CALLS) for line in _section(table)]
     parts.append("## Views\n")
     for name, body in VIEWS.items():
         parts.append(f"### {name}\n\n```sql\n{_dedented(body)}\n```\n")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dora_pipe.cli import task_again
+from dora_pipe.analysis import task as task_again
 from dora_pipe.sim.parts import Numbers
 from tests.support.inline_tasks import InlineTasks
 

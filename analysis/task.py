@@ -1,20 +1,26 @@
-"""The task of a run on this machine, to be asked again, and its records to ask it of.
+"""Open the task of a run on this machine, to score its texts again.
 
-What is another here than the workers had (code of a reward, rendering of a chat) is said first: it
-explains what comes out otherwise.
+A difference to the workers of the run (code of a reward, rendering of a chat) is printed first: it
+explains differing results.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.config.model import Config
-from dora_pipe.config.several import pool_specs
+from dora_pipe.config.model import Config, RewardUse, Task
+from dora_pipe.config.several import pool_specs, with_each_task
 from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.chat import Chat
@@ -26,10 +32,17 @@ from dora_pipe.producers.worker.ports import TaskPorts
 from dora_pipe.producers.worker.role import task_ports
 from dora_pipe.schemas.control import RunStarted, WorkerJoined
 
+NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
+"""`--reward` of one task; an inline table has its `=` inside."""
+
+INLINE_HINT: Final = (
+    '{use = "module:function", weight = 0.2, group = true}, or a list: docs/rewards.md'
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskAgain:
-    """What asks the task of a run, as its workers did."""
+class OpenTask:
+    """A run's task, open as its workers had it open."""
 
     ports: TaskPorts
     reward_digest: str
@@ -43,9 +56,7 @@ class TaskAgain:
 
 
 @contextmanager
-def opened_task(
-    run: OpenRun, config: Config, *, other_rewards: bool = False
-) -> Iterator[TaskAgain]:
+def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) -> Iterator[OpenTask]:
     """Start the processes of the task; `other_rewards`: it need not score groups as the run does.
 
     Raises TaskError, ConfigError, InvariantBroken where the data are not those of the run.
@@ -69,7 +80,7 @@ def opened_task(
             if its.scores_groups
             for source in one.sources
         }
-        yield TaskAgain(
+        yield OpenTask(
             ports=task_ports(pools, tokenizer, chats),
             reward_digest=reward_digest_of(facts),
             recorded=recorded,
@@ -89,18 +100,16 @@ def chats_of_run(
     return chats
 
 
-def codes_of(joins: Iterable[WorkerJoined], source: str, *, several: bool) -> set[str]:
-    """Digests of the code of a source's rewards that workers had; with `several` tasks nothing of
-    workers that named that of all in one."""
-    some = (one for one in joins if one.reward_digests or not several)
-    return {one.reward_digests.get(source, one.reward_digest) for one in some}
+def codes_of(joins: Iterable[WorkerJoined], source: str) -> set[str]:
+    """Return the digests of the reward code that workers had for a source."""
+    return {one.reward_digests.get(source, one.reward_digest) for one in joins}
 
 
 def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> None:
-    """Another one than workers had explains what differs; it is said first."""
+    """Print each digest that workers had and that is not the one here."""
     for digest in sorted(digests - {here}):
         then, now = digest[:12] or "unknown", here[:12] or "unknown"
-        say(f"the {what} is another one here ({now}) than workers of the run had ({then})")
+        say(f"the {what} differs: {now} here, {then} on workers of the run")
 
 
 def _stopped(
@@ -118,3 +127,44 @@ def _stopped(
         return ids[-1] in stop_ids or (bool(texts) and tokenizer.full_text(ids).endswith(texts))
 
     return stopped
+
+
+def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
+    """The configuration with other rewards of its tasks: ``module:function``, a built-in one, or
+    what `task.rewards` may be, for all; ``NAME=...`` for the task of that name. Raises UsageError.
+    """
+    by_name = {"": ""}
+    for one in rewards:
+        named = NAMED.fullmatch(one)
+        by_name["" if named is None else named[1]] = one if named is None else named[2]
+    names = {one.name for one in config.tasks} | {""}
+    if unknown := sorted(by_name.keys() - names):
+        hint = f"one of {', '.join(sorted(names - {''})) or 'none has a name'}"
+        raise UsageError(f"no task {unknown[0]!r}", hint=hint)
+
+    def changed(task: Task) -> Task:
+        use = by_name.get(task.name) or by_name[""]
+        where = task.directory if directory is None else str(directory.resolve())
+        if not use:
+            return task
+        if task.url:
+            raise UsageError(
+                f"the task at {task.urls[0]} has the reward that its server has",
+                hint="serve it with the other reward, and leave out --reward",
+            )
+        inline = use.startswith(("{", "["))
+        uses = _uses(use) if inline else ()
+        reward = "" if inline else use
+        return msgspec.structs.replace(task, reward=reward, rewards=uses, directory=where)
+
+    return with_each_task(config, changed)
+
+
+def _uses(words: str) -> tuple[RewardUse, ...]:
+    """An inline table, or a list of them, as `task.rewards` has it. Raises UsageError."""
+    try:
+        found = tomllib.loads(f"rewards = {words}")["rewards"]
+        listed = found if isinstance(found, list) else [found]
+        return msgspec.convert(listed, tuple[RewardUse, ...])
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise UsageError(f"--reward {words}: {error}", hint=INLINE_HINT) from None

@@ -1,9 +1,7 @@
-"""A log of its own with one worker: what it is to sample stands in a single round, then it leaves.
+"""A small log with one worker that samples what an analysis needs, then leaves.
 
-The log is a run's like any other: `run started` of the run that is asked about, a worker that
-joins, a round, its records. So whatever a worker does, it does here as it did there
-(`producers.worker`): prompts, environments, agents, chats, sampling, checks of data and weights.
-What is there is known from the log, and not asked for again.
+The log starts with the `run started` of the analyzed run, so the worker prepares prompts, calls
+environments, tools and agents, samples and checks data and weights as the workers of the run did.
 """
 
 from __future__ import annotations
@@ -17,9 +15,13 @@ import msgspec
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
+from dora_pipe.config.model import Config
 from dora_pipe.core.errors import UsageError
+from dora_pipe.launch.local_roles import with_engine
 from dora_pipe.producers.tasks.calls import TaskFacts
+from dora_pipe.producers.worker.engine_port import Policies
 from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.producers.worker.role import EngineFactory, OpenPool, run_worker
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, config_digest, decode_control
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Drain, Round
 from dora_pipe.schemas.topics import Topics
@@ -31,7 +33,10 @@ Joined = Callable[[WorkerSetup, Mapping[str, TaskFacts]], None]
 """Hears that the worker has joined; writes what it is to do."""
 
 Work = Callable[[Joined], None]
-"""Is a worker on the log until it has left."""
+"""Runs a worker on the log until it has left."""
+
+Report = Callable[[str, float, float | None], None]
+"""Receives the phase, the number of records so far and their total."""
 
 
 def started_of(started: RunStarted, name: str) -> RunStarted:
@@ -113,3 +118,77 @@ class WorkerLog:
             decisions=(assign, *decisions, drain),
         )
         writer.append([Append(topic=self.topics.decisions, value=encode(round_))])
+
+
+def alone(config: Config, engine: str) -> Config:
+    """Configure such a worker on this machine: no progress records, no elastic workers."""
+    config = with_engine(config, engine)
+    workers = msgspec.structs.replace(
+        config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
+    )
+    return msgspec.structs.replace(config, workers=workers)
+
+
+def work_on(
+    log: WorkerLog,
+    name: str,
+    parts: WorkerParts,
+    *,
+    phase: str,
+    total: int,
+    report: Report,
+) -> Work:
+    """What is the worker of this name on a log, and says how many records of `total` there are.
+
+    Raises what `run_worker` does.
+    """
+
+    def work(joined: Joined) -> None:
+        with closing(_HowFar(log, phase, total, report)) as how_far:
+            run_worker(
+                log.bus,
+                log.topics,
+                worker=name,
+                store=parts.store,
+                engine_factory=parts.engine,
+                open_pool=parts.pool,
+                stop=how_far,
+                config=parts.config,
+                joined=joined,
+                source=parts.source,
+            )
+
+    return work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What such a worker is made of."""
+
+    store: Policies
+    config: Config
+    """Of this machine; see `alone`."""
+    engine: EngineFactory
+    pool: OpenPool | None = None
+    """None: its own, which end with it."""
+    source: str = ""
+    """Of what it samples; empty: all tasks of the configuration are started."""
+
+
+class _HowFar:
+    """Says how many records there are; the worker asks it at every turn whether to stop, which it
+    never wants."""
+
+    def __init__(self, log: WorkerLog, phase: str, total: int, report: Report) -> None:
+        self._phase, self._total, self._report = phase, total, report
+        self._reader = log.bus.reader({TopicPartition(log.topics.trajectories, 0): 0})
+        self._there = 0
+
+    def __call__(self) -> bool:
+        self._there += len(self._reader.poll(timeout_s=0.0))
+        self._report(self._phase, self._there, self._total)
+        return False
+
+    def close(self) -> None:
+        """Read no more."""
+        self._reader.close()

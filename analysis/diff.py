@@ -1,0 +1,265 @@
+"""Find the first record where two runs part, and why.
+
+Runs of one configuration can part by time alone: the machine decides which group finishes first.
+So records are compared by what they stand for: dispatched groups by their order, batches and
+versions by number, trajectories by id where both runs sampled them with equal weights from the same
+row. The first record is the one that the first run logged earliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+
+from dora_pipe.audit.reading import trajectories_of
+from dora_pipe.bus.logged import Damage
+from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
+from dora_pipe.catalogue.marks import SETTINGS
+from dora_pipe.config.load import leaves
+from dora_pipe.config.logged import logged_config
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.wire import sha256_hex
+
+Kind = Literal["group", "batch", "version", "trajectory"]
+Cause = Literal["prompt", "sampling", "numerics", "reward"]
+
+MADE_OF: Final = (
+    "seed",
+    "planner",
+    "package",
+    "dataset_digest",
+    "dataset_rows",
+    "eval_digest",
+    "eval_rows",
+    "assets_digest",
+)
+"""Columns of the table `runs` that can explain a difference."""
+
+WORKERS: Final = """
+    select count(distinct worker) as workers,
+           string_agg(distinct engine || ' ' || engine_version, ', ') as engines,
+           string_agg(distinct device || ' ' || dtype, ', ') as computed_on,
+           string_agg(distinct reward_digest, ', ') as reward_digest,
+           string_agg(distinct template_digest, ', ') as template_digest from workers"""
+
+RECORDS: Final[Mapping[Kind, str]] = {
+    "group": """select ordinal, dispatched_ns, 'row ' || row || ' under version ' || version
+        from groups where purpose = 'train'""",
+    "batch": """select step, max(taken_ns), string_agg(group_id, ' ' order by group_id)
+        from groups where fate = 'trained' group by step""",
+    "version": "select version, published_ns, digest from versions",
+}
+"""Number, time and content of the records of each kind."""
+
+Records = Mapping[int | str, tuple[int, Any]]
+"""Time and content by number or id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """The compared properties of a run."""
+
+    config: Mapping[str, Any]
+    """Plain values by dotted key."""
+    made_of: Mapping[str, Any]
+    changes: Sequence[tuple[int, str]]
+    """(step, change) of settings that changed in the run."""
+    records: Mapping[Kind, Records]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first record of a kind that differs.
+
+    Example: ``Parting(kind="version", name="3", at_ns=17, values=("ab12", "cd34"), compared=5)``
+    """
+
+    kind: Kind
+    name: str
+    at_ns: int
+    """When the first run logged it."""
+    values: tuple[Any, Any]
+    compared: int
+    """Records of this kind that both runs have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A trajectory that differs although both runs sampled it with equal weights.
+
+    Example: ``Difference(trajectory="g0000000042-003", cause="numerics", token=17,
+    words="log-probs before it differ by up to 3e-07")``
+    """
+
+    trajectory: str
+    cause: Cause
+    token: int | None
+    """First token that differs."""
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDiff:
+    """Where two runs part, and why."""
+
+    changes: tuple[Sequence[tuple[int, str]], Sequence[tuple[int, str]]]
+    """Of each run, (step, change) of settings that changed in it; empty where both are equal."""
+    config: Mapping[str, tuple[Any, Any]]
+    """Keys whose values differ."""
+    made_of: Mapping[str, tuple[Any, Any]]
+    """Seeds, versions, digests of data and code, engines and devices that differ."""
+    partings: Sequence[Parting]
+    """The first record of each kind that differs, in the order of the first run."""
+    compared: Mapping[Kind, int]
+    """Records of each kind that both runs have."""
+    trajectory: Difference | None
+
+    def reasons(self, names: tuple[str, str]) -> list[str]:
+        """Return what can explain the difference: changes in mid-run first, then settings."""
+        mid_run = [
+            f"{name} changed {change} at step {step}"
+            for name, changes in zip(names, self.changes, strict=True)
+            for step, change in changes
+        ]
+        pairs = [*self.config.items(), *self.made_of.items()]
+        settings = [f"{key}: {one} and {other}" for key, (one, other) in pairs if key != "run.name"]
+        return mid_run + settings
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def diff_runs(one: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
+    """Compare two runs; both logs are read from end to end. Raises BusError, LogTruncated."""
+    first, second = _compared_run(one, damage), _compared_run(other, damage)
+    found = compare(first, second)
+    if name := next((each.name for each in found.partings if each.kind == "trajectory"), None):
+        here, there = (next(_counting(log, Damage(), name)) for log in (one, other))
+        alike = _sampling(first) == _sampling(second)
+        found = replace(found, trajectory=difference(here, there, alike=alike))
+    return found
+
+
+def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
+    """Return the differences of two runs, without those inside of trajectories."""
+    partings = [
+        found
+        for kind in one.records
+        if (found := parting(kind, one.records[kind], other.records[kind])) is not None
+    ]
+    same = one.changes == other.changes
+    return RunDiff(
+        changes=((), ()) if same else (one.changes, other.changes),
+        config=_differing(one.config, other.config),
+        made_of=_differing(one.made_of, other.made_of),
+        partings=sorted(partings, key=lambda found: found.at_ns),
+        compared={
+            kind: len(records.keys() & other.records[kind].keys())
+            for kind, records in one.records.items()
+        },
+        trajectory=None,
+    )
+
+
+def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
+    """Return the first record that both have and that differs; None where there is none.
+
+    Trajectories that were sampled from other weights or rows are not comparable: their content
+    starts with what they were sampled from.
+    """
+    both = one.keys() & other.keys()
+    for name in sorted(both, key=lambda key: (one[key][0], key)):
+        at_ns, (here, there) = one[name][0], (one[name][1], other[name][1])
+        if here != there and (kind != "trajectory" or here[0] == there[0]):
+            return Parting(
+                kind=kind, name=str(name), at_ns=at_ns, values=(here, there), compared=len(both)
+            )
+    return None
+
+
+def difference(one: Trajectory, other: Trajectory, *, alike: bool) -> Difference | None:
+    """Return the first difference of two trajectories with equal weights and row, and its cause.
+
+    `alike`: seed and sampling settings are equal, so only numerics can differ.
+    """
+    name, prompt = one.trajectory, one.meta.prompt_tokens
+    ids, others = list(one.token_ids), list(other.token_ids)
+    if ids == others and prompt == other.meta.prompt_tokens:
+        if one.reward == other.reward:
+            return None
+        words = f"the same text is worth {one.reward} and {other.reward}"
+        return Difference(trajectory=name, cause="reward", token=None, words=words)
+    pairs = enumerate(zip_longest(ids, others))
+    token = next((at for at, (here, there) in pairs if here != there), len(ids))
+    if token < prompt or prompt != other.meta.prompt_tokens:
+        words = f"prompts of {prompt} and {other.meta.prompt_tokens} tokens"
+        return Difference(trajectory=name, cause="prompt", token=token, words=words)
+    gaps = [
+        abs(here - there)
+        for here, there in zip(one.logprobs[:token], other.logprobs[:token], strict=True)
+        if here is not None and there is not None
+    ]
+    gap = max(gaps, default=0.0)
+    words = f"log-probs before it differ by up to {gap:.2g}" if gap else "equal log-probs before it"
+    cause: Cause = "numerics" if alike or gap else "sampling"
+    return Difference(trajectory=name, cause=cause, token=token, words=words)
+
+
+def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
+    with closing(run.tables()) as tables:
+        ((config,),) = tables.query("select config from runs")
+        (row,), (workers,) = tables.records("select * from runs"), tables.records(WORKERS)
+        records: dict[Kind, Records] = {
+            kind: {number: (at_ns, content) for number, at_ns, content in tables.query(query)}
+            for kind, query in RECORDS.items()
+        }
+        changes = tables.query(SETTINGS)
+        logged = _logged_ns(tables)
+    trajectories: Records = {
+        each.trajectory: (logged[each.trajectory], _content(each))
+        for each in _counting(run, damage)
+    }
+    return ComparedRun(
+        config=leaves(logged_config(msgspec.json.decode(config))),
+        made_of={**{key: row[key] for key in MADE_OF}, **workers},
+        changes=[(step, change) for step, change in changes],
+        records={**records, "trajectory": trajectories},
+    )
+
+
+def _logged_ns(tables: Catalogue) -> dict[str, int]:
+    return dict(tables.query(f"select trajectory_id, logged_ns from records where {COUNTS}"))
+
+
+def _content(one: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
+    """Return what a trajectory was sampled from, a digest of its tokens, and its reward."""
+    meta = one.meta
+    tokens = np.asarray(one.token_ids, "<i8").tobytes()
+    return (one.digest, meta.purpose, meta.index, meta.source), sha256_hex(tokens), one.reward
+
+
+def _counting(run: OpenRun, damage: Damage, name: str = "") -> Iterator[Trajectory]:
+    """Read the records that count, or that of one trajectory."""
+    where = f"{COUNTS} and trajectory_id = ?" if name else COUNTS
+    with closing(run.tables()) as tables:
+        left = logged_records(tables, where, [name] if name else [])
+    yield from trajectories_of(run, left, damage)
+
+
+def _sampling(run: ComparedRun) -> dict[str, Any]:
+    """Return the settings that decide which tokens equal weights give."""
+    keys = (key for key in run.config if key.split(".")[0] in ("sampling", "evaluation"))
+    return {key: run.config[key] for key in keys} | {"seed": run.made_of["seed"]}
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = ((key, (one.get(key), other.get(key))) for key in sorted({*one, *other}))
+    return {key: pair for key, pair in pairs if pair[0] != pair[1]}

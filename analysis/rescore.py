@@ -1,0 +1,359 @@
+"""Score logged trajectories again with a task: the run's own, or one with other rewards.
+
+The task is called through the worker's own port, so it sees what the run's workers gave it: the
+prompt must be equal token by token, the environment receives every recorded turn and must answer
+as it did, and the reward, its raw value, its parts and its answer are compared exactly. A
+trajectory whose group is scored together is scored alone first; then the group adds its scores.
+
+Not compared, but counted: what infrastructure lost (a time limit, a dead process, `Retry`), then or
+now, and rewards that an agent gave itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+from dora_pipe.core.clock import Clock
+from dora_pipe.producers.tasks.calls import (
+    EpisodeLost,
+    Forget,
+    GroupRewarded,
+    PromptCall,
+    Rewarded,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.effects import (
+    EnvObserved,
+    EnvStep,
+    GroupCall,
+    PromptReady,
+    RewardCall,
+)
+from dora_pipe.producers.worker.scoring import turns_said
+from dora_pipe.schemas.contexts import tokens_before
+from dora_pipe.schemas.control import INFRASTRUCTURE, error_class
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, turns_of
+from dora_pipe.schemas.wire import REWARD_MAX
+
+IN_FLIGHT_MAX: Final = 64
+"""Trajectories that the task works on at a time."""
+
+POLL_S: Final = 0.005
+"""Pause between two polls without an answer; each call has its own time limit in the pool."""
+
+AGENTS_OWN: Final = "its agent gave the reward"
+IN_ERROR: Final = "it ended in an error"
+
+
+class Tasks(Protocol):
+    """Runs calls of the task: `producers.worker.ports.TaskPorts`."""
+
+    def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None: ...
+
+    def poll(self) -> list[Any]:
+        """Return the answers since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """A trajectory with its reward now.
+
+    Example: ``Rescored(trajectory="g0000000042-003", recorded=1.0, reward=0.0,
+    difference="its reward is 0.0, recorded is 1.0")``
+    """
+
+    trajectory: str
+    recorded: float | None
+    reward: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward now, by name."""
+    error: str = ""
+    """Why it has no reward now."""
+    difference: str = ""
+    """First difference to the record; empty where there is none."""
+    not_compared: str = ""
+    """Why it cannot be compared."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether infrastructure lost the answer: another try may get one."""
+        return self.reward is None and bool(self.error) and bool(self.not_compared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTogether:
+    """A group whose trajectories are scored together."""
+
+    size: int
+    """Trajectories of the group that count."""
+    valid_min: int
+    """Valid rewards without which the group fails and is not scored."""
+    recorded: Mapping[str, tuple[float | None, Mapping[str, float]]]
+    """By trajectory, the recorded reward within the group, and the group's parts of it."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A trajectory that the task is working on."""
+
+    recorded: Trajectory
+    left: deque[tuple[SegmentKind, list[int]]]
+    """Turns that the environment has not seen yet."""
+
+
+def rescore(
+    tasks: Tasks,
+    trajectories: Iterable[Trajectory],
+    *,
+    clock: Clock,
+    stopped: Callable[[Sequence[int]], bool],
+    together: Mapping[str, ScoredTogether] | None = None,
+    agents: bool = False,
+) -> Iterator[Rescored]:
+    """Score every trajectory, several at a time, in the order in which the answers come.
+
+    `stopped` tells whether a turn of the model ended by itself, not by its length: then its
+    environment received it. `together` has the groups that are scored together. `agents`: score
+    trajectories too whose agent gave the reward. Raises TaskError where the task cannot run.
+    """
+    scoring = _Scoring(tasks, stopped, together or {}, agents=agents)
+    waiting = iter(trajectories)
+    over = False
+    while not over or scoring.open:
+        while not over and len(scoring.open) < IN_FLIGHT_MAX:
+            trajectory = next(waiting, None)
+            over = trajectory is None
+            if trajectory is not None:
+                scoring.begin(trajectory)
+        events = tasks.poll()
+        for event in events:
+            scoring.handle(event)
+        yield from scoring.done
+        scoring.done.clear()
+        if not events and scoring.open:
+            clock.sleep(POLL_S)
+
+
+class _Scoring:
+    def __init__(
+        self,
+        tasks: Tasks,
+        stopped: Callable[[Sequence[int]], bool],
+        together: Mapping[str, ScoredTogether],
+        *,
+        agents: bool,
+    ) -> None:
+        self._tasks, self._stopped, self._agents = tasks, stopped, agents
+        self._together = together
+        self.open: dict[str, _Asked | list[Rescored]] = {}
+        """By trajectory, and by group those that are being scored together."""
+        self.done: list[Rescored] = []
+        self._gathered: defaultdict[str, list[tuple[Trajectory, Rescored]]] = defaultdict(list)
+
+    def begin(self, one: Trajectory) -> None:
+        """Ask for its prompt; a trajectory that ended in an error was never scored."""
+        meta = one.meta
+        if meta.finish == "error":
+            wrong = "" if one.reward is None else "it ended in an error and has a reward"
+            self._end(one, error=IN_ERROR, difference=wrong)
+        elif meta.rewarded_by == "agent" and not self._agents:
+            parts = dict(meta.reward_parts)
+            self._end(one, reward=one.reward, parts=parts, not_compared=AGENTS_OWN)
+        else:
+            asked = _Asked(one, deque(turns_of(one.segments, one.token_ids)))
+            self.open[one.trajectory] = asked
+            if meta.calls:
+                self._score(one)
+            else:
+                self._tasks.start(
+                    PromptCall(
+                        request=one.trajectory,
+                        split=meta.purpose,
+                        index=meta.index,
+                        source=meta.source,
+                    )
+                )
+
+    def handle(self, event: Any) -> None:
+        """Take an answer of the task."""
+        asked = self.open.get(event.request)
+        match asked, event:
+            case list(), GroupRewarded() | TaskFailed():
+                self._group_ended(asked, event)
+            case _Asked(), PromptReady():
+                self._prompted(asked, event)
+            case _Asked(), EnvObserved():
+                self._observed(asked, event)
+            case _Asked(), Rewarded():
+                self._rewarded(asked.recorded, event)
+            case _Asked(), TaskFailed():
+                self._failed(asked.recorded, event)
+            case _Asked(), EpisodeLost():
+                lost = f"EpisodeLost: {event.message}"
+                self._end(asked.recorded, error=lost, not_compared=lost)
+
+    def _prompted(self, asked: _Asked, event: PromptReady) -> None:
+        recorded = asked.recorded
+        if list(event.token_ids) != list(recorded.token_ids[: recorded.meta.prompt_tokens]):
+            self._differs(recorded, f"its prompt is not that of row {recorded.meta.index}")
+        elif event.episode:
+            self._step(asked)
+        else:
+            self._score(recorded)
+
+    def _step(self, asked: _Asked) -> None:
+        """Give the environment the model's next turn, if it received it in the run."""
+        recorded = asked.recorded
+        if not asked.left:
+            self._score(recorded)
+            return
+        _, ids = asked.left.popleft()
+        if asked.left or recorded.meta.finish == "environment" or self._stopped(ids):
+            source = recorded.meta.source
+            self._tasks.start(EnvStep(request=recorded.trajectory, token_ids=ids, source=source))
+        else:
+            self._score(recorded)
+
+    def _observed(self, asked: _Asked, event: EnvObserved) -> None:
+        """Compare an answer; the end of one that did not fit was not recorded."""
+        if asked.left:
+            _, ids = asked.left.popleft()
+            if list(event.token_ids) != ids:
+                self._differs(asked.recorded, "its environment answers differently")
+                return
+        self._step(asked)
+
+    def _score(self, one: Trajectory) -> None:
+        meta = one.meta
+        self._tasks.start(
+            RewardCall(
+                request=one.trajectory,
+                split=meta.purpose,
+                index=meta.index,
+                answer=answer_of(one),
+                turns=[ids for _, ids in turns_of(one.segments, one.token_ids)],
+                before=tokens_before(one, meta.calls[-1].start) if meta.calls else (),
+                text=meta.agent_answer,
+                source=meta.source,
+            )
+        )
+
+    def _rewarded(self, one: Trajectory, event: Rewarded) -> None:
+        meta, parts = one.meta, dict(event.parts)
+        if one.reward is None and error_class(meta.reward_error or "") in INFRASTRUCTURE:
+            why = meta.reward_error or ""
+            self._end(one, reward=event.reward, parts=parts, not_compared=why)
+            return
+        pairs = (
+            ("reward", one.reward, event.reward),
+            ("raw reward", meta.reward_raw, event.raw),
+            ("reward's parts", dict(meta.reward_parts), parts),
+            ("answer", meta.reward_answer, event.answer),
+        )
+        differences = (
+            f"its {name} is {now!r}, recorded is {recorded!r}"
+            for name, recorded, now in pairs
+            if recorded != now
+        )
+        self._end(one, reward=event.reward, parts=parts, difference=next(differences, ""))
+
+    def _failed(self, one: Trajectory, event: TaskFailed) -> None:
+        error = f"{event.error}: {event.message}"
+        if event.error in INFRASTRUCTURE:
+            self._end(one, error=error, not_compared=error)
+        else:
+            difference = "" if one.reward is None else f"it has no reward ({error})"
+            self._end(one, error=error, difference=difference)
+
+    def _differs(self, one: Trajectory, difference: str) -> None:
+        self._tasks.start(Forget(request=one.trajectory, source=one.meta.source))
+        self._end(one, error=difference, difference=difference)
+
+    def _end(self, one: Trajectory, *, reward: float | None = None, **found: Any) -> None:
+        """Note the result of a trajectory alone."""
+        name, group = one.trajectory, group_of(one.trajectory)
+        self.open.pop(name, None)
+        result = Rescored(trajectory=name, recorded=one.reward, reward=reward, **found)
+        if group not in self._together:
+            self.done.append(result)
+            return
+        self._gathered[group].append((one, result))
+        if len(self._gathered[group]) == self._together[group].size:
+            self._score_group(group, self._gathered.pop(group))
+
+    def _score_group(self, group: str, members: list[tuple[Trajectory, Rescored]]) -> None:
+        """Score a group whose trajectories all have their results."""
+        members.sort(key=lambda member: member[0].trajectory)
+        lost = next((result for _, result in members if result.lost), None)
+        if lost is not None:
+            why = f"{lost.trajectory} of its group was lost ({lost.error})"
+            self.done += (
+                replace(result, reward=None, error=result.error or why, not_compared=why)
+                for _, result in members
+            )
+            return
+        valid = [(one, result) for one, result in members if result.reward is not None]
+        if len(valid) < self._together[group].valid_min:
+            self.done += (result for _, result in members)
+            return
+        self.done += (result for _, result in members if result.reward is None)
+        self.open[group] = [result for _, result in valid]
+        meta = members[0][0].meta
+        self._tasks.start(
+            GroupCall(
+                request=group,
+                split=meta.purpose,
+                index=meta.index,
+                completions=[turns_said(one) for one, _ in valid],
+                source=meta.source,
+            )
+        )
+
+    def _group_ended(self, alone: list[Rescored], event: GroupRewarded | TaskFailed) -> None:
+        """Add the group's scores to the rewards that its trajectories have alone."""
+        del self.open[event.request]
+        if isinstance(event, TaskFailed):
+            error = f"{event.error}: {event.message}"
+            lost = error if event.error in INFRASTRUCTURE else ""
+            wrong = "" if lost else f"its group has no scores ({error})"
+            self.done += (
+                replace(one, reward=None, error=error, difference=wrong, not_compared=lost)
+                for one in alone
+            )
+            return
+        sums = [
+            (one.reward or 0.0) + added for one, added in zip(alone, event.rewards, strict=True)
+        ]
+        if any(abs(total) > REWARD_MAX for total in sums):
+            error = f"NoAnswer: a reward of its group is beyond {REWARD_MAX:g}"
+            self.done += (replace(one, reward=None, error=error, difference=error) for one in alone)
+            return
+        recorded = self._together[event.request].recorded
+        self.done += (
+            _with_group(one, total, dict(parts), recorded.get(one.trajectory))
+            for one, total, parts in zip(alone, sums, event.parts, strict=True)
+        )
+
+
+def _with_group(
+    alone: Rescored,
+    reward: float,
+    parts: dict[str, float],
+    recorded: tuple[float | None, Mapping[str, float]] | None,
+) -> Rescored:
+    """Return the result of a trajectory with its group's scores."""
+    found = replace(alone, reward=reward, parts={**alone.parts, **parts})
+    if recorded is None:
+        return found
+    counted, of_group = recorded
+    difference = alone.difference
+    if not difference and counted != reward:
+        difference = f"its reward within its group is {reward!r}, recorded is {counted!r}"
+    elif not difference and parts != dict(of_group):
+        difference = f"its group's parts are {parts!r}, recorded are {dict(of_group)!r}"
+    return replace(found, recorded=counted, difference=difference)

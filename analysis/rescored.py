@@ -1,0 +1,279 @@
+"""Compare two rewards of a run's trajectories: outcomes of groups, advantage signs, means.
+
+The groups of each batch stay as they were, so the comparison shows where the rewards would have
+mattered, not what would have followed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from statistics import fmean
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Groups
+from dora_pipe.consumers.learners.settings import advantage_rule
+from dora_pipe.consumers.objectives.advantage import batch_advantages
+
+Rewards = Sequence[float | None]
+
+EXAMPLES: Final = 20
+
+GROUPS: Final = """
+    select group_id, g.version, size, fate, step, ended_ns, evaluation,
+           list(trajectory_id order by sibling), list(t.reward order by sibling)
+    from groups g join trajectories t using (group_id)
+    where own_fate is null and record_offset is not null
+      and fate in ('trained', 'filtered', 'failed', 'evaluated')
+    group by all order by group_id"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A group that has ended, with both rewards of the trajectories that count."""
+
+    group: str
+    version: int
+    size: int
+    outcome: str
+    """`trained`, `filtered`, `failed` or `evaluated`, as logged."""
+    step: int
+    """The step that trained it; else the first one whose batch was taken after its end."""
+    evaluation: str
+    trajectories: tuple[str, ...]
+    old: tuple[float | None, ...]
+    new: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedGroup:
+    """A group with another outcome. Example: ``ChangedGroup(group="g0000000042", step=3,
+    old="trained", new="filtered")``"""
+
+    group: str
+    step: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedTrajectory:
+    """A trajectory with another reward. Example: ``ChangedTrajectory(
+    trajectory="g0000000042-003", old=1.0, new=0.0)``"""
+
+    trajectory: str
+    old: float | None
+    new: float | None
+
+    @property
+    def distance(self) -> float:
+        """Distance of the rewards; infinite where one is missing."""
+        if self.old is None or self.new is None:
+            return math.inf
+        return abs(self.new - self.old)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardMeans:
+    """Mean rewards of a step's trained trajectories, or of an evaluation of a version."""
+
+    name: str
+    """Name of the evaluation; empty for a step."""
+    at: int
+    """The step, or the version."""
+    trajectories: int
+    old: float | None
+    new: float | None
+    signs: int = 0
+    """Advantages of the step with another sign."""
+    outcomes: int = 0
+    """Groups of the step with another outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The differences that other rewards make."""
+
+    trajectories: int
+    """Trajectories that count and were scored."""
+    left_out: int
+    """Groups with a trajectory that was not scored."""
+    differ: Sequence[ChangedTrajectory]
+    """Trajectories with another reward, largest distance first."""
+    old: float | None
+    """Mean training reward as logged."""
+    new: float | None
+    outcomes: Sequence[ChangedGroup]
+    """Groups with another outcome, by step."""
+    advantages: int
+    """Advantages of trained trajectories."""
+    signs: Sequence[str]
+    """Trajectories whose advantage has another sign: positive, zero, negative."""
+    steps: Sequence[RewardMeans]
+    evaluations: Sequence[RewardMeans]
+    first: int | None
+    """The first step with another outcome or advantage."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the first examples."""
+        return {
+            **asdict(self),
+            "differ": len(self.differ),
+            "examples": [*map(asdict, self.examples)],
+        }
+
+    @property
+    def examples(self) -> Sequence[ChangedTrajectory]:
+        """The trajectories whose rewards are farthest apart."""
+        return self.differ[:EXAMPLES]
+
+
+def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Comparison:
+    """Compare these rewards with the logged ones; groups that they do not cover are left out."""
+    taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
+    rows = tables.query(GROUPS)
+    groups = [
+        ScoredGroup(
+            group=group,
+            version=version,
+            size=size,
+            outcome=outcome,
+            step=bisect_left(taken, ended_ns) if step is None else step,
+            evaluation=evaluation,
+            trajectories=tuple(names),
+            old=tuple(old),
+            new=tuple(rewards[name] for name in names),
+        )
+        for group, version, size, outcome, step, ended_ns, evaluation, names, old in rows
+        if all(name in rewards for name in names)
+    ]
+    settings = {
+        step: msgspec.json.decode(logged)
+        for step, logged in tables.query("select step, settings from steps")
+    }
+    return compare(groups, rules_of(tables), settings, left_out=len(rows) - len(groups))
+
+
+def rules_of(tables: Catalogue) -> Groups:
+    """Return the rules of groups that the run started with."""
+    ((config,),) = tables.query("select config from runs")
+    return logged_config(msgspec.json.decode(config)).groups
+
+
+def compare(
+    groups: Sequence[ScoredGroup],
+    rules: Groups,
+    settings: Mapping[int, Mapping[str, Any]],
+    *,
+    left_out: int = 0,
+) -> Comparison:
+    """Compare both rewards of these groups; `settings` are the logged ones of each step."""
+    train = [one for one in groups if one.outcome != "evaluated"]
+    outcomes = sorted(
+        (
+            ChangedGroup(group=one.group, step=one.step, old=one.outcome, new=new)
+            for one in train
+            if (new := outcome_of(one.new, one.size, rules)) != one.outcome
+        ),
+        key=lambda one: (one.step, one.group),
+    )
+    changed = Counter(one.step for one in outcomes)
+    steps, signs, differing, advantages = [], list[str](), [one.step for one in outcomes], 0
+    for step, trained in _by(train, lambda one: one.step, only="trained"):
+        pairs = _advantages(trained, settings.get(step, {}))
+        other = [name for name, old, new in pairs if _sign(old) != _sign(new)]
+        if any(not _close(old, new) for _, old, new in pairs) or other:
+            differing.append(step)
+        advantages += len(pairs)
+        signs += other
+        steps.append(_means(trained, at=step, signs=len(other), outcomes=changed[step]))
+    evaluated = _by(groups, lambda one: (one.evaluation, one.version), only="evaluated")
+    return Comparison(
+        trajectories=sum(len(one.trajectories) for one in groups),
+        left_out=left_out,
+        differ=_farthest_first(groups),
+        old=_mean(reward for one in train for reward in one.old),
+        new=_mean(reward for one in train for reward in one.new),
+        outcomes=outcomes,
+        advantages=advantages,
+        signs=signs,
+        steps=steps,
+        evaluations=[_means(some, name=name, at=version) for (name, version), some in evaluated],
+        first=min(differing, default=None),
+    )
+
+
+def outcome_of(rewards: Rewards, size: int, rules: Groups) -> str:
+    """Return the outcome of a group whose trajectories have all ended (`state_ops.outcome_of`).
+
+    Example: with filtering, ``outcome_of([1.0, 1.0], 2, rules) == "filtered"``
+    """
+    valid = [one for one in rewards if one is not None]
+    if len(valid) < min(rules.min_valid_siblings, size):
+        return "failed"
+    return "filtered" if rules.filter_zero_advantage and len(set(valid)) <= 1 else "trained"
+
+
+def _advantages(
+    groups: Sequence[ScoredGroup], settings: Mapping[str, Any]
+) -> list[tuple[str, float | None, float | None]]:
+    """Return name and both advantages of a step's trajectories, by the step's rule."""
+    rule = advantage_rule(dict(settings))
+    old = batch_advantages([(one.version, one.old) for one in groups], *rule)
+    new = batch_advantages([(one.version, one.new) for one in groups], *rule)
+    names = chain.from_iterable(one.trajectories for one in groups)
+    return list(zip(names, chain(*old), chain(*new), strict=True))
+
+
+def _farthest_first(groups: Sequence[ScoredGroup]) -> list[ChangedTrajectory]:
+    """Return the trajectories whose rewards differ; of equals, training before evaluations."""
+    both = (
+        (one.outcome == "evaluated", ChangedTrajectory(trajectory=name, old=old, new=new))
+        for one in groups
+        for name, old, new in zip(one.trajectories, one.old, one.new, strict=True)
+        if old != new
+    )
+    return [each for _, each in sorted(both, key=lambda one: (-one[1].distance, one[0]))]
+
+
+def _by(
+    groups: Iterable[ScoredGroup], key: Any, *, only: str
+) -> list[tuple[Any, list[ScoredGroup]]]:
+    found: defaultdict[Any, list[ScoredGroup]] = defaultdict(list)
+    for one in groups:
+        if one.outcome == only:
+            found[key(one)].append(one)
+    return sorted(found.items())
+
+
+def _means(groups: Sequence[ScoredGroup], *, at: int, name: str = "", **counts: int) -> RewardMeans:
+    return RewardMeans(
+        name=name,
+        at=at,
+        trajectories=sum(len(one.trajectories) for one in groups),
+        old=_mean(reward for one in groups for reward in one.old),
+        new=_mean(reward for one in groups for reward in one.new),
+        **counts,
+    )
+
+
+def _mean(rewards: Iterable[float | None]) -> float | None:
+    valid = [one for one in rewards if one is not None]
+    return fmean(valid) if valid else None
+
+
+def _sign(advantage: float | None) -> int:
+    """Return the sign; None counts as 0, since neither has a gradient."""
+    return 0 if not advantage else 1 if advantage > 0 else -1
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return math.isclose(one or 0.0, other or 0.0, rel_tol=1e-9, abs_tol=1e-9)

@@ -78,7 +78,7 @@ class ComparedRun:
 class Parting:
     """The first record of a kind that differs.
 
-    Example: ``Parting(kind="version", name="3", at_ns=17, values=("ab12", "cd34"), compared=5)``
+    Example: ``Parting(kind="version", name="3", at_ns=17, values=("ab12", "cd34"))``
     """
 
     kind: Kind
@@ -86,8 +86,6 @@ class Parting:
     at_ns: int
     """When the first run logged it."""
     values: tuple[Any, Any]
-    compared: int
-    """Records of this kind that both runs have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +116,7 @@ class RunDiff:
     partings: Sequence[Parting]
     """The first record of each kind that differs, in the order of the first run."""
     compared: Mapping[Kind, int]
-    """Records of each kind that both runs have."""
+    """Records of each kind that both runs have and that can be compared."""
     trajectory: Difference | None
 
     def reasons(self, names: tuple[str, str]) -> list[str]:
@@ -162,26 +160,31 @@ def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
         made_of=_differing(one.made_of, other.made_of),
         partings=sorted(partings, key=lambda found: found.at_ns),
         compared={
-            kind: len(records.keys() & other.records[kind].keys())
+            kind: len(comparable(kind, records, other.records[kind]))
             for kind, records in one.records.items()
         },
         trajectory=None,
     )
 
 
-def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
-    """Return the first record that both have and that differs; None where there is none.
+def comparable(kind: Kind, one: Records, other: Records) -> list[int | str]:
+    """Return the records that both have, in the order of the first run.
 
-    Trajectories that were sampled from other weights or rows are not comparable: their content
-    starts with what they were sampled from.
+    Of trajectories those that were sampled from equal weights and rows: their content starts with
+    both.
     """
-    both = one.keys() & other.keys()
-    for name in sorted(both, key=lambda key: (one[key][0], key)):
-        at_ns, (here, there) = one[name][0], (one[name][1], other[name][1])
-        if here != there and (kind != "trajectory" or here[0] == there[0]):
-            return Parting(
-                kind=kind, name=str(name), at_ns=at_ns, values=(here, there), compared=len(both)
-            )
+    both = (name for name in one if name in other)
+    if kind == "trajectory":
+        both = (name for name in both if one[name][1][0] == other[name][1][0])
+    return sorted(both, key=lambda name: (one[name][0], name))
+
+
+def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
+    """Return the first comparable record that differs; None where there is none."""
+    for name in comparable(kind, one, other):
+        (at_ns, here), (_, there) = one[name], other[name]
+        if here != there:
+            return Parting(kind=kind, name=str(name), at_ns=at_ns, values=(here, there))
     return None
 
 

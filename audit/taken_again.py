@@ -23,7 +23,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.audit.rescoring import fate_of
 from dora_pipe.config.model import Groups
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.orchestrator.staleness import Finished, next_batch, next_part
@@ -235,3 +234,11 @@ def _due(groups: Sequence[Finished], step: int, taken: int) -> Counter[int]:
     if taken:
         found[step] += taken
     return found
+
+
+def fate_of(rewards: Sequence[float | None], size: int, rules: Groups) -> str:
+    """Return the outcome of a group whose trajectories have all ended."""
+    valid = [one for one in rewards if one is not None]
+    if len(valid) < min(rules.min_valid_siblings, size):
+        return "failed"
+    return "filtered" if rules.filter_zero_advantage and len(set(valid)) <= 1 else "trained"

@@ -12,8 +12,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from dora_pipe.audit.bisect import Values
-from dora_pipe.audit.evaluation_log import (
+from dora_pipe.analysis.evaluation_log import (
     NAME,
     VERSION,
     DrawValues,
@@ -21,12 +20,12 @@ from dora_pipe.audit.evaluation_log import (
     EvaluationLog,
     asking_only,
 )
+from dora_pipe.analysis.worker_log import Joined, Work, WorkerParts, alone, started_of, work_on
+from dora_pipe.audit.bisect import Values
 from dora_pipe.audit.measuring import DrawnValues
 from dora_pipe.audit.repeat_steps import MadeWeights
-from dora_pipe.audit.worker_log import Joined, Work, started_of
 from dora_pipe.bus import open_bus
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.cli.worker_here import WorkerParts, alone, work_on
 from dora_pipe.config.model import Config, Evaluation
 from dora_pipe.config.several import pool_specs
 from dora_pipe.core.clock import SystemClock

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from dora_pipe.analysis.task import chats_of_run
 from dora_pipe.audit.rebuild import Rebuilder
 from dora_pipe.audit.replay_step import StepLine, check_range, raise_if_diverged, replay
 from dora_pipe.audit.replay_trajectory import (
@@ -21,7 +22,6 @@ from dora_pipe.audit.replay_trajectory import (
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.analysis.task import chats_of_run
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner

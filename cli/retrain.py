@@ -12,7 +12,6 @@ import msgspec
 
 from dora_pipe.audit.learnt import Learnt
 from dora_pipe.audit.rescored_file import RescoredFile
-from dora_pipe.audit.rescored_run import FOLDER
 from dora_pipe.audit.retrained import weights_distance
 from dora_pipe.audit.taken_again import BesideSource, EndedGroups, beside_source
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
@@ -239,7 +238,7 @@ def _trained_rows(source: OpenRun, first: int, last: int | None) -> set[str]:
 def _rewards(source: OpenRun, name: str, rows: set[str]) -> tuple[dict[str, float], frozenset[str]]:
     """The rewards that a `rescore` of the run has found for these trajectories, and which of them
     have none now. Raises UsageError where it is of another run, or not done."""
-    folder = source.directory.path / FOLDER
+    folder = source.directory.path / "rescored"
     there = sorted(one.name for one in folder.glob("*/") if one.name.startswith(name))
     if len(there) != 1:
         known = ", ".join(sorted(one.name for one in folder.glob("*/"))) or "none"

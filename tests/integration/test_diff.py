@@ -1,5 +1,4 @@
-"""`diff` of two runs: nothing where they are one, else where they part and the first trajectory
-that comes out otherwise under equal weights.
+"""`diff` of two runs: nothing where they are one, else the planted first difference, and why.
 
 Method: a recorded run beside a copy of itself in which one thing was forged from end to end.
 """
@@ -24,7 +23,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def diffed(call: Call, one: RecordedRun, other: RecordedRun) -> dict[str, Any]:
-    code, out, err = call("diff", str(one.directory), str(other.directory), "--json")
+    code, out, err = call("diff", one.directory, other.directory, "--json")
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
     return found
@@ -34,30 +33,31 @@ def test_a_run_does_not_differ_from_its_copy(
     recorded: RecordedRun, copy: RecordedRun, call: Call
 ) -> None:
     found = diffed(call, recorded, copy)
-    assert (found["config"], found["made_of"], found["trajectory"]) == ({}, {}, None)
-    assert [found[name]["at"] for name in ("versions", "dispatched", "batches")] == [None] * 3
-    assert found["compared"] > 200
-    code, out, _ = call("diff", str(recorded.directory), str(copy.directory))
+    assert (found["config"], found["made_of"], found["partings"]) == ({}, {}, [])
+    assert found["compared"]["trajectory"] > 200
+    code, out, _ = call("diff", recorded.directory, copy.directory)
     assert code == 0
-    assert "trajectories   the same" in out
-    assert out.splitlines()[0] == "settings       the same"
+    assert out.startswith("no difference in ")
 
 
-def test_the_first_trajectory_with_another_reward_is_named(
+def test_a_planted_trajectory_is_the_first_record(
     recorded: RecordedRun, copy: RecordedRun, call: Call
 ) -> None:
     with Tamper(copy) as log:
         name = damage.forge_evaluation(log)
     found = diffed(call, recorded, copy)
+    assert [one["kind"] for one in found["partings"]] == ["trajectory"]
     assert found["trajectory"]["trajectory"] == name
-    assert (found["trajectory"]["cause"], found["trajectory"]["place"]) == ("reward", None)
-    assert "the same text is worth 0.0 and 1.0" in found["trajectory"]["words"]
-    code, out, _ = call("diff", str(recorded.directory), str(copy.directory))
+    assert (found["trajectory"]["cause"], found["trajectory"]["token"]) == ("reward", None)
+    code, out, _ = call("diff", recorded.directory, copy.directory)
     assert code == 0
-    assert f"{name} is the first of {found['compared']} that differs: reward" in out
+    first, *_ = out.splitlines()
+    assert first.startswith(f"first record   trajectory {name}: reward")
+    assert "the same text is worth 0.0 and 1.0" in first
+    assert "no recorded setting differs" in out
 
 
 def test_a_run_that_is_not_there_is_named(recorded: RecordedRun, call: Call) -> None:
-    code, _, err = call("diff", str(recorded.directory), "nowhere")
+    code, _, err = call("diff", recorded.directory, "nowhere")
     assert code == 2
     assert "no run 'nowhere'" in err

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from dora_pipe.analysis.evaluation_log import NAME
 from dora_pipe.audit.bisect import Values
-from dora_pipe.audit.evaluation_log import NAME
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.repeat_steps import MadeWeights
 from dora_pipe.bus.sqlite import SqliteBus

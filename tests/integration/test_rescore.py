@@ -1,37 +1,63 @@
-"""Another reward asked of all logged texts: nothing differs where it is the run's own; what another
-one says is kept beside the log, and the command goes on where it was ended.
+"""Texts scored again: with the run's own reward nothing changes, and a forged reward is named; with
+another reward the outcomes and advantage signs that differ are exactly those listed.
 
-Method: the recorded run's task answers in process; other rewards are other functions of the text.
+Method: recorded runs whose tasks answer in process; other rewards are other functions of the text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from dora_pipe.audit.line_file import line_of
-from dora_pipe.audit.rescored_file import NewReward, RescoredFile
+from dora_pipe.analysis.rescore import Rescored, rescore
+from dora_pipe.audit.auditor import audit
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config import model
-from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
-from dora_pipe.schemas.wire import sha256_hex
-from tests.support.cluster import reward_by_text
+from dora_pipe.config.load import dump_toml
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    GroupCall,
+    GroupRewarded,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    Rewarded,
+    TaskEvent,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.ports import TaskPort
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.trajectory import Trajectory, turns_of
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import canonical, sha256_hex
+from dora_pipe.sim.parts import Numbers
+from tests.support import damage
+from tests.support.branched_run import branched
+from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
+from tests.support.inline_tasks import InlineTasks, episode_tasks, failed, ranked
 from tests.support.recorded_run import RecordedRun
+from tests.support.tamper import Tamper
 from tests.support.task_again import PoolTasks, ask_here
+from tests.support.worker import VirtualClock
 
-Answer = Callable[[RewardCall], TaskEvent]
+GROUP = '[{use = "exact"}, {use = "judge:%s", group = true}]'
+scored: list[RewardCall] = []
+"""What the tasks of a test were asked for."""
 
 
 def inverted(call: RewardCall) -> TaskEvent:
     found = reward_by_text(call)
     if isinstance(found, Rewarded):
-        return Rewarded(
-            request=call.request, reward=1.0 - found.reward, raw=None, parts={"no": 1.0}
-        )
+        return Rewarded(request=call.request, reward=1.0 - found.reward, raw=None, parts={"no": 1})
     return found
 
 
@@ -42,136 +68,341 @@ def busy(call: RewardCall) -> TaskEvent:
     return inverted(call)
 
 
-REWARDS: dict[str, Answer] = {"": reward_by_text, "new:inverted": inverted, "new:busy": busy}
-asked: list[RewardCall] = []
+def backwards(call: GroupCall) -> TaskEvent:
+    rewards = tuple(map(float, reversed(range(len(call.completions)))))
+    return GroupRewarded(
+        request=call.request, rewards=rewards, parts=tuple({"place": one} for one in rewards)
+    )
+
+
+def busy_groups(call: GroupCall) -> TaskEvent:
+    """Every third group is lost."""
+    if sum(map(ord, call.request)) % 3 == 0:
+        return TaskFailed(request=call.request, error="Retry", message="the judge is full")
+    return backwards(call)
+
+
+def broken(call: GroupCall) -> TaskEvent:
+    return TaskFailed(request=call.request, error="ValueError", message="no order among them")
+
+
+def coarse(call: RewardCall) -> TaskEvent:
+    """Few values: many groups whose rewards are all equal."""
+    reward = float(len(call.text) % 7 == 0)
+    return Rewarded(request=call.request, reward=reward, raw=None, parts={})
+
+
+ALONE: dict[str, Callable[[RewardCall], TaskEvent]] = {
+    "new:inverted": inverted,
+    "new:busy": busy,
+    "new:coarse": coarse,
+}
+TOGETHER: dict[str, Callable[[GroupCall], TaskEvent]] = {
+    "judge:rank": ranked,
+    "judge:backwards": backwards,
+    "judge:busy": busy_groups,
+    "judge:broken": broken,
+}
 
 
 class _Facts:
-    scores_groups = False
     single_turn = True
 
-    def __init__(self, reward: str) -> None:
-        self.reward_digest = sha256_hex(reward.replace("busy", "inverted").encode())
+    def __init__(self, task: model.Task) -> None:
+        uses = [one.use for one in task.rewards]
+        self.scores_groups = any(one.group for one in task.rewards)
+        self.reward_digest = sha256_hex(canonical([task.reward, *uses]))
 
 
 class _Pool(PoolTasks):
     def __init__(self, task: model.Task) -> None:
-        super().__init__(reward=self._asked)
-        self._reward = task.reward
+        use = next((one.use for one in task.rewards if one.group), "judge:rank")
+        super().__init__(reward=self._score, group=TOGETHER[use])
+        self._task = task
 
-    def _asked(self, call: RewardCall) -> TaskEvent:
-        asked.append(call)
-        return REWARDS[self._reward](call)
+    def _score(self, call: RewardCall) -> TaskEvent:
+        scored.append(call)
+        return ALONE.get(self._task.reward, reward_by_text)(call)
 
     def wait(self) -> _Facts:
-        return _Facts(self._reward)
+        return _Facts(self._task)
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line; task and tokenizer are in process."""
     ask_here(monkeypatch, _Pool)
-    asked.clear()
+    scored.clear()
     return caller(monkeypatch, capsys)
 
 
-def rescored(call: Call, run: RecordedRun, *words: str) -> dict[str, Any]:
-    code, out, err = call("rescore", str(run.directory), "--json", *words)
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A run whose answers have a reward of their own and one by their place in the group."""
+    config = make_config(
+        run__name="together",
+        run__steps=3,
+        task__rewards=[{"use": "exact"}, {"use": "judge:rank", "group": True}],
+        task__answer_column="answer",
+        groups__min_valid_siblings=3,
+    )
+    directory = tmp_path_factory.mktemp("together") / "together"
+    with Cluster(directory, config) as cluster:
+        cluster.run()
+    (directory / "config.toml").write_text(dump_toml(config))
+    return RecordedRun(directory=directory, run="together")
+
+
+def rescored(call: Call, run: RecordedRun, *words: object) -> dict[str, Any]:
+    code, out, err = call("rescore", run.directory, "--json", *words)
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
     return found
 
 
-def test_the_runs_own_reward_changes_nothing(copy: RecordedRun, call: Call) -> None:
-    found = rescored(call, copy)
-    assert (found["differ"], found["fates"], found["signs"], found["first"]) == (0, [], 0, None)
-    assert found["trajectories"] > 200
+def lines(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    rows = map(json.loads, Path(found["file"]).read_text().splitlines())
+    return {row["trajectory"]: row for row in rows}
+
+
+def assert_nothing_differs(found: dict[str, Any]) -> None:
+    assert (found["differ"], found["outcomes"], found["signs"]) == (0, [], [])
+    assert (found["first"], found["left_out"], found["different"]) == (None, 0, [])
     assert found["old"] == found["new"] is not None
-    code, out, _ = call("rescore", str(copy.directory))
-    assert code == 0
-    assert "every one has the fate that it had" in out
-    assert "0 of" in out
 
 
-def test_another_reward_is_kept_beside_the_log_and_says_what_it_would_have_changed(
-    copy: RecordedRun, call: Call
-) -> None:
+def test_the_runs_own_reward_changes_nothing(copy: RecordedRun, call: Call) -> None:
     before = copy.log.read_bytes()
-    found = rescored(call, copy, "--reward", "new:inverted")
-    folder = Path(found["folder"])
-    assert folder.parent == copy.directory / "rescored"
-    assert folder.name == found["reward_digest"][:12]
-    lines = (folder / "rewards.jsonl").read_text().splitlines()
-    assert len(lines) == found["asked"] == len({json.loads(one)["trajectory"] for one in lines})
-    assert copy.log.read_bytes() == before
-    assert found["differ"] > 0
-    assert found["signs"] > 0
-    assert found["first"] == min(one["at"] for one in found["steps"] if one["signs"])
-    assert found["new"] == pytest.approx(1.0 - found["old"])
-    assert len(found["examples"]) == 20
-    code, out, _ = call("rescore", str(copy.directory), "--reward", "new:inverted")
+    found = rescored(call, copy)
+    assert_nothing_differs(found)
+    assert found["trajectories"] > 200
+    assert Path(found["file"]) == copy.directory / "rescored" / "own.jsonl"
+    code, out, _ = call("rescore", copy.directory)
     assert code == 0
-    assert "0 texts now" in out
-    assert "other signs" in out
+    assert "239 of 239 trajectories as recorded" in out
+    assert "equal for every group" in out
+    assert copy.log.read_bytes() == before
 
 
-def test_the_command_goes_on_where_it_was_ended(copy: RecordedRun, call: Call) -> None:
-    whole = rescored(call, copy, "--reward", "new:inverted")
-    file = Path(whole["folder"]) / "rewards.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:10]) + lines[10][:9])
-    asked.clear()
-    again = rescored(call, copy, "--reward", "new:inverted")
-    assert again["asked"] == whole["asked"] - 10
-    assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted(lines)
-    assert {**again, "asked": 0} == {**whole, "asked": 0}
+def test_a_groups_own_rewards_change_nothing(together: RecordedRun, call: Call) -> None:
+    found = rescored(call, together)
+    assert_nothing_differs(found)
+    assert found["new"] > 1.0, "the mean includes the places in the group"
 
 
-def test_what_infrastructure_lost_is_named_left_out_and_asked_again(
+def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
+    call: Call, tmp_path: Path
+) -> None:
+    config = make_config(run__name="filtered", run__steps=3, groups__filter_zero_advantage=True)
+    run = RecordedRun(directory=tmp_path / "filtered", run="filtered")
+    with Cluster(run.directory, config) as cluster:
+        cluster.run()
+    (run.directory / "config.toml").write_text(dump_toml(config))
+    found = rescored(call, run, "--reward", "new:coarse")
+    new = {name: row["reward"] for name, row in lines(found).items()}
+    signs, outcomes = set[str](), set[str]()
+    with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
+        rows = tables.query(
+            """select group_id, fate, list(trajectory_id), list(t.reward)
+            from groups g join trajectories t using (group_id)
+            where fate in ('trained', 'filtered') and own_fate is null group by all"""
+        )
+    for group, outcome, names, rewards in rows:
+        now = [new[name] for name in names]
+        valid = [one for one in now if one is not None]
+        differs = len(set(valid)) > 1 and outcome == "filtered"
+        if differs or (outcome == "trained" and len(set(valid)) == 1):
+            outcomes.add(group)
+        if outcome == "trained":
+            known = [one for one in rewards if one is not None]
+            means = sum(known) / len(known), sum(valid) / len(valid)
+            for name, before, after in zip(names, rewards, now, strict=True):
+                both = [
+                    0 if reward is None else (reward > mean + 1e-9) - (reward < mean - 1e-9)
+                    for reward, mean in zip((before, after), means, strict=True)
+                ]
+                if both[0] != both[1]:
+                    signs.add(name)
+    assert set(found["signs"]) == signs != set()
+    changed = {one["group"] for one in found["outcomes"]}
+    assert changed == outcomes != set()
+    steps = [one["at"] for one in found["steps"] if one["signs"]]
+    assert found["first"] == min(*steps, *(one["step"] for one in found["outcomes"]))
+
+
+def test_a_forged_reward_that_audit_cannot_see_is_named(
+    copy: RecordedRun, call: Call, recorded: RecordedRun
+) -> None:
+    with Tamper(copy) as log:
+        name = damage.forge_evaluation(log)
+    with closing(copy.open()) as bus:
+        assert audit(bus, copy.topics, copy.store).holds
+    code, out, err = call("rescore", copy.directory)
+    assert code == 6
+    assert f"{name}  DIFFERS: its reward is" in out
+    assert f"first {name}: its reward is" in err
+    assert "the reward's code differs: " in err
+
+
+def test_so_many_random_groups_are_scored_and_the_next_command_continues(
     copy: RecordedRun, call: Call
 ) -> None:
-    code, out, err = call("rescore", str(copy.directory), "--reward", "new:busy")
+    words = ("--reward", "new:inverted")
+    few = rescored(call, copy, *words, "--random", 5)
+    assert len({group_of(name) for name in lines(few)}) == 5
+    file = Path(few["file"])
+    cut = file.read_bytes()[:-9]
+    file.write_bytes(cut)  # the last line was being written
+    there = cut.count(b"\n")
+    scored.clear()
+    rest = rescored(call, copy, *words)
+    assert rest["scored"] == rest["trajectories"] - there
+    assert len(scored) <= rest["scored"]
+    assert rescored(call, copy, *words)["scored"] == 0
+
+
+def test_lost_answers_are_named_left_out_and_asked_again(
+    copy: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = call("rescore", copy.directory, "--reward", "new:busy")
     assert code == 0
     assert "Retry: the judge is full" in err
-    assert "groups are left out: not all their siblings have been scored" in err
-    assert "written to" in out
-    again = rescored(call, copy, "--reward", "new:inverted")
-    assert 0 < again["asked"] < len(asked)
-    assert (again["lost"], again["left_out"]) == ([], 0)
+    assert "groups are left out: not all their trajectories are scored" in err
+    monkeypatch.setitem(ALONE, "new:busy", inverted)
+    again = rescored(call, copy, "--reward", "new:busy")
+    assert 0 < again["scored"] < again["trajectories"]
+    assert again["left_out"] == 0
 
 
-def test_scores_of_another_reward_or_run_are_not_mixed_in(
-    copy: RecordedRun, call: Call, tmp_path: Path
+def test_a_group_is_compared_by_its_trajectories_rewards_within_it(
+    together: RecordedRun, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = str(tmp_path / "scores")
-    rescored(call, copy, "--out", out)
-    code, _, err = call("rescore", str(copy.directory), "--out", out, "--reward", "new:inverted")
-    assert code == 2
-    assert "has the scores of another reward" in err
-    assert "--out DIR" in err
+    found = rescored(call, together, "--reward", GROUP % "backwards")
+    rows = lines(found)
+    shown = [name for name, row in rows.items() if "place" in row.get("parts", {})]
+    assert 0 < len(shown) < len(rows), "a trajectory without a reward of its own is not shown"
+    for group in {group_of(name) for name in shown}:
+        names = sorted(name for name in shown if group_of(name) == group)
+        places = [rows[name]["parts"]["place"] for name in names]
+        assert places == [float(place) for place in reversed(range(len(names)))]
+    assert found["old"] == pytest.approx(found["new"]), "the same places in another order"
+    assert found["signs"] and found["first"] == 0
+    alone = rescored(call, together, "--reward", "exact", "--out", tmp_path / "alone.jsonl")
+    assert 0.0 <= alone["new"] <= 1.0 < alone["old"]
+    none = rescored(call, together, "--reward", GROUP % "broken")
+    trained = [one for one in none["outcomes"] if one["old"] == "trained"]
+    assert len(trained) == 12
+    assert {one["new"] for one in trained} == {"failed"}
+    lost = rescored(call, together, "--reward", GROUP % "busy")
+    assert lost["left_out"] > 0
+    monkeypatch.setitem(TOGETHER, "judge:busy", backwards)
+    again = rescored(call, together, "--reward", GROUP % "busy")
+    assert 0 < again["scored"] < found["scored"]
+    assert again["left_out"] == 0
 
 
-def test_a_file_that_is_damaged_is_named_with_its_line(
-    copy: RecordedRun, call: Call, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--reward", "maths=new:inverted"), "no task 'maths'"),
+        (("--out", "."), ". is a folder"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    words: tuple[str, ...], said: str, recorded: RecordedRun, call: Call
 ) -> None:
-    found = rescored(call, copy, "--out", str(tmp_path))
-    file = Path(found["folder"]) / "rewards.jsonl"
-    file.write_bytes(b"{}\n" + file.read_bytes())
-    code, _, err = call("rescore", str(copy.directory), "--out", str(tmp_path))
+    code, _, err = call("rescore", recorded.directory, *words)
     assert code == 2
-    assert "rewards.jsonl, line 1:" in err
+    assert said in err
 
 
-def test_a_task_that_the_run_does_not_have_is_named(copy: RecordedRun, call: Call) -> None:
-    code, _, err = call("rescore", str(copy.directory), "--reward", "maths=new:inverted")
-    assert code == 2
-    assert "no task 'maths'" in err
+@pytest.mark.parametrize("damaging", [damage.remove_trajectory, damage.change_token])
+def test_a_damaged_record_is_named_and_the_others_are_scored(
+    copy: RecordedRun, call: Call, damaging: Callable[[Tamper], str]
+) -> None:
+    with Tamper(copy) as log:
+        name = damaging(log)
+    code, out, err = call("rescore", copy.directory)
+    assert code == 5
+    assert any(line.startswith(f"{name}: ") for line in err.splitlines()), err
+    assert "238 of 238 trajectories as recorded" in out
 
 
-def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
-    file = RescoredFile(tmp_path)
-    one = NewReward(trajectory="g0000000001-000", reward=None, error="ValueError: no")
-    file.rewards.write_bytes(line_of(one))
-    with file.append(file.rewards) as lines:
-        lines.write(line_of(one))
-    assert file.rewards.read_bytes() == line_of(one) * 2
+def logged(run: RecordedRun) -> list[Trajectory]:
+    with Tamper(run) as log:
+        bound = {(fact.partition, fact.offset): fact for *_, fact in log.logged()}
+        rows = [row for row in log.rows("trajectories") if (row.partition, row.offset) in bound]
+    return [decode_trajectory(row.value) for row in rows]
+
+
+def again(trajectories: Iterable[Trajectory], tasks: InlineTasks) -> list[Rescored]:
+    port = TaskPort(tasks, Numbers())
+    return list(rescore(port, trajectories, clock=VirtualClock(), stopped=lambda ids: True))
+
+
+@pytest.mark.parametrize(
+    ("answer", "difference", "not_compared"),
+    [
+        (lambda call: failed(call, "KeyError", "'x'"), "it has no reward (KeyError: 'x')", ""),
+        (lambda call: failed(call, "TimedOut", "after 1 s"), "", "TimedOut: after 1 s"),
+    ],
+)
+def test_a_reward_that_fails_differs_and_one_that_is_lost_is_not_compared(
+    recorded: RecordedRun,
+    answer: Callable[[RewardCall], TaskFailed],
+    difference: str,
+    not_compared: str,
+) -> None:
+    one = next(one for one in logged(recorded) if one.reward is not None)
+    (found,) = again([one], InlineTasks(reward=answer))
+    assert (found.difference, found.not_compared) == (difference, not_compared)
+
+
+def test_a_prompt_that_is_not_that_of_its_row_is_named(recorded: RecordedRun) -> None:
+    trajectories = logged(recorded)[:3]
+
+    def prompt(call: PromptCall) -> TaskEvent:
+        other = call.request == trajectories[1].trajectory
+        return PromptReady(request=call.request, text="5 6 8" if other else "5 6 7", episode=False)
+
+    found = again(trajectories, InlineTasks(reward=reward_by_text, prompt=prompt))
+    (wrong,) = [one for one in found if one.difference]
+    assert wrong.trajectory == trajectories[1].trajectory
+    assert "its prompt is not that of row" in wrong.difference
+
+
+def test_an_environment_receives_every_turn_and_must_answer_as_it_did(tmp_path: Path) -> None:
+    config = make_config(run__steps=2, run__name="turns", evaluation__prompts=0)
+    with Cluster(tmp_path / "run", config, tasks=lambda: episode_tasks(3)) as cluster:
+        cluster.run()
+    turns = logged(RecordedRun(directory=tmp_path / "run", run="turns"))
+    tasks = episode_tasks(3)
+    assert not [one for one in again(turns, tasks) if one.difference or one.not_compared]
+    received = [one.turn.text for one in tasks.seen if isinstance(one, EnvStep)]
+    model_turns = [
+        ids
+        for one in turns
+        for kind, ids in turns_of(one.segments, one.token_ids)
+        if kind == "model"
+    ]
+    assert sorted(received) == sorted(" ".join(map(str, ids)) for ids in model_turns)
+    tasks = episode_tasks(3)
+    tasks.step = lambda call: EnvObserved(
+        request=call.request, text="8 8", done=False, tool="calc", ok=True
+    )
+    found = again(turns[:2], tasks)
+    assert {one.difference for one in found} == {"its environment answers differently"}
+
+
+def test_an_agents_answer_is_scored_and_a_reward_of_its_own_is_not(recorded: RecordedRun) -> None:
+    found = branched(next(one for one in logged(recorded) if one.reward is not None))
+    tasks = InlineTasks(reward=reward_by_text)
+    again([found], tasks)
+    (asked,) = tasks.seen
+    assert isinstance(asked, RewardCall)
+    last = found.meta.calls[-1]
+    assert asked.text.split() == [str(one) for one in found.token_ids[last.start : last.end]]
+    own = msgspec.structs.replace(found.meta, rewarded_by="agent")
+    (result,) = again([replace(found, reward=22.0, meta=own)], tasks)
+    assert result.not_compared == "its agent gave the reward"
+    assert len(tasks.seen) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.audit.evaluation_log import AskedDraws, EvaluationDraws, asking_only
+from dora_pipe.analysis.evaluation_log import AskedDraws, EvaluationDraws, asking_only
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.config.several import pool_specs

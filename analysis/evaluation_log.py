@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.worker_log import Work, WorkerLog
+from dora_pipe.analysis.worker_log import Work, WorkerLog
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, Evaluation

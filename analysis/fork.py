@@ -59,7 +59,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """All tokens after the cut."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ForkedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The continuations from one cut; see the module."""
 
     token: int
@@ -92,7 +92,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     """Recorded reward."""
     length: int
-    places: Sequence[Place]
+    places: Sequence[ForkedPlace]
     decided: Decided | None
 
 
@@ -279,7 +279,7 @@ def fork_of(
     )
 
 
-def _place(cut: Cut, continued: Sequence[Trajectory]) -> Place:
+def _place(cut: Cut, continued: Sequence[Trajectory]) -> ForkedPlace:
     mean, low, high = mean_of([one.reward for one in continued if one.reward is not None])
     samples = tuple(
         Sample(
@@ -289,10 +289,10 @@ def _place(cut: Cut, continued: Sequence[Trajectory]) -> Place:
         )
         for one in continued
     )
-    return Place(token=cut.token, turn=cut.turn, mean=mean, low=low, high=high, samples=samples)
+    return ForkedPlace(token=cut.token, turn=cut.turn, mean=mean, low=low, high=high, samples=samples)
 
 
-def decided_by(places: Sequence[Place], reward: float | None, length: int) -> Decided | None:
+def decided_by(places: Sequence[ForkedPlace], reward: float | None, length: int) -> Decided | None:
     """Return the stretch between two places that changed the value most, the first of equals.
 
     Only stretches whose two intervals do not overlap count; None where there is none.

@@ -15,7 +15,7 @@ from dora_pipe.analysis.fork import (
     FOLDER,
     Fork,
     Owner,
-    Place,
+    ForkedPlace,
     check_forkable,
     cuts_of,
     fork_of,
@@ -174,7 +174,7 @@ def _verdict(fork: Fork, starts: Sequence[int]) -> str:
     return f"{part} decided it: {decided.before:.2f} -> {decided.after:.2f}"
 
 
-def _interval(place: Place) -> str:
+def _interval(place: ForkedPlace) -> str:
     if place.low is None or place.high is None:
         return "no valid reward"
     invalid = sum(one.reward is None for one in place.samples)

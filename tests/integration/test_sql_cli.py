@@ -23,7 +23,6 @@ NOT_IN_THIS_RUN = {
     "Which rows are always solved, so that they teach nothing?",
     "What was sampled and not trained?",
     "Which errors do requests end with?",
-    "Which answers does another reward, asked by `rescore`, think better of, or worse?",
     "Which parts of batches went ahead, and what did each wait for?",
     "How long does an agent think between two calls, and how long does it wait for answers?",
 }

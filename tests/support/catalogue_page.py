@@ -19,8 +19,7 @@ the SQL of [DuckDB](https://duckdb.org/docs/stable/sql/introduction); `--json` p
 line.
 The tables are made from control and decisions alone, so they have what was decided and what became
 of it; tokens and texts are in the trajectories (`dora-pipe show`, `dora-pipe export parquet`).
-The table of agents' calls is read from the records, and that of other rewards from what
-[`rescore`](../rescore.md) keeps in the run's directory, when a statement names it.
+The table of agents' calls is read from the records when a statement names it.
 
 Of a run that is over they are kept beside it, in `catalogue.duckdb`, and opened from there the next
 time; the file may be deleted. In a notebook:

@@ -1,0 +1,1 @@
+"""Tests of dora_pipe.analysis: rescore, fork, diff, retrain, bisect."""

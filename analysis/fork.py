@@ -289,7 +289,9 @@ def _place(cut: Cut, continued: Sequence[Trajectory]) -> ForkedPlace:
         )
         for one in continued
     )
-    return ForkedPlace(token=cut.token, turn=cut.turn, mean=mean, low=low, high=high, samples=samples)
+    return ForkedPlace(
+        token=cut.token, turn=cut.turn, mean=mean, low=low, high=high, samples=samples
+    )
 
 
 def decided_by(places: Sequence[ForkedPlace], reward: float | None, length: int) -> Decided | None:

@@ -14,8 +14,8 @@ import msgspec
 from dora_pipe.analysis.fork import (
     FOLDER,
     Fork,
-    Owner,
     ForkedPlace,
+    Owner,
     check_forkable,
     cuts_of,
     fork_of,

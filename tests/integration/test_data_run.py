@@ -70,7 +70,7 @@ def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Pa
     assert started.dataset_rows + started.eval_rows == 32
     assert 4 <= started.eval_rows <= 16
     assert call_here(place, "rescore", "tiny") == 0
-    assert "rewards as recorded" in (place / "said").read_text()
+    assert "trajectories as recorded" in (place / "said").read_text()
     with opened(str(place / "runs" / "tiny")) as run:
         assert run.config.task.columns == {"talk": "conversations"}
 

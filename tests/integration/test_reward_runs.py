@@ -51,5 +51,5 @@ def test_a_run_with_a_judge_learns_from_it_and_its_rewards_are_asked_again_witho
         assert one.reward == parts["judge"] + 0.5 * parts["exact"]
         assert one.meta.reward_raw == parts["judge"]
     assert call_here(place, "rescore", "judge") == 0, (place / "said").read_text()
-    assert f"{len(found)} of {len(found)} rewards as recorded" in (place / "said").read_text()
+    assert f"{len(found)} of {len(found)} trajectories as recorded" in (place / "said").read_text()
     assert len(endpoint.asked) == asked

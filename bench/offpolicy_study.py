@@ -73,7 +73,6 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.warmup_steps": 0,
     "trainer.learning_rate_min": 0.0,
     "trainer.schedule_steps": 0,
-    "trainer.weight_decay_exclude": "vectors",
     "objective.reference_every": None,
     "objective.teacher_weight": None,
     **dict.fromkeys(("evaluation.name", "evaluation.task", "evaluation.data"), ""),

@@ -115,7 +115,6 @@ SCALES: Final[Mapping[str, Scale]] = {
         overrides=(
             "groups.per_step=16",
             "workers.slots=16",
-            "workers.prefetch=8",
             ONE_UPDATE,
             *QUIET,
         ),
@@ -134,7 +133,6 @@ QUICK: Final = Scale(
         "groups.size=2",
         "groups.filter_zero_advantage=false",
         "workers.slots=4",
-        "workers.prefetch=2",
         "sampling.max_tokens=24",
         "evaluation.sampling.max_tokens=24",
         "task.turns_max=3",

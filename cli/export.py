@@ -164,7 +164,7 @@ def export_traces(
         say(line)
 
     rejected = Rejected()
-    policy = SamplingPolicy(ratio=ratio, slow=run.config.telemetry.traces_slow)
+    policy = SamplingPolicy(ratio=ratio)
     if is_address(target):
         checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
         before = checkpoint.read()

@@ -20,9 +20,6 @@ LOGGED = frozenset(
         "staleness.max_staleness",
         "staleness.in_flight_batches",
         "planner.moves",
-        "planner.moves_max",
-        "planner.pack",
-        "planner.kv_pressure",
         "trainer.learning_rate",
         "trainer.grad_norm_max",
         "trainer.minibatches",
@@ -32,21 +29,21 @@ LOGGED = frozenset(
 """May change between steps; a change is a `set` command in the control topic."""
 
 _FROZEN = """
-run.name run.seed model.path model.dtype model.chat_template task.name task.ratio
+run.name run.seed model.path model.chat_template task.name task.ratio
 task.kind task.data task.eval_data task.reward task.rewards
-task.split task.eval_split task.eval_share task.filter task.columns task.prompt_column
-task.answer_column task.chat task.system_prompt task.tools task.mcp
+task.split task.eval_split task.eval_share task.filter task.columns
+task.chat task.system_prompt task.tools task.mcp
 task.options task.turns_max task.agent task.command task.calls_max task.calls_open_max
-task.sampling_asked task.special_tokens task.chat_template_kwargs task.renderer
+task.special_tokens task.chat_template_kwargs task.renderer
 task.chat_date task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
-trainer.optimizer trainer.weight_decay trainer.weight_decay_exclude trainer.schedule
+trainer.optimizer trainer.weight_decay trainer.schedule
 trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens
 bus.partitions trainer.head_chunk_tokens trainer.mlp_chunk_tokens trainer.packing
-trainer.parts trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation
+trainer.parts trainer.ranks trainer.zero_stage trainer.offload
 trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel
 """
 FROZEN = frozenset(_FROZEN.split())

@@ -543,7 +543,6 @@ _DEEPSPEED: Final = {
     "ranks": 1,
     "offload": "none",
     "expert_parallel": 1,
-    "gradient_accumulation": 1,
 }
 """Keys of [trainer] that another kind takes only as they are by default."""
 

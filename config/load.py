@@ -88,7 +88,6 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "early_stopping_patience": "evaluation.patience",
     "epsilon": "objective.clip_low",
     "epsilon_high": "objective.clip_high",
-    "gradient_accumulation_steps": "trainer.gradient_accumulation",
     "kl_coef": "objective.kl",
     "kl_loss_coef": "objective.kl",
     "load_best_model_at_end": "evaluation.best",

@@ -51,8 +51,6 @@ class Model(Section, frozen=True, kw_only=True):
 
     path: str
     """A Hugging Face causal LM directory: config.json, *.safetensors, tokenizer files."""
-    dtype: Literal["float32"] = "float32"
-    """Of computation in the torch trainer and the own engine."""
     chat_template: str = ""
     """A file with the Jinja template for prompts that are messages, in place of the model's own; it
     is read when the run starts."""
@@ -106,11 +104,8 @@ class Task(Section, frozen=True, kw_only=True):
     filter: str = ""
     """Which rows are taken: a Python expression over the columns, such as `level >= 3`."""
     columns: dict[str, str] = msgspec.field(default_factory=dict)
-    """New names of columns, `{prompt = "question"}`; a name of nothing leaves a column out."""
-    prompt_column: str = ""
-    """Text, or messages; empty: `prompt`."""
-    answer_column: str = ""
-    """What rewards compare with, and demonstrations say; empty: `answer`."""
+    """New names of columns, `{prompt = "question", answer = "solution"}`; a name of nothing leaves
+    a column out. `prompt` is text or messages, `answer` is what rewards compare with."""
     chat: bool = False
     """Prompts that are text become the message of a user, for the model's chat template."""
     system_prompt: str = ""
@@ -149,14 +144,11 @@ class Task(Section, frozen=True, kw_only=True):
     threads: Threads = 256
     """Episodes of one such process whose environments work at the same time where their code is not
     `async`, each in a thread; 1: one after the other, in its main thread."""
-    reward_threads: Threads = 1
-    """The same for rewards that are not `async`; 1: one after the other, in its main thread."""
     reward_timeout_s: PositiveFloat = 10.0
     """A reward that takes longer is killed; its trajectory is invalid."""
     environment_timeout_s: PositiveFloat = 10.0
-    """The same for a prompt and for one step of an environment."""
-    tool_timeout_s: NonNegativeFloat = 0.0
-    """The same for a tool, which the model is told of; 0: as long as a step of an environment."""
+    """The same for a prompt, for one step of an environment, and for a tool: the model reads that
+    a tool timed out."""
     episode_seconds: NonNegativeFloat = 0.0
     """An episode that is longer, from its first prompt on and with all that is sampled, is ended by
     its next step; its trajectory is invalid (`EpisodeTimeout`). 0: as long as it likes."""
@@ -164,8 +156,6 @@ class Task(Section, frozen=True, kw_only=True):
     """Environments and tools that are told the same turns of the model again answer with the very
     same words, so that an episode goes on where it was when its worker or its process dies, and may
     move (docs/tasks.md). Tasks may say so themselves."""
-    retries_max: NonNegative = 3
-    """How often a call that raised `Retry` is made again before its trajectory is invalid."""
     turns_max: Positive = 8
     """Turns of the model in one trajectory, where there is an environment."""
     agent: str = ""
@@ -180,9 +170,6 @@ class Task(Section, frozen=True, kw_only=True):
     """Of these, at the same time."""
     agent_timeout_s: PositiveFloat = 3600.0
     """An agent that runs longer is stopped; its trajectory is invalid."""
-    sampling_asked: Literal["record", "refuse"] = "record"
-    """What becomes of sampling settings that an agent asks for and that are not the run's: recorded
-    with its call and not followed, or the call is refused."""
     special_tokens: Literal["text", "parse"] = "text"
     """How control tokens that are written in prompts and observations are encoded: as the text that
     they are, or as the tokenizer's own tokens, which lets any text of the data or of a tool end a
@@ -328,10 +315,6 @@ class Bus(Section, frozen=True, kw_only=True):
     record_bytes_max: RecordBytes = 10 * 1024 * 1024
     """Largest record a topic takes when it is made; larger trajectories and progress records lie
     in the store's `claims`, and the log says which. See docs/kafka.md."""
-    claim_above_bytes: NonNegative = 256 * 1024
-    """Values of trajectories and progress records above this lie in the store's `claims` even where
-    a topic would take them: a file costs a fraction of the way through a broker. Where the store is
-    at `store.url`, a round trip away, only what is above `record_bytes_max` does."""
     claims_synced: bool = False
     """A claimed value is on the disk before its record is appended. With SQLite it always is; with
     Kafka it is otherwise as safe as a broker keeps records: no kill of a process loses it, a power
@@ -366,20 +349,21 @@ class Timing(Section, frozen=True, kw_only=True):
     heartbeat, and four times in a lease at least."""
     lease_s: PositiveFloat = 10.0
     """How long a silent role counts as alive; more than two heartbeats."""
-    plan_period_s: PositiveFloat = 30.0
-    """The orchestrator plans anew at least this often."""
     alarm_s: PositiveFloat = 30.0
     """A role that waits longer raises an alarm: for an acknowledgement, a reward, a first token."""
     alarm_work_s: PositiveFloat = 600.0
     """The same for waits that last as long as others work (a batch, groups, weights), until the
     run has shown how long they last; then four times the longest lately, at least `alarm_s`."""
     restarts_max: NonNegative = 5
-    """Restarts of one role within `restart_window_s` before `run` gives up: a worker, the last one
-    excepted, is then done without. So many starts in a row that hosted nothing count, too."""
-    restart_window_s: PositiveFloat = 60.0
-    """See `restarts_max`."""
+    """Restarts of one role within a minute before `run` gives up: a worker, the last one excepted,
+    is then done without. So many starts in a row that hosted nothing count, too."""
     stop_timeout_s: PositiveFloat = 30.0
     """How long roles may take to stop in order before they are killed."""
+
+    @property
+    def plan_period_s(self) -> float:
+        """The orchestrator plans anew at least this often."""
+        return 3.0 * self.lease_s
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

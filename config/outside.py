@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dora_pipe.config.section import NonNegative, Port, Positive, PositiveFloat, Section, Share
+from dora_pipe.config.section import Port, Section, Share
 from dora_pipe.schemas.topics import PATTERN
 
 
@@ -43,8 +43,6 @@ class Telemetry(Section, frozen=True, kw_only=True):
     traces_ratio: Share = 0.1
     """Share of groups whose traces are sent. Slow groups, and those of which something failed or
     changed its worker, are sent whatever it is."""
-    traces_slow: PositiveFloat = 2.0
-    """A group is slow when it took so many times as long as the median of the 64 before it."""
 
 
 class Teacher(Section, frozen=True, kw_only=True):
@@ -61,14 +59,6 @@ class Teacher(Section, frozen=True, kw_only=True):
     """What the endpoint calls the model."""
     key_env: str = ""
     """The environment variable with the endpoint's key. A key stands in no configuration."""
-    batch: Positive = 8
-    """Trajectories of one request to the endpoint."""
-    at_once: Positive = 8
-    """Requests in flight."""
-    timeout_s: PositiveFloat = 60.0
-    """For one answer."""
-    retries_max: NonNegative = 5
-    """How often a request that failed is made again before the trainer ends, saying why."""
     digest: str = ""
     """Of the directory's weights. It is found when the run starts; other weights are refused."""
 

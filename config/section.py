@@ -29,7 +29,6 @@ RunName = Annotated[str, Meta(pattern=PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 ComputeDtype = Literal["float32", "bfloat16"]
 OptimizerName = Literal["adamw", "muon", "adamw8bit"]
-WeightDecayExclude = Literal["vectors", "none"]
 RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=RECORD_BYTES_MAX)]
 
 

@@ -16,7 +16,6 @@ from dora_pipe.config.section import (
     PositiveFloat,
     Section,
     Share,
-    WeightDecayExclude,
 )
 
 
@@ -24,9 +23,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """The training engine and its optimizer."""
 
     kind: str = "torch"
-    """Which engine: torch, deepspeed (which has the keys from `ranks` to
-    `gradient_accumulation`; docs/training.md)
-    or `module:attribute` of your own (docs/extending.md)."""
+    """Which engine: torch, deepspeed (which has the keys from `ranks` to `expert_parallel`;
+    docs/training.md) or `module:attribute` of your own (docs/extending.md)."""
     optimizer: OptimizerName = "adamw"
     """What updates: AdamW, Muon for the matrices of the hidden layers and AdamW for the rest, or
     AdamW whose moments have eight bits (the extra `adamw8bit`)."""
@@ -43,9 +41,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Of AdamW; below 1."""
     weight_decay: NonNegativeFloat = 0.0
-    """Of AdamW and Muon, times the learning rate."""
-    weight_decay_exclude: WeightDecayExclude = "vectors"
-    """What weight decay leaves alone: tensors of one dimension (norms and biases), or none."""
+    """Of AdamW and Muon, times the learning rate. Tensors of one dimension (norms and biases) are
+    left alone."""
     grad_norm_max: PositiveFloat = 1.0
     """Longer gradients are scaled down to this norm."""
     minibatches: Positive = 1
@@ -92,8 +89,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     expert_parallel: Positive = 1
     """Ranks that share the experts of each layer of a mixture, and send tokens to each other's; it
     divides ranks and experts. 1: every rank computes all experts."""
-    gradient_accumulation: Positive = 1
-    """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
     dtype: ComputeDtype = "float32"
     """Of the products of a pass: bfloat16 is what GPUs are fast in. Weights are updated in
     float32."""

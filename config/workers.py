@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Literal
 
 from dora_pipe.config.section import NonNegative, NonNegativeFloat, Positive, Section
 
@@ -22,8 +20,6 @@ class Vllm(Section, frozen=True, kw_only=True):
     """Without compiled graphs: they cost a start of minutes, and pay on a GPU."""
     kv_gb: NonNegativeFloat = 0.0
     """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
-    prefix_cache: bool = True
-    """Prompts that begin alike are prefilled once; forgotten whenever the weights change."""
     tensor_parallel: Positive = 1
     """GPUs of one worker, each of which has a part of every layer; vLLM makes a process for each,
     so `vllm-server` alone takes more than one. It must divide the model's attention heads."""
@@ -59,15 +55,12 @@ class Workers(Section, frozen=True, kw_only=True):
     vllm: Vllm = Vllm()
     slots: Positive = 64
     """Requests that one worker generates at the same time."""
-    prefetch: NonNegative = 16
-    """Placed requests a worker holds beside those in its slots, to fill them from. What has waited
-    for an environment, a tool or a reward for a moment is not among them."""
     context_tokens: Positive = 1024
     """Longest sequence a slot holds."""
     kv_keep: NonNegativeFloat = 1.0
     """Keys and values of prompts and of sequences between two calls are kept for so many times the
     tokens of all slots, beside these, in the torch engine; 0 keeps none. What was not used for
-    longest goes first. vLLM keeps its own (`workers.vllm.prefix_cache`)."""
+    longest goes first. vLLM keeps its own."""
     checkpoint_tokens: Positive = 128
     """A progress record every so many sampled tokens."""
     threads: Positive = 1
@@ -80,6 +73,12 @@ class Workers(Section, frozen=True, kw_only=True):
     while a step is computed (docs/scheduling.md)."""
     versions_resident: Positive = 4
     """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
+
+    @property
+    def prefetch(self) -> int:
+        """Placed requests that a worker holds beside those in its slots, to fill them from; one
+        that waits for an environment, a tool or a reward is not among them."""
+        return self.slots // 2
 
     def is_elastic(self, name: str) -> bool:
         """Whether the worker of this name is one of the last `elastic`."""
@@ -107,9 +106,3 @@ class Planner(Section, frozen=True, kw_only=True):
 
     moves: bool = True
     """Running requests may move to another worker of their version; if not, workers run empty."""
-    moves_max: NonNegative = 3
-    """A request moves so often at most, but for a worker that is drained."""
-    pack: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of a worker's slots that requests of older versions are packed into."""
-    kv_pressure: Annotated[float, Meta(gt=0, le=1)] = 0.95
-    """A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""

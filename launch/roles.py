@@ -247,7 +247,7 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     stop = stop or settle(TRACES, config.run.name)
     os.nice(TRACES_NICE)
     telemetry = config.telemetry
-    policy = SamplingPolicy(ratio=telemetry.traces_ratio, slow=telemetry.traces_slow)
+    policy = SamplingPolicy(ratio=telemetry.traces_ratio)
     sink = HttpSink(telemetry.traces)
     bus = directory.open_bus(config)
     try:

@@ -23,6 +23,8 @@ from dora_pipe.core.errors import DoraError
 TICK_S: Final = 0.1
 BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MAX_S: Final = 5.0
+RESTART_WINDOW_S: Final = 60.0
+"""Period over which restarts of a role are counted."""
 LOG_TAIL_BYTES: Final = 4000
 
 FATAL_CODES: Final = frozenset({3, 5, 6, 8, 9, 10, 11, 12})
@@ -208,7 +210,7 @@ class Supervisor:
             role.starts_s.clear()
             role.due_s = now_s + BACKOFF_MAX_S
             return
-        while role.starts_s and role.starts_s[0] < now_s - self._timing.restart_window_s:
+        while role.starts_s and role.starts_s[0] < now_s - RESTART_WINDOW_S:
             role.starts_s.popleft()
         if max(len(role.starts_s), self._fruitless(report.name)) > self._timing.restarts_max:
             self._give_up(report)

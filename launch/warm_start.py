@@ -58,7 +58,6 @@ def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOp
     return SftOptions(
         optimizer=config.trainer.optimizer,
         lora=adapter_options(config.lora),
-        weight_decay_exclude=config.trainer.weight_decay_exclude,
         memory=dataclasses.replace(memory_options(config.trainer), packing=packing),
         **given,
     )
@@ -154,12 +153,10 @@ class RowEncoder:
         return asked if said is None else [*asked, said]
 
     def _column(self, row: Row) -> str:
-        """The column of the prompt: that of the run, where it is named."""
-        named = (self._config.task.prompt_column, "messages")
-        return next((name for name in named if name and row.get(name) is not None), "prompt")
+        return "messages" if row.get("messages") is not None else "prompt"
 
     def _answer(self, row: Row) -> Any:
-        return row.get(self._config.task.answer_column or "answer", row.get("answer"))
+        return row.get("answer")
 
     def _conversation_ids(
         self, messages: list[dict[str, Any]], tools: Any

@@ -48,12 +48,6 @@ def orphans(state: State) -> list[int]:
     return found
 
 
-def packed(state: State, slots: int) -> int:
-    """Requests of an older version that are packed into so many slots."""
-    assert state.config is not None
-    return max(min(1, slots), int(slots * state.config.planner.pack))
-
-
 def by_fullness(state: State, version: int) -> list[Worker]:
     """The workers of a version, fullest first, those that could be assigned another one last."""
     idle = state.index.idle
@@ -70,7 +64,7 @@ def kept(state: State, version: int) -> list[Worker]:
     for worker in by_fullness(state, version):
         if need <= 0:
             break
-        need -= packed(state, worker.slots)
+        need -= worker.slots
         found.append(worker)
     return found
 
@@ -248,10 +242,10 @@ def spread(workers: Iterable[Worker], *, all_open: bool = False) -> Iterator[Wor
 
 
 def pack(state: State, workers: list[Worker]) -> Iterator[Worker]:
-    """The given workers in order: first into their share of slots, into all, then ahead of them."""
-    for level in range(3):
+    """The given workers in order: first into all of their slots, then ahead of them."""
+    for level in range(2):
         for worker in workers:
-            most = (packed(state, worker.slots), worker.slots, worker.slots + worker.prefetch)
+            most = (worker.slots, worker.slots + worker.prefetch)
             while worker.open and worker.load < most[level]:
                 yield worker
 
@@ -274,12 +268,12 @@ def _needed_of(state: State, version: int) -> list[str]:
     if hosts is None or not idle:
         return []
     slots = [hosts.workers[name].slots for name in idle]
-    need = hosts.load + len(state.queues[version]) - packed(state, hosts.slots - sum(slots))
+    need = hosts.load + len(state.queues[version]) - (hosts.slots - sum(slots))
     found = []
     for name, size in zip(idle, slots, strict=True):
         if need <= 0:
             break
-        need -= packed(state, size)
+        need -= size
         found.append(name)
     return found
 

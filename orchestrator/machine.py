@@ -37,7 +37,7 @@ from dora_pipe.orchestrator.fold import (
 from dora_pipe.orchestrator.leases import Generating, Incarnation, Leases, Living
 from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
-from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.state import KV_PRESSURE, State, Worker
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
 from dora_pipe.orchestrator.waits import waits
 from dora_pipe.schemas.control import (
@@ -278,7 +278,7 @@ class OrchestratorMachine:
         worker = self.state.workers.get(status.worker)
         if config is None or worker is None or worker.epoch != status.epoch:
             return
-        most = config.planner.kv_pressure * worker.kv_tokens
+        most = KV_PRESSURE * worker.kv_tokens
         full = 0 < most < status.kv_used_tokens and bool(worker.requests)
         if full and now.mono_ns >= self._press_due_ns.get(at, 0):
             self._press_due_ns[at] = now.mono_ns + PRESSURE_NS

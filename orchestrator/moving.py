@@ -27,7 +27,10 @@ from typing import Final
 
 from dora_pipe.orchestrator import elastic, hosting
 from dora_pipe.orchestrator.estimates import Outlook
-from dora_pipe.orchestrator.state import Request, State, Worker
+from dora_pipe.orchestrator.state import KV_PRESSURE, Request, State, Worker
+
+MOVES_MAX: Final = 3
+"""Moves of one request, except away from a worker that is drained."""
 
 MOVE_GAIN_MIN: Final = 2
 """The slot time that a move wins is so many times that which it costs."""
@@ -111,7 +114,7 @@ def _relieved(state: State) -> Iterator[Moved]:
         worker = state.index.pressed[name]
         if worker.leaving or not worker.moves or not worker.requests:
             continue
-        most = RELIEF * state.config.planner.kv_pressure * worker.kv_tokens
+        most = RELIEF * KV_PRESSURE * worker.kv_tokens
         share = 1 - most / worker.pressed
         cached = max(1, len(worker.requests) - worker.off_engine)  # The others have no cache.
         count = min(cached - 1, int(share * cached) + 1)
@@ -233,7 +236,7 @@ def _may_move(state: State, request: Request, *, rested: bool) -> bool:
     assert state.config is not None
     if request.moving is not None or state.groups[request.group].phase == "ending":
         return False
-    if request.moves >= state.config.planner.moves_max:
+    if request.moves >= MOVES_MAX:
         return False
     rest_ns = MOVE_COOLDOWN * state.seen.stall_ns if rested and request.moves else 0
     return state.now_ns - request.moved_ns >= rest_ns

@@ -142,6 +142,9 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
         )
 
 
+KV_PRESSURE: Final = 0.95
+"""A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""
+
 OPEN_TIMES: Final = 6
 """A worker has at most so many times its slots and prefetch of requests, however many of them need
 no slot: each costs memory, and a worker refuses more than eight times as many."""

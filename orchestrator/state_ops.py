@@ -18,6 +18,7 @@ from dora_pipe.orchestrator.in_flight import InFlight
 from dora_pipe.orchestrator.index import pull, push, queue_key
 from dora_pipe.orchestrator.scoring import Scoring, is_due
 from dora_pipe.orchestrator.state import (
+    KV_PRESSURE,
     UNTAKEN,
     Group,
     Outcome,
@@ -322,8 +323,7 @@ def ready(state: State, worker: Worker, load_ns: int) -> None:
 
 def press(state: State, worker: Worker, used_tokens: int) -> None:
     """How full the KV cache of a worker is now, if that is too full."""
-    assert state.config is not None
-    threshold = state.config.planner.kv_pressure * worker.kv_tokens
+    threshold = KV_PRESSURE * worker.kv_tokens
     worker.pressed = used_tokens if worker.requests and used_tokens > threshold > 0 else 0
     state.mark(worker)
     state.trigger = f"the KV cache of {worker.name} holds {used_tokens} tokens"

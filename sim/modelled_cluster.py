@@ -128,7 +128,6 @@ class ClusterPlan:
     """How many times as long everything takes while so many workers are busy and a step trains or
     does not (shared cores)."""
     round_s: float = 1.0
-    plan_period_s: float = 30.0
     declares: tuple[str, ...] = ("moves",)
 
 
@@ -187,8 +186,9 @@ class Cluster:
         self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
         """Responses that are not reported yet, by the time at which they will be."""
         self._ends = 0
-        self._period_s = plan.plan_period_s
-        self._apply(run_started(_config(plan)))
+        config = _config(plan)
+        self._plan_period_s = self._period_s = config.timing.plan_period_s
+        self._apply(run_started(config))
         self._apply(role_started("trainer"))
         self._workers = {one.name: self._join(one) for one in plan.workers}
 
@@ -257,7 +257,7 @@ class Cluster:
         if self._training is not None and self._training[1] <= now_s + 1e-9:
             self._commit(self._training[0])
         if now_s >= self._period_s:
-            self._period_s = now_s + self.plan.plan_period_s
+            self._period_s = now_s + self._plan_period_s
             self._note(PlanPeriod())
             self._park()
 
@@ -493,7 +493,6 @@ def _config(plan: ClusterPlan) -> Config:
         "staleness": staleness,
         "evaluation": evaluation,
         "bus": {"partitions": 1},
-        "timing": {"plan_period_s": plan.plan_period_s},
     }
     return msgspec.convert(plain, Config)
 

@@ -313,7 +313,7 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
             "max_staleness": eta,
             "in_flight_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
         },
-        "planner": {"moves": chance.random() < 0.85, "moves_max": chance.randint(1, 3)},
+        "planner": {"moves": chance.random() < 0.85},
         "evaluation": {
             "prompts": chance.choice((0, 0, 2, 3)),
             "every": chance.choice((0, 2, 4)),
@@ -326,7 +326,6 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
         "timing": {
             "heartbeat_s": 0.2,
             "lease_s": chance.choice((1.0, 2.0)),
-            "plan_period_s": chance.choice((2.0, 10.0)),
             "stop_timeout_s": chance.choice((1.0, 10.0)),
         },
     }

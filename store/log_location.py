@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -19,6 +20,9 @@ from dora_pipe.core.errors import BusError, BusFull, ResourceError
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
 from dora_pipe.store.store import PolicyStore
+
+CLAIM_ABOVE_BYTES: Final = 256 * 1024
+"""Larger values of trajectories and progress records are files of the store."""
 
 
 class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +71,7 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
 
     def _own(self) -> Bus:
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
-        above = None if self.bus is None or self.store_url else self.bus.claim_above_bytes
+        above = None if self.bus is None or self.store_url else CLAIM_ABOVE_BYTES
         return open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)
 
     @property

@@ -323,7 +323,6 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
         "workers": {
             "count": len(WORKERS),
             "slots": 8,
-            "prefetch": 4,
             "context_tokens": fault_roles.CONTEXT_TOKENS,
             "checkpoint_tokens": 8,
         },

@@ -268,7 +268,6 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
         optimizer=section.optimizer,
         betas=section.betas,
         weight_decay=section.weight_decay,
-        weight_decay_exclude=section.weight_decay_exclude,
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
@@ -303,7 +302,6 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         dtype=section.dtype,
         betas=section.betas,
         weight_decay=section.weight_decay,
-        weight_decay_exclude=section.weight_decay_exclude,
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),
@@ -314,7 +312,6 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
     options = DeepspeedOptions(
         engine=engine,
         ranks=section.ranks,
-        rounds_min=section.gradient_accumulation,
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,

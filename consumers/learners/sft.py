@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import torch
 
 from dora_pipe.config.schedule import Schedule, rate_of
-from dora_pipe.config.section import OptimizerName, WeightDecayExclude
+from dora_pipe.config.section import OptimizerName
 from dora_pipe.consumers.learners.layout import MicroBatch, RowSize, lines_of, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
@@ -63,7 +63,6 @@ class SftOptions:
     warmup_steps: int = 20
     learning_rate_min: float = 0.0
     weight_decay: float = 0.0
-    weight_decay_exclude: WeightDecayExclude = "vectors"
     seed: int = 0
     threads: int = 1
     context_tokens: int = 1024
@@ -147,7 +146,6 @@ def _optimizer(model: TorchModel, options: SftOptions) -> Optimizer:
         list(named.items()),
         betas=BETAS,
         weight_decay=options.weight_decay,
-        exclude=options.weight_decay_exclude,
         other=options.optimizer,
         others=parameters_of(options.optimizer, model.network, named),
     )

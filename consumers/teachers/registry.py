@@ -52,13 +52,7 @@ def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
     if teacher.url:
         from dora_pipe.consumers.teachers.endpoint import EndpointOptions, EndpointTeacher
 
-        asked = EndpointOptions(
-            model=teacher.model,
-            batch=teacher.batch,
-            at_once=teacher.at_once,
-            timeout_s=teacher.timeout_s,
-            retries_max=teacher.retries_max,
-        )
+        asked = EndpointOptions(model=teacher.model)
         return EndpointTeacher(teacher.url, asked, key=key_of(config))
     return None
 

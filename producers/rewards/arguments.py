@@ -87,14 +87,11 @@ class Bound:
     options: Mapping[str, Any]
     batches: Batches | None = None
 
-    def __call__(self, row: Row, completion: Completion, answer_column: str) -> Any:
+    def __call__(self, row: Row, completion: Completion) -> Any:
         """What the function gives. Raises what it raises, TaskError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completion.text)
-        given = {
-            name: _given(LISTS.get(name, name), row, completion, answer_column)
-            for name in self.takes
-        }
+        given = {name: _given(LISTS.get(name, name), row, completion) for name in self.takes}
         if self.batches is not None:
             return self.batches.ask(given)
         return self.function(**given, **self.options)
@@ -112,31 +109,29 @@ class BoundGroup:
     """Names of `OF_GROUP`; None: row and completions, by place."""
     options: Mapping[str, Any]
 
-    def __call__(self, row: Row, completions: Sequence[Completion], answer_column: str) -> Any:
+    def __call__(self, row: Row, completions: Sequence[Completion]) -> Any:
         """What the function gives. Raises what it raises, KeyError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completions)
-        given = {name: self._given(name, row, completions, answer_column) for name in self.takes}
+        given = {name: self._given(name, row, completions) for name in self.takes}
         return self.function(**given, **self.options)
 
-    def _given(
-        self, name: str, row: Row, completions: Sequence[Completion], answer_column: str
-    ) -> Any:
+    def _given(self, name: str, row: Row, completions: Sequence[Completion]) -> Any:
         if name in ("row", "answer"):
-            return _given(name, row, Completion(text=""), answer_column)
+            return _given(name, row, Completion(text=""))
         return completions if name == "completions" else [one.text for one in completions]
 
 
-def _given(name: str, row: Row, completion: Completion, answer_column: str) -> Any:
+def _given(name: str, row: Row, completion: Completion) -> Any:
     match name:
         case "row":
             return row
         case "completion":
             return completion
         case "answer":
-            if answer_column not in row:
-                raise TaskError(f"the row has no column `{answer_column}` for its answer")
-            return row[answer_column]
+            if "answer" not in row:
+                raise TaskError("the row has no column `answer`")
+            return row["answer"]
         case _:
             return getattr(completion, name)
 

@@ -110,9 +110,7 @@ class Rewards:
         self._context = context or RewardContext()
         self._bare = key == SINGLE and ":" in uses[0].use
 
-    def score(
-        self, row: Row, completion: Completion, *, answer_column: str = "answer"
-    ) -> float | Reward | Awaitable[float | Reward]:
+    def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
         """A number or Reward, or an awaitable of it where a function is `async`.
 
         Raises what the functions raise: TypeError and ValueError, naming the reward, where one gave
@@ -120,19 +118,19 @@ class Rewards:
         """
         alone, _ = self._parts
         if self._bare:
-            given: float | Reward = _asked(alone, row, completion, answer_column)[0]
+            given: float | Reward = _asked(alone, row, completion)[0]
             return given  # Or an awaitable; or what is no answer, which its caller says.
-        found = _asked(alone, row, completion, answer_column)
+        found = _asked(alone, row, completion)
         if any(map(inspect.isawaitable, found)):
             return self._together(found, functools.partial(_sum, alone))
         return _sum(alone, found)
 
     def score_group(
-        self, row: Row, completions: Sequence[Completion], *, answer_column: str = "answer"
+        self, row: Row, completions: Sequence[Completion]
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
         """As `score`, of the rewards of groups: one Reward per completion, in order."""
         alone, of_groups = self._parts
-        found = _asked(of_groups, row, completions, answer_column)
+        found = _asked(of_groups, row, completions)
         summed = functools.partial(_sums, of_groups, len(completions), bool(alone))
         if any(map(inspect.isawaitable, found)):
             return self._together(found, summed)

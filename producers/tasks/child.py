@@ -282,7 +282,7 @@ def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
     if isinstance(call, AgentCall):
         return task.agent_timeout_s
     seconds = task.environment_timeout_s
-    return seconds + (task.tool_timeout_s or seconds) if tools else seconds
+    return 2 * seconds if tools else seconds
 
 
 def episode_too_long(task: model.Task) -> str:

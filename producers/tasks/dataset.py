@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 NOTED_ROWS: Final = 256
 """Rows whose columns `DatasetTask.notes` looks at."""
 
+PROMPT: Final = "prompt"
 ANSWER: Final = "answer"
-"""The column of the answer, where `task.answer_column` names no other."""
 
 _EXAMPLE: Final = 'for instance "rewards:score"'
 
@@ -70,8 +70,6 @@ class DatasetTask(Task):
         eval_share: float = 0.0,
         filter: str = "",
         columns: Mapping[str, str] | None = None,
-        prompt_column: str = "prompt",
-        answer_column: str = ANSWER,
         chat: bool = False,
         system_prompt: str = "",
         tools: Sequence[str] = (),
@@ -92,7 +90,7 @@ class DatasetTask(Task):
             split=split,
             columns=dict(columns or {}),
             filter=filter,
-            prompt=prompt_column,
+            prompt=PROMPT,
             held_out=eval_share,
         )
         self._specs: dict[Split, DataSpec] = {
@@ -103,7 +101,6 @@ class DatasetTask(Task):
         elif evaluation or eval_split:
             self._specs["eval"] = replace(common, sources=evaluation or train, split=eval_split)
         self._open: dict[Split, Sequence[Row]] = {}
-        self._prompt, self._answer = prompt_column, answer_column
         self._chat, self._system = chat or bool(system_prompt), system_prompt
         self._tool_names, self._tools = tuple(tools), tuple[Tool, ...]()
         self._mcp = mcp
@@ -135,16 +132,15 @@ class DatasetTask(Task):
         if twice := next((name for name in names if names.count(name) > 1), ""):
             hint = "a server's tools with its `name` in front: task.mcp = [{name = ...}]"
             raise TaskError(f"{self._where}: two tools are called `{twice}`", hint=hint)
-        named = self._answer != ANSWER
-        if (self._rewards.wants_answer or named) and self._answer not in self._answered(first):
+        if self._rewards.wants_answer and ANSWER not in self._answered(first):
             columns = ", ".join(f"`{name}`" for name in first)
-            wants = "task.answer_column names" if named else f"{self._rewards.key} compares with"
             raise TaskError(
-                f"{self._where}: the first row has no `{self._answer}`, which {wants}",
-                hint=f"task.answer_column; it has {columns}",
+                f"{self._where}: the first row has no `answer`, which {self._rewards.key} compares"
+                " with",
+                hint=f'task.columns = {{answer = "..."}}; it has {columns}',
             )
         try:
-            self._rewards.check_answer(self._answered(first).get(self._answer))
+            self._rewards.check_answer(self._answered(first).get(ANSWER))
         except TaskError as error:
             raise TaskError(f"{self._where}: the first row: {error.message}") from None
 
@@ -187,13 +183,13 @@ class DatasetTask(Task):
         return self.score(row, Completion(text=text, turns=turns))
 
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
-        return self._rewards.score(self._answered(row), completion, answer_column=self._answer)
+        return self._rewards.score(self._answered(row), completion)
 
     def score_group(
         self, row: Row, completions: Sequence[Completion]
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
         row = self._answered(row)
-        return self._rewards.score_group(row, completions, answer_column=self._answer)
+        return self._rewards.score_group(row, completions)
 
     def scores_groups(self) -> bool:
         return self._rewards.scores_groups
@@ -221,7 +217,7 @@ class DatasetTask(Task):
 
     def notes(self) -> Sequence[str]:
         """Columns that mean something to a chat, and are not shown."""
-        rows, used = self.rows("train")[:NOTED_ROWS], (self._prompt, self._answer)
+        rows, used = self.rows("train")[:NOTED_ROWS], (PROMPT, ANSWER)
         chat = bool(rows) and not isinstance(self.prompt(rows[0]), str)
         notes = unshown_columns(rows, used, tools=chat)
         return [f"{self._where}: {note}" for note in notes]
@@ -235,32 +231,32 @@ class DatasetTask(Task):
 
     def _parts(self, row: Row) -> tuple[Prompt, Mapping[str, Any] | None]:
         """The prompt, and the message that answers it in the data."""
-        return prompt_of(row[self._prompt], chat=self._chat, system=self._system)
+        return prompt_of(row[PROMPT], chat=self._chat, system=self._system)
 
     def _answered(self, row: Row) -> Row:
         """With an answer where the conversation has one and the row none."""
-        if row.get(self._answer) is not None:
+        if row.get(ANSWER) is not None:
             return row
         answer = self._parts(row)[1]
         text = text_of(answer) if answer else ""
         if answer is None or (not text and answer.get("tool_calls")):
             return row  # Calls alone are no text to compare with.
-        return {**row, self._answer: text}
+        return {**row, ANSWER: text}
 
     def _pair(self, place: int, row: Row) -> tuple[str, str]:
-        prompt, answer = self.prompt(row), row.get(self._answer)
+        prompt, answer = self.prompt(row), row.get(ANSWER)
         if isinstance(prompt, str) and isinstance(answer, str):
             return prompt, answer
-        column = self._answer if isinstance(prompt, str) else self._prompt
+        column = ANSWER if isinstance(prompt, str) else PROMPT
         raise self._no_demonstration(place, column)
 
     def _conversation(self, place: int, row: Row) -> Row:
         """Prompt and answer: the message that the data end with, else the text of the answer."""
         asked, said = self._parts(row)
-        if said is None and isinstance(answer := row.get(self._answer), str):
+        if said is None and isinstance(answer := row.get(ANSWER), str):
             said = {"role": "assistant", "content": answer}
         if said is None:
-            raise self._no_demonstration(place, self._answer)
+            raise self._no_demonstration(place, ANSWER)
         if isinstance(asked, str):
             raise self._no_demonstration(place, self._prompt, "messages")
         shown = self.shown_tools(row) or self.tools(row)

@@ -6,7 +6,7 @@ had deferred goes to another; episodes that it held are lost, and their requests
 deferred call that is late is abandoned and fails alone. `poll` never waits unless asked to.
 
 Bounds: `QUEUE_MAX` calls at a time, `WINDOW` of them in one process's pipe, `DEFERRED_MAX` that it
-has in all, a time limit per try at a call, `task.retries_max` more tries, and `DEATHS_MAX`
+has in all, a time limit per try at a call, `RETRIES_MAX` more tries, and `DEATHS_MAX`
 processes in a row that die without answering anything.
 """
 
@@ -59,6 +59,7 @@ from dora_pipe.producers.tasks.child import (
 )
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
+from dora_pipe.producers.tasks.port import RETRIES_MAX
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
 from dora_pipe.schemas.metrics import FailingPlace
 
@@ -338,7 +339,7 @@ class TaskPool:
         call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
         if isinstance(frame, Deferred):
             child.defer(call, frame, now_ns)
-            if call.tries > self._task.retries_max + 1:
+            if call.tries > RETRIES_MAX + 1:
                 raise ValueError(f"call {call.number} was begun {call.tries} times")
             return
         if frame.event.request != call.request:

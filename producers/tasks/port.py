@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -63,7 +63,11 @@ ANSWER_CHARACTERS_MAX = 200
 
 class Retry(Exception):
     """Raised by users' code where something outside failed: a judge that does not answer, a sandbox
-    that is full. The call is made again, later; see `task.retries_max`."""
+    that is full. The call is made again, later; see `RETRIES_MAX`."""
+
+
+RETRIES_MAX: Final = 3
+"""Further tries at a call that raised `Retry`."""
 
 
 class ToolFailed(Exception):

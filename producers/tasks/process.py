@@ -84,7 +84,7 @@ def main() -> None:
     die_with(setup.parent_pid)
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
-    TOOL_LIMIT_S.set(setup.task.tool_timeout_s or setup.task.environment_timeout_s)
+    TOOL_LIMIT_S.set(setup.task.environment_timeout_s)
     opened = _open(setup, _writer(outbox))
     if isinstance(opened, Refused):
         _write(outbox, pack(opened))

@@ -46,7 +46,7 @@ ADAPTERS: Final[Mapping[str, str]] = {
 
 HANDED: Final = (
     *("data", "eval_data", "split", "eval_split", "eval_share", "filter", "columns"),
-    *("prompt_column", "answer_column", "chat", "system_prompt", "tools"),
+    *("chat", "system_prompt", "tools"),
 )
 """Keys of [task] that are the task's own arguments, beside its reward."""
 

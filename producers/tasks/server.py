@@ -76,6 +76,7 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.main_thread import GivenUp
 from dora_pipe.producers.tasks.messages import NoAnswer, normal
 from dora_pipe.producers.tasks.port import (
+    RETRIES_MAX,
     Completion,
     Environment,
     Retry,
@@ -125,7 +126,6 @@ class TaskServer:
         self._agent = open_agent(config, task)
         self._background = Background()
         self._threads = Threads(config.threads if config.threads > 1 else THREADS_ELSEWHERE)
-        self._reward_threads = Threads(config.reward_threads)
         self._agent_threads = Threads(AGENT_THREADS_MAX)
         self._episodic = not task.single_turn()
         self._replayable = task.replayable or config.replayable
@@ -240,7 +240,7 @@ class TaskServer:
         return TaskFailed(request=request, error=error, message=message)
 
     def _count_hung(self) -> None:
-        hung = self._threads.hung + self._reward_threads.hung + self._agent_threads.hung
+        hung = self._threads.hung + self._agent_threads.hung
         if hung > HUNG_MOST:
             self.exhaust(f"more than {HUNG_MOST} of its threads hang", at_once=True)
         elif hung > HUNG_MAX and not self._exhausted:
@@ -251,8 +251,6 @@ class TaskServer:
         after the other unless they may be beside each other."""
         waits = partial(self._waits, call.number)
         match call.call:
-            case RewardCall() | GroupCall() if self._config.reward_threads > 1:
-                return Place(threads=self._reward_threads, beside=True, waits=waits)
             case PromptCall() if self._episodic:
                 beside = self._config.threads > 1
             case EnvStep() if not _awaits(self._world(call.episode)):
@@ -277,7 +275,7 @@ class TaskServer:
             try:
                 return await self._event(call)
             except Retry as error:
-                if tries >= self._config.retries_max or isinstance(call.call, AgentCall):
+                if tries >= RETRIES_MAX or isinstance(call.call, AgentCall):
                     raise
                 sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
             seed = derive_seed("retry", call.call.request, call.number, tries)

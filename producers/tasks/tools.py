@@ -42,7 +42,7 @@ REFUSED_MAX: Final = 20
 _refused: set[tuple[str, str]] = set()
 
 TOOL_LIMIT_S: ContextVar[float] = ContextVar("tool limit", default=10.0)
-"""`task.tool_timeout_s` of this process."""
+"""`task.environment_timeout_s` of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ async def call_tools(
 ) -> Observation:
     """Make the calls of a turn and answer them, in their order, with messages of tools.
 
-    Functions run at the same time, each within `task.tool_timeout_s`: those that are not `async` in
-    threads. What was made already, by its place in the turn, stands in `known` and is not made
-    again. Raises Retry, when all others have ended, where a function did.
+    Functions run at the same time, each within `task.environment_timeout_s`: those that are not
+    `async` in threads. What was made already, by its place in the turn, stands in `known` and is
+    not made again. Raises Retry, when all others have ended, where a function did.
     """
     known = {} if known is None else known
     by_name = {tool_name(function): function for function in functions}

@@ -456,8 +456,7 @@ def _setup(
 
 
 def _longest_call_s(task: model.Task) -> float:
-    turn_s = task.environment_timeout_s + (task.tool_timeout_s or task.environment_timeout_s)
-    return max(task.reward_timeout_s, turn_s)
+    return max(task.reward_timeout_s, 2 * task.environment_timeout_s)  # A step and its tools.
 
 
 # Before joining

@@ -23,8 +23,7 @@ TASK = """
 [task]
 kind = "dataset"
 data = "rows.parquet"
-columns = {talk = "conversations"}
-prompt_column = "talk"
+columns = {prompt = "conversations"}
 filter = "level > 0"
 eval_share = 0.3
 system_prompt = "be brief"

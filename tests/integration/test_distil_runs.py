@@ -116,8 +116,6 @@ def test_steps_of_an_endpoint_come_out_bit_for_bit_when_it_is_gone(
             run__steps=5,
             teacher__url=there.url,
             teacher__model="big",
-            teacher__batch=3,
-            teacher__timeout_s=30.0,
             objective__kind="grpo",
             objective__teacher_weight=0.5,
             objective__kl=0.01,

@@ -302,7 +302,7 @@ def test_a_judge_that_is_busy_at_first_is_asked_again_and_one_that_never_answers
         return (429, b"busy") if number < 2 or "43" in prompt else said("Score: 10")
 
     stand_in = judge_endpoint(busy)
-    with stand_in as endpoint, TaskPool(_task(tmp_path, endpoint.url, retries_max=2)) as pool:
+    with stand_in as endpoint, TaskPool(_task(tmp_path, endpoint.url)) as pool:
         pool.wait()
         found = _scored(pool, ["42"]) | {"never": _scored(pool, ["43"])["r0"]}
     assert isinstance(found["r0"], Rewarded)

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 SMALL = (
     *("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompts=4"),
-    *("workers.count=1", "workers.slots=8", "workers.prefetch=8", "sampling.max_tokens=8"),
+    *("workers.count=1", "workers.slots=16", "sampling.max_tokens=8"),
     *("timing.heartbeat_s=0.2", "timing.lease_s=5.0", "trainer.minibatches=1"),
 )
 

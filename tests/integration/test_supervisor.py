@@ -20,7 +20,7 @@ from tests.support.cluster import make_config
 from tests.support.trainer_driver import run_started
 
 WAIT_S = 20.0
-TIMING = Timing(restarts_max=2, restart_window_s=60.0, stop_timeout_s=5.0)
+TIMING = Timing(restarts_max=2, stop_timeout_s=5.0)
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -292,7 +292,8 @@ def test_worker_that_never_hosts_is_given_up_however_slowly_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dora_pipe.launch.supervisor.BACKOFF_MAX_S", 0.0)
-    slow = Timing(restarts_max=3, restart_window_s=0.001, stop_timeout_s=5.0)
+    monkeypatch.setattr("dora_pipe.launch.supervisor.RESTART_WINDOW_S", 0.001)
+    slow = Timing(restarts_max=3, stop_timeout_s=5.0)
     workers = Workers(names=("w0",), hosted=lambda name: int(starts(tmp_path, name) >= 4))
     role = ends_with(tmp_path, {"w0": [7]})
     supervisor = supervise(role, "w0", logs=tmp_path, workers=workers, timing=slow)

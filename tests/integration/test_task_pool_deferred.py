@@ -344,7 +344,7 @@ def test_what_raises_retry_is_made_again_without_holding_up_others(folder: Path,
 
 def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) -> None:
     config = replace(task(folder, limit_s=5.0), kind="awaiting_task:Tools", options={})
-    config = replace(config, tool_timeout_s=0.5)
+    config = replace(config, environment_timeout_s=0.5)
     add, fetch, hang = (
         ToolCall(name="add", arguments={"a": 1, "b": 2}, id="x"),
         ToolCall(name="fetch", arguments={"name": "a"}, id="y"),
@@ -377,7 +377,7 @@ def test_a_process_with_many_threads_that_hang_is_replaced_when_its_episodes_end
     folder: Path,
 ) -> None:
     config = replace(task(folder, limit_s=5.0), kind="awaiting_task:Tools", options={})
-    config = replace(config, tool_timeout_s=0.1)
+    config = replace(config, environment_timeout_s=0.1)
     turn = Turn(text="", tool_calls=tuple(ToolCall(name="hang", id=f"{n}") for n in range(5)))
     with TaskPool(config) as pool:
         ask(pool, prompt("a"))

@@ -154,16 +154,15 @@ def test_one_thread_means_the_main_thread_in_order(folder: Path) -> None:
         assert most.reward == 1
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_rewards_run_in_the_main_thread_or_at_the_same_time(folder: Path, threads: int) -> None:
-    with TaskPool(task(folder, reward_threads=threads)) as pool:
+def test_rewards_run_in_the_main_thread(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
         for number in range(4):
             pool.submit(score(f"r{number}", "sleep 0.3"))
         assert len(gather(pool, 4)) == 4
         most, main = (ask(pool, score("ask", what)) for what in ("most", "main"))
         assert isinstance(most, Rewarded)
         assert isinstance(main, Rewarded)
-        assert (most.reward, main.reward) == (threads, threads == 1)
+        assert (most.reward, main.reward) == (1, True)
 
 
 def test_step_that_loops_for_ever_is_ended_with_its_thread(folder: Path) -> None:
@@ -237,7 +236,7 @@ def test_forgotten_step_that_hangs_gives_no_event_and_costs_nobody_anything(fold
 def test_step_that_raises_retry_for_good_starts_its_episode_again_on_another_process(
     folder: Path,
 ) -> None:
-    with TaskPool(replace(task(folder, retries_max=1), processes=2)) as pool:
+    with TaskPool(replace(task(folder), processes=2)) as pool:
         places = set()
         for _ in range(2):
             begin(pool, "a")

@@ -19,7 +19,7 @@ def config(folder: Path, kind: str) -> model.Task:
     (folder / "sums.py").write_text(BLOCKS[0])
     (folder / "judged.py").write_text(BLOCKS[1])
     (folder / "rows.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
-    task = model.Task(kind=kind, directory=str(folder), retries_max=0, tool_timeout_s=1.0)
+    task = model.Task(kind=kind, directory=str(folder), environment_timeout_s=1.0)
     if kind == "jsonl":
         return replace(task, data=str(folder / "rows.jsonl"), reward="judged:score")
     return task

@@ -51,7 +51,6 @@ LONG = (
     ("max_tokens = 12", "max_tokens = 480"),
     ("per_step = 2", "per_step = 5"),
     ("context_tokens = 64", "context_tokens = 512\ncheckpoint_tokens = 16"),
-    ("lease_s = 5.0", "lease_s = 5.0\nplan_period_s = 0.3"),
     ("prompts = 4", "prompts = 0\n[staleness]\nmax_staleness = 0"),
 )
 SLOW_LAYERS = 12

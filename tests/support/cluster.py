@@ -91,12 +91,11 @@ def make_config(**changes: Any) -> Config:
         "trainer": {"checkpoint_every": 3},
         "workers": {
             "slots": 6,
-            "prefetch": 2,
             "context_tokens": 256,
             "checkpoint_tokens": 16,
         },
         "bus": {"partitions": 3},
-        "timing": {"heartbeat_s": 0.1, "lease_s": 1.0, "plan_period_s": 5.0},
+        "timing": {"heartbeat_s": 0.1, "lease_s": 1.0},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")

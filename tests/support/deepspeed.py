@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.config.section import WeightDecayExclude
 from dora_pipe.consumers.learners.port import LoggedAt, Settings, StepResult, TrainBatch
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.policy import Manifest
@@ -40,7 +39,6 @@ ENGINES: list[dict[str, Any]] = [
     {"zero_stage": 3},
     {"zero_stage": 2, "offload": "optimizer"},
     {"zero_stage": 3, "offload": "all"},
-    {"zero_stage": 2, "rounds_min": 3},
 ]
 """Ways to spread what a step needs over the ranks, all in float32."""
 
@@ -139,10 +137,8 @@ def make_learner(
     offload: str = "none",
     dtype: str = "float32",
     micro_batch_tokens: int = 256,
-    rounds_min: int = 1,
     lora: LoraOptions | None = None,
     weight_decay: float = 0.0,
-    weight_decay_exclude: WeightDecayExclude = "none",
     memory: Mapping[str, Any] | None = None,
     routes: bool = False,
     router_aux_loss: float = 0.0,
@@ -161,14 +157,12 @@ def make_learner(
             dtype=dtype,  # type: ignore[arg-type]
             lora=lora,
             weight_decay=weight_decay,
-            weight_decay_exclude=weight_decay_exclude,
             memory=MemoryOptions(**(memory or {})),
             routes=routes,
             router_aux_loss=router_aux_loss,
             expert_parallel=expert_parallel,
         ),
         ranks=RANKS,
-        rounds_min=rounds_min,
         micro_batch_tokens=micro_batch_tokens,
         device=DEVICE,
     )

@@ -34,7 +34,6 @@ LONG = (
     f"sampling.max_tokens={TOKENS}",
     "groups.per_step=5",
     "staleness.max_staleness=0",  # one version at a time: the others have slots for it
-    "timing.plan_period_s=0.3",
     "evaluation.prompts=0",
 )
 WORDS = [word for change in LONG for word in ("-o", change)]

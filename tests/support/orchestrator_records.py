@@ -50,7 +50,7 @@ def make_config(**changes: Any) -> Config:
         "staleness": {"max_staleness": 1},
         "evaluation": {"prompts": 0},
         "bus": {"partitions": 2},
-        "timing": {"heartbeat_s": 0.5, "lease_s": 5.0, "plan_period_s": 30.0},
+        "timing": {"heartbeat_s": 0.5, "lease_s": 5.0},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")

@@ -63,7 +63,6 @@ LONG_REQUESTS: Final[dict[str, Any]] = {
     # The row of the end token is zero: never among the ten likeliest words.
     "sampling.top_k": 10,
     "workers.slots": 2,
-    "workers.prefetch": 1,
     "workers.context_tokens": CONTEXT_TOKENS,
     "workers.checkpoint_tokens": CHECKPOINT_TOKENS,
     # What the orchestrator knows of progress comes with the heartbeat.

@@ -91,7 +91,7 @@ own sampler does it. Whatever it is, these are always traced:
 
 - `failed`: the group failed, or an attempt of it did, or a worker of it was fenced;
 - `moved`: a sibling changed its worker;
-- `slow`: it took more than `traces_slow` times the median of the {lately} groups of its purpose
+- `slow`: it took more than twice the median of the {lately} groups of its purpose
   that ended before it (from the {lately_min}th on).
 
 It is decided when a group has ended, so a trace is whole or not there. Steps are always traced.

@@ -55,7 +55,6 @@ checkpoint_every = 2
 [workers]
 count = 2
 slots = 8
-prefetch = 8
 context_tokens = 64
 [timing]
 heartbeat_s = 0.2

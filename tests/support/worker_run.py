@@ -170,7 +170,7 @@ def _config(**workers: Any) -> model.Config:
         run=model.Run(name="r", steps=1),
         model=model.Model(path="nowhere"),
         task=model.Task(kind="arithmetic", options=dict(OPTIONS)),
-        workers=Workers(slots=4, prefetch=2, context_tokens=256, **workers),
+        workers=Workers(slots=4, context_tokens=256, **workers),
         timing=model.Timing(heartbeat_s=0.05),
     )
 

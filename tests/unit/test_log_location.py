@@ -62,7 +62,6 @@ def test_large_values_lie_with_the_policies(tmp_path: Path) -> None:
     ("given", "above", "synced"),
     [
         ({"bus": Bus()}, 256 * 1024, True),
-        ({"bus": Bus(claim_above_bytes=1)}, 1, True),
         ({"bus": Bus(url="kafka://h:1")}, 256 * 1024, False),
         ({"bus": Bus(url="kafka://h:1", claims_synced=True)}, 256 * 1024, True),
     ],

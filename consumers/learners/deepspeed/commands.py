@@ -170,15 +170,15 @@ COMMANDS: Final[msgspec.msgpack.Decoder[AnyCommand]] = msgspec.msgpack.Decoder(A
 _NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
 
 
-def shares(passes: Sequence[Pass], *, ranks: int, rounds_min: int = 1) -> list[list[Pass]]:
+def shares(passes: Sequence[Pass], *, ranks: int) -> list[list[Pass]]:
     """The passes of each rank, in order; their numbers are new.
 
-    Large passes are halved until every rank has at least `rounds_min` of them, as far as there are
-    units. Ranks may differ by one pass; who has fewer stands idle in the last round.
+    Large passes are halved until every rank has one, as far as there are units. Ranks may differ by
+    one pass; who has fewer stands idle in the last round.
 
     Example: five passes on two ranks: ``[[0, 3, 4], [1, 2]]`` by falling size.
     """
-    cut = _halved(list(passes), ranks * rounds_min)
+    cut = _halved(list(passes), ranks)
     cut.sort(key=lambda one: (-one.padded_tokens, one.number))
     numbered = [replace(one, number=number) for number, one in enumerate(cut)]
     found: list[list[Pass]] = [[] for _ in range(ranks)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.config.section import ComputeDtype, WeightDecayExclude
+from dora_pipe.config.section import ComputeDtype
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts, crossed
 from dora_pipe.consumers.learners.torch.chunked_layers import mlp_width
@@ -57,7 +57,6 @@ class EngineOptions:
     """What weights are when they leave (`policies.dtype`); passes compute with what left."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    weight_decay_exclude: WeightDecayExclude = "none"
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
     lora: LoraOptions | None = None
@@ -188,7 +187,7 @@ class Engine:
         """The network's own, of what is stored, sorted: parameters and persistent buffers, or the
         adapter's."""
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
-        groups = decay_groups(parameters, options.weight_decay, options.weight_decay_exclude)
+        groups = decay_groups(parameters, options.weight_decay)
         groups = groups if self._dealt is None else self._dealt.groups(groups)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
         self._engine = _initialized(deepspeed, module, self._adamw, options)

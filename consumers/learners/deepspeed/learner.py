@@ -104,8 +104,6 @@ class DeepspeedOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Its device is taken from `device` and the rank."""
     ranks: int = 1
-    rounds_min: int = 1
-    """Passes of every rank per update, at least (`trainer.gradient_accumulation`)."""
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
@@ -290,8 +288,7 @@ class DeepspeedLearner:
         self._rank.keep(self._send(Keep, what=what))
 
     def _shares(self, passes: Sequence[Pass]) -> list[list[Pass]]:
-        options = self._options
-        return shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
+        return shares(passes, ranks=self._options.ranks)
 
     def _note_updates(self, sums: Sums) -> None:
         if self._adapter_base is not None and sums.updates:
@@ -377,7 +374,6 @@ class DeepspeedLearner:
                 "zero_stage": str(engine.zero_stage),
                 "offload": engine.offload,
                 "dtype": engine.dtype,
-                "gradient_accumulation": str(options.rounds_min),
                 "threads": str(options.threads),
                 "micro_batch_tokens": str(options.micro_batch_tokens),
             }

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.config.section import ComputeDtype, OptimizerName, WeightDecayExclude
+from dora_pipe.config.section import ComputeDtype, OptimizerName
 from dora_pipe.consumers.learners.parts import StepInParts
 from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
@@ -71,7 +71,6 @@ class TorchOptions:
     optimizer: OptimizerName = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    weight_decay_exclude: WeightDecayExclude = "none"
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
@@ -336,7 +335,6 @@ class TorchLearner:
             list(named.items()),
             betas=self._options.betas,
             weight_decay=self._options.weight_decay,
-            exclude=self._options.weight_decay_exclude,
             bfloat16=self._model.bfloat16,
             other=name,
             others=parameters_of(name, self._model.network, named),

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dora_pipe.config.section import OptimizerName, WeightDecayExclude
+from dora_pipe.config.section import OptimizerName
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
 from dora_pipe.consumers.learners.torch.named_optimizers import make_optimizer, moments_of, state_of
@@ -27,14 +27,9 @@ STEPS: Final = "steps"
 REMAINDER: Final = "remainder"
 
 
-def decay_groups(
-    parameters: Sequence[Tensor], weight_decay: float, exclude: WeightDecayExclude
-) -> list[dict[str, Any]]:
-    """An optimizer's groups of parameters: those that decay, and vectors apart where they do not.
-
-    One group wherever one will do: that is how older optimizers were made, to their bits.
-    """
-    apart = weight_decay > 0 and exclude == "vectors"
+def decay_groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups of parameters: those that decay, and vectors, which do not."""
+    apart = weight_decay > 0
     kept = [one for one in parameters if apart and one.ndim <= 1]
     decaying = [one for one in parameters if not apart or one.ndim > 1]
     groups: list[dict[str, Any]] = [
@@ -65,7 +60,6 @@ class Optimizer:
         *,
         betas: tuple[float, float],
         weight_decay: float,
-        exclude: WeightDecayExclude = "none",
         bfloat16: Collection[str] = (),
         other: OptimizerName = "adamw",
         others: Collection[str] = (),
@@ -78,7 +72,7 @@ class Optimizer:
         self._made: dict[OptimizerName, Any] = {}
         for kind in dict.fromkeys(("adamw", *self._kinds)):
             own = [one for one, of in zip(self._parameters, self._kinds, strict=True) if of == kind]
-            groups = decay_groups(own, weight_decay, exclude)
+            groups = decay_groups(own, weight_decay)
             self._made[kind] = make_optimizer(kind, groups, betas)
         self._masters = Masters({name: one for name, one in parameters if name in bfloat16})
 

@@ -47,7 +47,6 @@ class Policy:
         options = TorchOptions(
             optimizer=optimizer or self.optimizer,
             weight_decay=0.1,
-            weight_decay_exclude="vectors",
             micro_batch_tokens=128,
         )
         made = TorchLearner(self.assets, reference=self.weights, options=options)
@@ -94,7 +93,6 @@ def test_updates_are_those_of_the_literature(shape: tuple[int, int], decay: floa
         [("x", parameter), ("bias", bias)],
         betas=(0.9, 0.95),
         weight_decay=decay,
-        exclude="vectors",
         other="muon",
         others=["x"],
     )

@@ -355,14 +355,13 @@ TALKED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 @pytest.mark.parametrize(
     ("row", "task"),
     [
-        ({"messages": [USER, SAID], "tools": [WEATHER]}, {"prompt_column": "messages"}),
-        ({"messages": [USER, CALLED], "tools": [WEATHER]}, {"prompt_column": "messages"}),
+        ({"prompt": [USER, CALLED], "tools": [WEATHER]}, {}),
         ({"prompt": [USER, SAID], "tools": json.dumps([WEATHER])}, {}),
         ({"prompt": json.dumps([USER, SAID]), "tools": [WEATHER["function"]]}, {"chat": True}),
         ({"prompt": "2+2?", "answer": "4", "tools": None}, {"system_prompt": "Be brief."}),
         ({"prompt": "2+2?", "answer": "4"}, {}),
-        ({"talk": TALKED, "prompt": "other", "answer": "5"}, {"prompt_column": "talk"}),
-        ({"q": "2+2?", "a": "4"}, {"prompt_column": "q", "answer_column": "a", "chat": True}),
+        ({"prompt": TALKED, "answer": "5"}, {}),
+        ({"prompt": "2+2?", "answer": "4"}, {"chat": True}),
     ],
 )
 def test_a_warm_start_and_a_run_have_equal_prompts(

@@ -328,7 +328,7 @@ def test_worker_that_joins_again_before_its_lease_ends_passes_its_progress_on() 
 
 def test_the_planning_period_is_observed() -> None:
     bench = Bench()
-    found = bench.wait(61)
+    found = bench.wait(31)
     assert found == [PlanPeriod(), PlanPeriod()]
     assert bench.machine.wake_at() <= int((bench.now_s + 0.5) * 1e9)
 

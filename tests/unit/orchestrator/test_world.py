@@ -23,6 +23,7 @@ from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.orchestrator.hosting import orphans
 from dora_pipe.orchestrator.index import queue_key
+from dora_pipe.orchestrator.moving import MOVES_MAX
 from dora_pipe.orchestrator.planner import decide, plan
 from dora_pipe.orchestrator.recovery import read_rounds, recover
 from dora_pipe.orchestrator.staleness import feasible
@@ -161,7 +162,7 @@ def finish(world: World) -> None:
     world.run(seconds=CALM_S)
     assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.counters}"
     world.ledger.check_end()
-    most = world.config.planner.moves_max + world.commands  # Each command may drain a worker.
+    most = MOVES_MAX + world.commands  # Each command may drain a worker.
     assert max(world.ledger.moves.values(), default=0) <= most
 
 

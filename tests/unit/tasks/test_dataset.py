@@ -89,7 +89,7 @@ def test_row_that_cannot_be_read_is_named_with_file_and_line(
         ('{\n  "prompt": "a"\n}\n', "a row is one line; an array of objects"),
         ('{"prompt": ["a"]}', "it has a list of str; a message has `role` and `content`"),
         ('{"prompt": []}', "it has an empty list; a message has `role` and `content`"),
-        ('{"prompt": 3}', "it has int; task.prompt_column"),
+        ('{"prompt": 3}', "it has int; task.columns"),
         ('{"prompt": null, "promt": "a"}', "did you mean `promt`?"),
     ],
 )
@@ -111,8 +111,7 @@ def test_columns_may_have_other_names(write: Write, module: str) -> None:
     task = DatasetTask(
         data=str(path),
         reward=f"{module}:score",
-        prompt_column="question",
-        answer_column="solution",
+        columns={"prompt": "question", "answer": "solution"},
     )
     assert task.prompt(task.rows("train")[0]) == "a"
     assert task.demonstrations(seed=0, count=1) == [("a", "b")]
@@ -199,7 +198,7 @@ SYSTEM = {"role": "system", "content": "be terse"}
         ({"prompt": "1+1?"}, {"chat": True}, [USER]),
         ({"prompt": "1+1?"}, {"system_prompt": "be terse"}, [SYSTEM, USER]),
         ({"prompt": [USER]}, {}, [USER]),
-        ({"messages": [USER, SAID]}, {"prompt_column": "messages"}, [USER]),
+        ({"messages": [USER, SAID]}, {"columns": {"prompt": "messages"}}, [USER]),
         ({"prompt": [SYSTEM, USER]}, {"system_prompt": "be kind"}, [SYSTEM, USER]),
         ({"prompt": json.dumps([USER, SAID])}, {"chat": True}, [USER]),
     ],
@@ -330,14 +329,6 @@ def test_what_no_row_could_do_with_is_said_before_anything_starts(
 ) -> None:
     with pytest.raises(TaskError, match=why):
         DatasetTask(data=str(write(json.dumps(row))), reward="exact").check()
-
-
-def test_a_column_that_answer_column_names_must_be_there(write: Write, module: str) -> None:
-    path = str(write(json.dumps({"prompt": "1+1=", "solution": "2"})))
-    DatasetTask(data=path, reward=f"{module}:score", answer_column="solution").check()
-    with pytest.raises(TaskError, match=r"no `solutoin`, which task\.answer_column names") as error:
-        DatasetTask(data=path, reward=f"{module}:score", answer_column="solutoin").check()
-    assert "it has `prompt`, `solution`" in str(error.value.hint)
 
 
 JUDGE = {"model": "judge", "url": "http://127.0.0.1:1/v1"}

@@ -245,14 +245,6 @@ def test_a_class_is_made_once_with_its_options() -> None:
     assert [one.value for one in values if isinstance(one, Reward)] == [6.0, 7.0]
 
 
-def test_the_answer_may_stand_in_another_column() -> None:
-    found = Rewards([use("exact")]).score({"gold": "42"}, SAID, answer_column="gold")
-    assert isinstance(found, Reward)
-    assert found.value == 1.0
-    with pytest.raises(TaskError, match="no column `gold` for its answer"):
-        Rewards([use("exact")]).score({}, SAID, answer_column="gold")
-
-
 async def _of(rewards: Rewards) -> Any:
     return await rewards.score(ROW, SAID)  # type: ignore[misc]
 

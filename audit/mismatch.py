@@ -9,7 +9,7 @@ token was drawn from is a product, and its logarithm a sum:
 
 pi is computed by the trainer, pi' was recorded by the engine (`logprobs`), and so was q, the
 distribution the sampler drew from (`sampler_logprobs`). The objective's own ratio is the first two.
-pi and pi' are at the temperature of the run (`sampling.logprobs`), so that sampling is truncation
+pi and pi' are at the temperature of the run, so that sampling is truncation
 alone; in runs whose log-probs are raw, temperature is in it too.
 pi_s is that of the step's first weights: what later minibatches move is the step's own doing.
 

@@ -402,7 +402,7 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
     if teacher.url and (at := config.sampling.logprob_temperature) != 1:
         yield Problem(
             text=f"teacher.url: an endpoint's log-probs are of temperature 1, the policy's {at:g}",
-            hint='sampling.temperature = 1, or sampling.logprobs = "raw", or teacher.path',
+            hint="sampling.temperature = 1, or teacher.path",
         )
     if not rewarded(kind) and config.groups.filter_zero_advantage:
         yield Problem(

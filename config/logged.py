@@ -26,7 +26,7 @@ def logged_config(plain: Mapping[str, Any]) -> Config:
 
     What one section asks of another is not checked. Raises msgspec.ValidationError.
 
-    Example: ``logged_config(run_started.config).sampling.logprobs``
+    Example: ``logged_config(run_started.config).sampling.temperature``
     """
     return msgspec.convert(plain, Config)
 

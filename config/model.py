@@ -224,19 +224,14 @@ class Sampling(Section, frozen=True, kw_only=True):
     """Sampled tokens per trajectory, over all its turns."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn, beside the tokenizer's end-of-sequence token."""
-    logprobs: Literal["tempered", "raw"] = "tempered"
-    """Of which distribution log-probs are recorded, and ratios and KL taken by the trainer:
-    softmax(logits / temperature), the policy that samples, or softmax(logits), as older logs have
-    it. Truncation (top_p, top_k, min_p) is in neither; of a greedy policy both are softmax(logits).
-    See docs/objectives.md."""
     routes: bool = False
     """Records through which experts of a mixture every token of training went, and the trainer
     routes by it (docs/large-models.md); nothing is recorded of evaluations."""
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by before log-probs are taken of them."""
-        return self.temperature if self.logprobs == "tempered" and self.temperature else 1.0
+        """Divisor of the logits before log-probs are taken; 1 where sampling is greedy."""
+        return self.temperature or 1.0
 
 
 class Groups(Section, frozen=True, kw_only=True):

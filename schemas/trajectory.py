@@ -130,10 +130,9 @@ class Trajectory:
     Arrays have one entry per token of the sequence, prompt first; a writer may give lists, tuples
     or arrays of numbers (NaN is None there), a reader gets lists, or numpy's (`view_trajectory`).
     `logprobs` are of the policy that is trained: log-softmax of logits / `sampling.temperature`, or
-    of the logits themselves where that is 0 (greedy) or the run's `sampling.logprobs` is "raw", as
-    it is where its configuration has no such key. `sampler_logprobs` are of the distribution that
-    was sampled from (top-k, top-p and min-p applied, too; 0 if greedy). Both are None exactly where
-    `loss_mask` is 0.
+    of the logits themselves where that is 0 (greedy). `sampler_logprobs` are of the distribution
+    that was sampled from (top-k, top-p and min-p applied, too; 0 if greedy). Both are None exactly
+    where `loss_mask` is 0.
     """
 
     trajectory: str

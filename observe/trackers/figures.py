@@ -51,8 +51,7 @@ FIGURES: Final = {
     "`ratio_mean`, `clipped_share`, `kl`, `teacher_kl`, `tokens` and so on.",
     "train/entropy": "Mean -log-prob, in nats, of the batch's sampled tokens under the versions "
     "that sampled them. It estimates their entropy without bias at the sampling temperature; "
-    '`sampling.top_p`, `top_k` or `min_p` in use, `sampling.logprobs = "raw"` and '
-    "temperature 0 bias it.",
+    "`sampling.top_p`, `top_k` or `min_p` in use and temperature 0 bias it.",
     "train/truncated": "Share of the batch's trajectories that a limit ended (`finish` is "
     "`length`): `sampling.max_tokens`, the context, or the turns of an episode.",
     "train/learning_rate": "Of the step, as its batch decision has it.",

@@ -165,7 +165,7 @@ def _check_prompt(row: dict[str, Any], column: str) -> None:
         hint = f"it has {what}; a message has `role` and `content`"
         raise TaskError(f"no messages in `{column}`", hint=hint)
     if value is not None:
-        hint = f"it has {type(value).__name__}; task.columns = {{{column} = "..."}} takes another one"
+        hint = f"it has {type(value).__name__}; task.columns names another one"
         raise TaskError(f"no text in `{column}`", hint=hint)
     others = {name: one for name, one in row.items() if name != column}
     raise TaskError(f"no text in `{column}`", hint=nearest(column, others) or _columns(row))

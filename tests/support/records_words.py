@@ -159,8 +159,7 @@ COMMON = {
     "lineage": "Where the initial weights come from; null for a model directory.",
     "load_ms": "From the assignment to loaded and checked weights.",
     "logprobs": "Log-probs of the policy: of softmax(logits / `sampling.temperature`), or of"
-    " softmax(logits) where the temperature is 0 (greedy) or the configuration's"
-    " `sampling.logprobs` is `raw` or missing; null where nothing was sampled.",
+    " softmax(logits) where the temperature is 0 (greedy); null where nothing was sampled.",
     "message": "What happened, in one line.",
     "meta": "See below.",
     "moves": "How often the request changed its worker with its KV cache.",

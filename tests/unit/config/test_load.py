@@ -276,9 +276,9 @@ def test_wrong_value_is_refused_with_its_key(file: Path, text: str, message: str
             "one of constant, linear, cosine",
         ),
         (
-            '[evaluation.sampling]\nlogprobs = "all"',
-            "evaluation.sampling.logprobs: unknown value `all`",
-            "one of tempered, raw",
+            '[trainer]\noptimizer = "sgd"',
+            "trainer.optimizer: unknown value `sgd`",
+            "one of adamw, muon, adamw8bit",
         ),
     ],
 )

@@ -23,7 +23,6 @@ PLAIN: dict[str, Any] = {
 
 def test_logged_configuration_says_every_key() -> None:
     config = from_plain(PLAIN)
-    assert (config.sampling.logprobs, config.evaluation.sampling.logprobs) == ("tempered",) * 2
     assert config.task.special_tokens == "text"
     plain = msgspec.to_builtins(config)
     assert logged_config(plain) == config

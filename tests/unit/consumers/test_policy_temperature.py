@@ -127,12 +127,6 @@ def test_without_truncation_what_is_recorded_is_what_was_drawn_from(policy: Poli
     assert all(logprob < sampler for logprob, sampler in below)
 
 
-def test_old_way_records_the_untempered_model(policy: Policy) -> None:
-    batch = policy.sampled(params(logprob_temperature=1.0))
-    figures = policy.trainer(1.0).train(batch, ONE_UPDATE).figures
-    assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
-
-
 def test_greedy_tokens_have_the_log_probs_of_temperature_one() -> None:
     greedy = from_plain({**PLAIN, "sampling": {"temperature": 0.0}}).sampling
     assert greedy.logprob_temperature == 1.0
@@ -177,18 +171,9 @@ def test_temperature_stands_in_the_fingerprint_where_it_is_not_one(policy: Polic
     assert "temperature" not in policy.trainer(1.0).numerics()
 
 
-@pytest.mark.parametrize(
-    ("sampling", "wanted"),
-    [
-        ({"temperature": HOT, "logprobs": "tempered"}, HOT),
-        ({"temperature": HOT, "logprobs": "raw"}, 1.0),
-    ],
-)
-def test_trainer_and_scorer_of_a_run_are_at_the_temperature_of_its_records(
-    policy: Policy, sampling: dict[str, Any], wanted: float
-) -> None:
-    config = logged_config({**PLAIN, "sampling": sampling})
+def test_trainer_and_scorer_of_a_run_are_at_the_temperature_of_its_records(policy: Policy) -> None:
+    config = logged_config({**PLAIN, "sampling": {"temperature": HOT}})
     for make in (make_learner, make_scorer):
         made: Any = make(assets=policy.assets, reference=policy.weights, config=config)
-        assert made._options.temperature == wanted
-    assert sampling_params(config.sampling, ()).logprob_temperature == wanted
+        assert made._options.temperature == HOT
+    assert sampling_params(config.sampling, ()).logprob_temperature == HOT

@@ -258,7 +258,7 @@ class DatasetTask(Task):
         if said is None:
             raise self._no_demonstration(place, ANSWER)
         if isinstance(asked, str):
-            raise self._no_demonstration(place, self._prompt, "messages")
+            raise self._no_demonstration(place, PROMPT, "messages")
         shown = self.shown_tools(row) or self.tools(row)
         tools = {"tools": shown} if shown else {}
         return {"messages": [*asked, said], **tools}

@@ -71,7 +71,7 @@ def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Pa
     assert call_here(place, "rescore", "tiny") == 0
     assert "trajectories as recorded" in (place / "said").read_text()
     with opened(str(place / "runs" / "tiny")) as run:
-        assert run.config.task.columns == {"talk": "conversations"}
+        assert run.config.task.columns == {"prompt": "conversations"}
 
 
 def test_its_policy_is_exported_and_loads(place: Path) -> None:

@@ -94,7 +94,7 @@ def test_digest_that_covers_other_fields_has_another_form() -> None:
     assert STATE_FORM == "4"
     assert (
         sha256_hex(json.dumps(names).encode())
-        == "29d1832be6157d542d8d3fb29b2014da981f8b4106fbafb510e58e57e5ac1a2c"
+        == "68d292ff90fafddc0230e9c2293abc21445644b6f38df3f9ad25683679dde687"
     )
     assert rich().digest().startswith(f"{STATE_FORM}:")
 

@@ -82,8 +82,6 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "evaluation.patience": 0,
     "groups.spare": 0,
     "trainer.parts": 1,
-    "trainer.head_chunk_tokens": "auto",
-    "trainer.mlp_chunk_tokens": "auto",
     "trainer.gradient_checkpointing": False,
     "trainer.activation_offload": False,
     "trainer.offload_between_steps": False,

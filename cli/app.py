@@ -54,6 +54,11 @@ COMMANDS: Final[Panels] = {
             "Check this machine and a log.",
             "doctor --bus kafka://localhost:9092",
         ),
+        "memory": (
+            "cli.commands.machine:memory",
+            "Estimate the GPU memory and disk of a run.",
+            "memory models/qwen3-4b --gpus 8x80",
+        ),
         "config": (
             "cli.commands.machine:config",
             "Print a resolved configuration, each key with its meaning.",

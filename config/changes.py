@@ -42,7 +42,7 @@ task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model te
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.optimizer trainer.weight_decay trainer.schedule
 trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens
-bus.partitions trainer.head_chunk_tokens trainer.mlp_chunk_tokens trainer.packing
+bus.partitions trainer.packing
 trainer.parts trainer.ranks trainer.zero_stage trainer.offload
 trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel
 """

@@ -448,8 +448,6 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
     elif (trainer.kind, trainer.zero_stage, trainer.dtype) == ("deepspeed", 0, "bfloat16"):
         yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
-    elif trainer.chunks_refused and trainer.mlp_chunk_tokens not in (0, "auto"):
-        yield "trainer.mlp_chunk_tokens: zero_stage = 3 gathers blocks whole; leave it 'auto' or 0"
 
 
 def _check_dealt(config: Config) -> Iterator[Problem]:

@@ -58,13 +58,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     router_aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture's routers beside the objective, of every
     sequence by itself (docs/large-models.md); 0: none."""
-    head_chunk_tokens: NonNegative | Literal["auto"] = "auto"
-    """Tokens whose logits are held at once, for a large vocabulary; they are computed again when
-    gradients go back. auto: 16.8 million logits' worth; 0: all of a pass."""
-    mlp_chunk_tokens: NonNegative | Literal["auto"] = "auto"
-    """Tokens that a layer's dense block and norms see at once, for long sequences and wide layers;
-    they are computed again when gradients go back. auto: 4.2 million numbers' worth, where a pass
-    has more than 16.8 million, on a GPU 34 and 67 million, but not with `zero_stage` 3; 0: all."""
     packing: bool = False
     """Several sequences stand in a line of a pass, where there is room, and none sees another:
     less padding, other last digits."""
@@ -110,6 +103,6 @@ class Trainer(Section, frozen=True, kw_only=True):
 
     @property
     def chunks_refused(self) -> bool:
-        """Whether blocks are computed at once whatever `mlp_chunk_tokens` says: ZeRO 3 gathers
-        weights for each call, on all ranks together, and their passes have other lengths."""
+        """Whether blocks are never computed in chunks: ZeRO 3 gathers weights for each call, on all
+        ranks together, and their passes have other lengths."""
         return self.kind == "deepspeed" and self.zero_stage == 3

@@ -111,12 +111,6 @@ class ModelShape:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
-    def layer_kinds(self) -> int:
-        """Parameters of one layer of each kind, with embedding and head."""
-        layers = {one: one.parameters(self.hidden, bias=True) for one in self.blocks}
-        return self._ends + sum(layers.values()) + len(layers) * self.attention.parameters
-
-    @property
     def mixture(self) -> Block | None:
         """A layer with experts, if there is one."""
         return next((one for one in self.blocks if one.experts), None)

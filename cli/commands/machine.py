@@ -9,7 +9,6 @@ import typer
 
 from dora_pipe.cli.options import EXAMPLES, JsonOption, OverrideOption, ParadigmOption
 from dora_pipe.cli.output import emit_json, emit_rows, emit_text, takes_unicode
-from dora_pipe.core.errors import UsageError
 
 
 def doctor(
@@ -18,37 +17,19 @@ def doctor(
         Path | None,
         typer.Option(help="Try the log of this TOML file or run directory, with its user."),
     ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Instead: what a run of this model takes of GPUs."),
-    ] = None,
-    gpus: Annotated[
-        str, typer.Option(metavar="NxGB", help="Whether it fits on these, e.g. 8x80.")
-    ] = "",
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine: versions, extras, disk, threads, and a log if one is named; or say, with
-    --model or --gpus, whether a model fits on machines that need not be here."""
+    """Check this machine: versions, extras, disk and GPUs, and a log if one is named."""
     from dora_pipe.cli.doctor import (
         config_file_of,
         config_findings,
-        context_findings,
         log_findings,
         machine_findings,
     )
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.run_dir import RunDir
 
-    if model or gpus:
-        from dora_pipe.cli.memory import print_estimate
-
-        if bus:
-            raise UsageError("--bus is of this machine, --model and --gpus are of any")
-        file = config_file_of(config) if config else None
-        if not print_estimate(model, gpus, file, override or (), as_json=as_json):
-            raise typer.Exit(1)
-        return
     findings = machine_findings()
     wanted = load_config(config_file_of(config), override or ()) if config else None
     url = bus or (wanted.bus.url if wanted else "")
@@ -56,11 +37,26 @@ def doctor(
         findings += log_findings(url, wanted)
     if config and (run := RunDir(config_file_of(config).parent)).exists():
         findings += config_findings(run)
-    if wanted:
-        findings += context_findings(wanted)
     rows = [one._asdict() for one in findings]
     emit_rows(("state", "what", "detail"), rows, as_json=as_json)
     if any(one.state == "fail" for one in findings):
+        raise typer.Exit(1)
+
+
+def memory(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model directory, or a run's TOML file.")
+    ],
+    gpus: Annotated[
+        str, typer.Option(metavar="NxGB", help="Whether it fits these GPUs, e.g. 8x80.")
+    ] = "",
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate the GPU memory and disk of a run, and the keys that make it fit."""
+    from dora_pipe.cli.memory import print_estimate
+
+    if not print_estimate(model, gpus, override or (), as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -55,7 +55,7 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("top", "recorded", "--once"), says="who waits for whom"),
         Call(words=("config", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
-        Call(words=("doctor", "--model", "llama", "--gpus", "1x80"), says="trainer: at most"),
+        Call(words=("memory", "llama", "--gpus", "1x80"), says="trainer: peak"),
     )
 
 

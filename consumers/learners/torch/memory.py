@@ -106,8 +106,8 @@ def _count(tokens: int, chunk: int) -> int:
 def memory_options(section: Trainer) -> MemoryOptions:
     """Of these keys."""
     return MemoryOptions(
-        head_chunk_tokens=section.head_chunk_tokens,
-        mlp_chunk_tokens=0 if section.chunks_refused else section.mlp_chunk_tokens,
+        head_chunk_tokens="auto",
+        mlp_chunk_tokens=0 if section.chunks_refused else "auto",
         gradient_checkpointing=section.gradient_checkpointing,
         activation_offload=section.activation_offload,
         packing=section.packing,

@@ -110,7 +110,7 @@ def install(
     of itself otherwise."""
 
     class Pool:
-        def __init__(self, task: model.Task, *, clock: Clock, run: str) -> None:
+        def __init__(self, task: model.Task, *, clock: Clock) -> None:
             self._tasks, self.failing = tasks(), ()
             episodes = self._tasks.episodes
             self.facts = TaskFacts(

@@ -12,6 +12,7 @@ from typing import Final
 
 from dora_pipe.audit.export import best_version, export_parquet, export_policy, logged_versions
 from dora_pipe.audit.model_card import write_beside
+from dora_pipe.audit.statement import write_statement
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.options import may_write_file, may_write_folder
 from dora_pipe.cli.output import raise_if_damaged
@@ -62,12 +63,18 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
     raise_if_damaged(done.damage, f", and not in {parquet}")
 
 
-def export_policy_dir(run: OpenRun, policy: str, directory: Path, *, force: bool) -> None:
-    """Write a version, a number or `best`, as a model directory."""
+def export_policy_dir(
+    run: OpenRun, policy: str, directory: Path, *, force: bool, statement: bool = False
+) -> None:
+    """Write a version, a number or `best`, as a model directory, with its statement if wanted."""
     may_write_folder(directory, force=force)
     version = version_of(run, policy)
     digest = write_policy(run, version, directory)
     say(f"{directory}: version {version}, weights {digest}")
+    if statement:
+        with closing(run.tables()) as tables:
+            file = write_statement(run.bus, run.topics, tables, directory, version)
+        say(f"{file}: in-toto statement over the other files, unsigned")
 
 
 def write_policy(run: OpenRun, version: int, directory: Path) -> str:

@@ -45,6 +45,9 @@ def policy(
     run: RunArgument,
     version: Annotated[str, typer.Argument(help="A version's number, or `best`.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    statement: Annotated[
+        bool, typer.Option("--statement", help="Also write an in-toto statement of its origin.")
+    ] = False,
     force: ForceOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -53,7 +56,7 @@ def policy(
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root) as found, watched(found) as (open_run, _):
-        export_policy_dir(open_run, version, directory, force=force)
+        export_policy_dir(open_run, version, directory, force=force, statement=statement)
 
 
 def traces(

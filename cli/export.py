@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from random import random
 from typing import Final
 
 from dora_pipe.audit.export import best_version, export_parquet, export_policy, logged_versions
@@ -24,18 +23,10 @@ from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError, UsageError
 from dora_pipe.launch.plan import started
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.traces.follow import Checkpoint, Follower, Sent
-from dora_pipe.observe.traces.sinks import (
-    FileSink,
-    HttpSink,
-    Rejected,
-    RetryingSink,
-    Sink,
-    address_of,
-    is_address,
-)
+from dora_pipe.observe.following import Checkpoint
+from dora_pipe.observe.traces.follow import TraceSender
+from dora_pipe.observe.traces.sinks import FileSink, HttpSink, Sink, address_of, is_address
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
-from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.observe.trackers.follow import Tracking
 from dora_pipe.observe.trackers.sink import TensorBoardTracker, Tracker, WandbTracker
 from dora_pipe.orchestrator.watched import watched_evaluation
@@ -166,27 +157,25 @@ def export_traces(
     `report` hears what it does at present.
     """
 
-    def waits(line: str) -> None:
-        report(f"waiting for {target}, which is busy")
-        say(line)
-
-    rejected = Rejected()
     policy = SamplingPolicy(ratio=ratio)
+
+    def sender(sink: Sink, checkpoint: Checkpoint | None = None) -> TraceSender:
+        clock = SystemClock()
+        return TraceSender(run.bus, run.topics, sink, policy, clock=clock, checkpoint=checkpoint)
+
+    rejected = ""
+    report("sending traces")
     if is_address(target):
         checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
-        before = checkpoint.read()
-        endpoint = HttpSink(target)
-        rejected = endpoint.rejected
-        sink = RetryingSink(endpoint, clock=SystemClock(), chance=random, notify=waits)
-        try:
-            if follow:
-                done = _follow(run, sink, policy, checkpoint)
-            else:
-                done = _whole(run, sink, policy, checkpoint, report)
-        finally:
-            sink.close()
-        if before >= 0:
+        if checkpoint.read() is not None:
             say(f"what was sent before is not sent again; for all of it, remove {checkpoint.path}")
+        with closing(HttpSink(target)) as sink:
+            sending = sender(sink, checkpoint)
+            done = sending.follow() if follow else sending.whole()
+        if sink.rejected:
+            why = f": {sink.reason}" if sink.reason else ""
+            rejected = f", {sink.rejected} rejected by the endpoint{why}"
+            done.spans -= sink.rejected
     elif follow:
         raise UsageError(
             "--follow sends to an address",
@@ -195,8 +184,13 @@ def export_traces(
     else:
         may_write_file(Path(target), force=force)
         with FileSink(Path(target)) as file:
-            done = _whole(run, file, policy, Checkpoint(None), report)
-    _say_sent(target, done, rejected)
+            done = sender(file).whole()
+    left_out = f", {done.left_out} groups left out by their share" if done.left_out else ""
+    say(f"{target}: {done.groups} groups, {done.spans} spans{rejected}{left_out}")
+    if done.open:
+        say(f"note: {done.open} groups are open yet, and left out")
+    if not done.whole:
+        raise ResourceError("not everything was sent", hint="the same command goes on from there")
     raise_if_damaged(done.damage, ", and their traces told by facts alone")
 
 
@@ -216,45 +210,3 @@ def _checkpoint_of(run: OpenRun, address: str, policy: SamplingPolicy) -> Path |
         return own.path / CHECKPOINTS / name
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dora-pipe" / CHECKPOINTS / name
-
-
-def _whole(
-    run: OpenRun,
-    sink: Sink,
-    policy: SamplingPolicy,
-    checkpoint: Checkpoint,
-    report: Callable[[str], None],
-) -> Sent:
-    """Everything that has ended in the log. Raises ResourceError where it cannot be sent."""
-    tracer = Tracer(run.bus, run.topics, policy, after=checkpoint.read())
-    sent = Sent()
-    try:
-        while not tracer.caught_up:
-            for traced in tracer.turn():
-                assert tracer.run is not None
-                report("sending traces")
-                sink.send(tracer.run, traced.spans)
-                sent.spans += len(traced.spans)
-                checkpoint.write(traced.offset)
-        sent.groups, sent.left_out, sent.whole = tracer.sampled, tracer.left_out, True
-        sent.damage = tracer.damage
-        if tracer.open:
-            say(f"note: {tracer.open} groups are open yet, and left out")
-    finally:
-        tracer.close()
-    return sent
-
-
-def _follow(run: OpenRun, sink: Sink, policy: SamplingPolicy, checkpoint: Checkpoint) -> Sent:
-    """Until the run is over, or Ctrl-C."""
-    return Follower(
-        run.bus, run.topics, sink, policy, clock=SystemClock(), checkpoint=checkpoint
-    ).run()
-
-
-def _say_sent(target: str, sent: Sent, rejected: Rejected) -> None:
-    left_out = f", {sent.left_out} groups left out by their share" if sent.left_out else ""
-    spans = sent.spans - rejected.spans
-    say(f"{target}: {sent.groups} groups, {spans} spans{rejected.words}{left_out}")
-    if not sent.whole:
-        raise ResourceError("not everything was sent", hint="the same command goes on from there")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib import import_module
-from random import random
 from typing import Final
 
 from dora_pipe import __version__
@@ -33,7 +32,8 @@ from dora_pipe.launch.local_roles import (
 )
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import WAITED_OUT
-from dora_pipe.observe.traces.follow import Checkpoint, Follower
+from dora_pipe.observe.following import Checkpoint
+from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.sinks import HttpSink
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.producers.engines.registry import engine_kind, open_engine
@@ -251,20 +251,18 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     sink = HttpSink(telemetry.traces)
     bus = directory.open_bus(config)
     try:
-        sent = Follower(
+        sent = TraceSender(
             bus,
             Topics(config.run.name),
             sink,
             policy,
             clock=SystemClock(),
-            stop=stop,
             checkpoint=Checkpoint(directory.path / "traces.sent"),
-            chance=random,
-        ).run()
+        ).follow(stop)
     finally:
         bus.close()
         sink.close()
-    spans = f"{sent.spans - sink.rejected.spans} spans{sink.rejected.words}"
+    spans = f"{sent.spans} spans sent, {sink.rejected} of them rejected by the endpoint"
     say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {spans}")
     if not sent.whole and not stop():
         say(f"not everything was sent; dora-pipe export traces {config.run.name} URL sends it all")

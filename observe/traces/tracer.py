@@ -169,8 +169,6 @@ class _Contents:
         self._glancer = FastValidator()
         self._reader: Reader | None = None
         self._held: OrderedDict[tuple[int, int], _Seen] = OrderedDict()
-        self._unwanted: OrderedDict[tuple[int, int], None] = OrderedDict()
-        """Places that need not be kept when they are read: their groups are not traced."""
 
     def of(self, ended: GroupEnded) -> dict[str, Content]:
         """What the records of a group say, by trajectory; those that are gone, changed or another
@@ -186,11 +184,7 @@ class _Contents:
     def forget(self, ended: GroupEnded) -> None:
         """This group's records are not wanted."""
         for logged in ended.group.results:
-            place = logged.partition, logged.offset
-            if self._held.pop(place, None) is None:
-                self._unwanted[place] = None
-                if len(self._unwanted) > HELD_MAX:
-                    self._unwanted.popitem(last=False)
+            self._held.pop((logged.partition, logged.offset), None)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -221,11 +215,7 @@ class _Contents:
         return self._bus.reader({at: self._bus.begin(at) for at in places})
 
     def _hold(self, record: Record) -> None:
-        place = record.partition, record.offset
-        if place in self._unwanted:
-            del self._unwanted[place]
-            return
-        self._held[place] = self._read(record)
+        self._held[record.partition, record.offset] = self._read(record)
         if len(self._held) > HELD_MAX:
             self._held.popitem(last=False)
 

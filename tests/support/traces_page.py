@@ -58,14 +58,12 @@ the environment, as for every exporter of OpenTelemetry: `OTEL_EXPORTER_OTLP_HEA
 too: `OTEL_EXPORTER_OTLP_CERTIFICATE`. No key holds a secret. Memory is bounded by what is open in
 the run. A file that is there already is replaced with `--force` alone.
 
-An endpoint that answers 429, 502, 503 or 504 is busy, not wrong: it is left alone for as long as it
-asks (`Retry-After`, seconds or a date), else for 1, 2, 4 ... 30 s with some chance in it, and every
-wait is told. After 600 s in which it took nothing the command ends with one line. What was sent is
-remembered in `traces-sent/` of the run's directory (of `$XDG_CACHE_HOME/dora-pipe` where that is
-not here), a file for each address and share: the same command goes on where the
-last one ended, and sends nothing twice. Remove the file to send everything again, under the same
-ids. Any other answer, or none at all from an address that never gave one, ends the command at once
-and says which it was.
+The exporter of OpenTelemetry sends a request again while the endpoint answers 429, 502, 503 or 504,
+or does not answer: as `Retry-After` says, or after 1, 2, 4, ... s. After 30 s the command ends with
+one line that says why; any other refusal ends it at once. What was sent is remembered in
+`traces-sent/` of the run's directory (of `$XDG_CACHE_HOME/dora-pipe` where that is not here), a
+file for each address and share: the same command continues where the last one ended, and sends
+nothing twice. Remove the file to send everything again, under the same ids.
 
 While a run lives:
 
@@ -79,10 +77,10 @@ traces_ratio = 0.1
 a second later. Workers, trainer and orchestrator do nothing for it, and nothing waits for it: while
 the endpoint is away or busy it stands still in the log, and the run goes on; if it dies for good,
 the run goes on without it. What it has sent is remembered in `traces.sent` in the run's directory,
-so a resumed run sends nothing twice. When the run is over it tries no longer to reach what is away,
-and says so (a busy endpoint has 20 s more); `export traces` sends everything later, under the
-same ids. For a run on several machines start `export traces URL --follow` on any one that reaches
-the log. `off`, the default, starts nothing.
+so a resumed run sends nothing twice. When the run is over it stops at the first request that fails,
+and says so; `export traces` sends the rest later, under the same ids. For a run on several machines
+start `export traces URL --follow` on any one that reaches the log.
+`off`, the default, starts nothing.
 
 ## Which groups
 

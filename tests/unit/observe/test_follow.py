@@ -11,10 +11,11 @@ import pytest
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, ResourceError, TopicMissing
+from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces import follow
-from dora_pipe.observe.traces.follow import Checkpoint, Follower, is_over
+from dora_pipe.observe.traces.follow import TraceSender, is_over
 from dora_pipe.observe.traces.ids import RunFacts
-from dora_pipe.observe.traces.sinks import EndpointAnswer, NotTaken
+from dora_pipe.observe.traces.sinks import NotTaken
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
@@ -44,23 +45,20 @@ class Sink:
             raise ResourceError("nobody there")
         self.spans += spans
 
-    def close(self) -> None:
-        """Nothing."""
 
-
-def _follower(
+def _sender(
     bus: SqliteBus,
     run: RecordedRun,
     sink: Sink,
     clock: VirtualClock,
     checkpoint: Checkpoint | None = None,
-) -> Follower:
-    return Follower(bus, run.topics, sink, SamplingPolicy(), clock=clock, checkpoint=checkpoint)
+) -> TraceSender:
+    return TraceSender(bus, run.topics, sink, SamplingPolicy(), clock=clock, checkpoint=checkpoint)
 
 
 def test_everything_is_sent_once(bus: SqliteBus, recorded: RecordedRun) -> None:
     sink = Sink()
-    sent = _follower(bus, recorded, sink, VirtualClock()).run()
+    sent = _sender(bus, recorded, sink, VirtualClock()).follow()
     assert sent.whole
     assert sink.spans == traces_of(bus, recorded.topics)
     assert sent.spans == len(sink.spans)
@@ -78,22 +76,13 @@ def test_resumed_follower_goes_on_where_it_was(
         return True
 
     first, rest = Sink(lambda call: call > 3), Sink()
-    stopped = Follower(
-        bus,
-        recorded.topics,
-        first,
-        SamplingPolicy(),
-        clock=VirtualClock(),
-        stop=stop,
-        checkpoint=checkpoint,
-    )
-    sent = stopped.run()
+    sent = _sender(bus, recorded, first, VirtualClock(), checkpoint).follow(stop)
     assert not sent.whole
     assert asked
     assert checkpoint.read() > 0
-    assert _follower(bus, recorded, rest, VirtualClock(), checkpoint).run().whole
+    assert _sender(bus, recorded, rest, VirtualClock(), checkpoint).follow().whole
     assert first.spans + rest.spans == traces_of(bus, recorded.topics)
-    assert _follower(bus, recorded, Sink(), VirtualClock(), checkpoint).run().spans == 0
+    assert _sender(bus, recorded, Sink(), VirtualClock(), checkpoint).follow().spans == 0
 
 
 def test_endpoint_that_is_away_is_waited_for(
@@ -101,7 +90,7 @@ def test_endpoint_that_is_away_is_waited_for(
 ) -> None:
     monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
     clock, sink = VirtualClock(), Sink(lambda call: 2 <= call <= 8)
-    assert _follower(bus, recorded, sink, clock).run().whole
+    assert _sender(bus, recorded, sink, clock).follow().whole
     assert sink.spans == traces_of(bus, recorded.topics)
     waited_s = clock.ns / 1e9
     assert 0.5 + 1 + 2 + 4 + 3 * follow.RETRY_MAX_S <= waited_s < 60
@@ -111,52 +100,30 @@ def test_endpoint_that_is_away_does_not_hold_up_a_run_that_is_over(
     bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     clock, sink = VirtualClock(), Sink(lambda call: True)
-    sent = _follower(bus, recorded, sink, clock).run()
+    sent = _sender(bus, recorded, sink, clock).follow()
     assert (sent.whole, sent.spans, sink.calls) == (False, 0, 1)
     assert clock.ns == 0
 
 
-def _busy(taken: int, retry_after: str) -> NotTaken:
-    answer = EndpointAnswer(503, "Service Unavailable", retry_after)
-    return NotTaken("busy", hint="h", taken=taken, answer=answer)
-
-
-class Busy(Sink):
-    """Takes five spans of the second call, and asks to be left alone."""
-
-    def __init__(self, retry_after: str, until: int = 2) -> None:
-        super().__init__()
-        self._retry_after, self._until = retry_after, until
-
-    def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
-        self.calls += 1
-        if 2 <= self.calls <= self._until:
-            taken = 5 if self.calls == 2 else 0
-            self.spans += spans[:taken]
-            raise _busy(taken, self._retry_after)
-        self.spans += spans
-
-
-def test_busy_endpoint_is_left_alone_for_as_long_as_it_asks_and_gets_nothing_twice(
+def test_what_an_endpoint_took_before_it_refused_is_not_sent_again(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
-    clock, sink = VirtualClock(), Busy("40")
-    sent = _follower(bus, recorded, sink, clock).run()
+
+    class Partial(Sink):
+        """Takes five spans of the second call."""
+
+        def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
+            self.calls += 1
+            taken = 5 if self.calls == 2 else len(spans)
+            self.spans += spans[:taken]
+            if self.calls == 2:
+                raise NotTaken("busy", hint="h", taken=taken)
+
+    sink = Partial()
+    sent = _sender(bus, recorded, sink, VirtualClock()).follow()
     assert sent.whole and sent.spans == len(sink.spans)
     assert sink.spans == traces_of(bus, recorded.topics)
-    assert 40 <= clock.ns / 1e9 < 41
-
-
-def test_busy_endpoint_is_waited_for_a_while_when_the_run_is_over(
-    bus: SqliteBus, recorded: RecordedRun
-) -> None:
-    clock, sink = VirtualClock(), Busy("1", until=4)
-    assert _follower(bus, recorded, sink, clock).run().whole
-    assert sink.spans == traces_of(bus, recorded.topics)
-    clock, sink = VirtualClock(), Busy("1", until=10**6)
-    assert not _follower(bus, recorded, sink, clock).run().whole
-    assert follow.LEAVE_S <= clock.ns / 1e9 < follow.LEAVE_S + 2
 
 
 def test_endpoint_that_is_too_slow_does_not_hold_up_a_run_for_ever(
@@ -170,10 +137,7 @@ def test_endpoint_that_is_too_slow_does_not_hold_up_a_run_for_ever(
             super().send(run, spans)
 
     sink = Slow()
-    stopped = Follower(
-        bus, recorded.topics, sink, SamplingPolicy(), clock=clock, stop=lambda: sink.calls > 0
-    )
-    assert not stopped.run().whole
+    assert not _sender(bus, recorded, sink, clock).follow(lambda: sink.calls > 0).whole
     assert 0 < len(sink.spans) < len(traces_of(bus, recorded.topics))
 
 
@@ -192,7 +156,7 @@ def test_log_that_is_away_is_waited_for(
 
     monkeypatch.setattr(follow, "Tracer", Away)
     clock, sink = VirtualClock(), Sink()
-    assert _follower(bus, recorded, sink, clock).run().whole
+    assert _sender(bus, recorded, sink, clock).follow().whole
     assert sink.spans == traces_of(bus, recorded.topics)
     assert clock.ns > 0
 
@@ -214,7 +178,7 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_so_is_what_comes_after
     monkeypatch.setattr(follow, "Tracer", early)
     monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
     sink = Sink(lambda call: call == 1)
-    assert _follower(bus, recorded, sink, clock).run().whole
+    assert _sender(bus, recorded, sink, clock).follow().whole
     assert sink.spans == traces_of(bus, recorded.topics)
     assert clock.ns < began_ns + 3 * follow.RETRY_MAX_S * 1e9
     assert caplog.messages == [
@@ -248,8 +212,8 @@ def test_mark_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -
     path = tmp_path / "traces.sent"
     if content is not None:
         path.write_text(content)
-    assert Checkpoint(path).read() == -1
+    assert Checkpoint(path).read() is None
     Checkpoint(path).write(7)
     assert Checkpoint(path).read() == 7
     Checkpoint(tmp_path / "nowhere" / "file").write(7)
-    assert Checkpoint(None).read() == -1
+    assert Checkpoint(None).read() is None

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import json_format  # type: ignore[import-untyped]
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.traces import sinks
 from dora_pipe.observe.traces.ids import RunFacts
-from dora_pipe.observe.traces.otlp import json_line, resource_of, sdk_spans
-from dora_pipe.observe.traces.sinks import LINKS_MAX, SPANS_MAX, FileSink, address_of, pieces
+from dora_pipe.observe.traces.sinks import (
+    LINKS_MAX,
+    SPANS_MAX,
+    FileSink,
+    HttpSink,
+    NotTaken,
+    address_of,
+    pieces,
+)
 from dora_pipe.observe.traces.span import Link, Span
 from dora_pipe.observe.traces.spans import group_spans, step_spans
 from tests.support.account_stage import contents, whole
-from tests.support.otlp_endpoint import spans_of
+from tests.support.otlp_endpoint import OtlpEndpoint, spans_of
+from tests.support.tidy import ROOT
+
+GOLDEN = ROOT / "tests" / "golden" / "traces" / "group-and-step.json"
 
 
 def _all() -> tuple[RunFacts, list[Span]]:
@@ -53,37 +65,56 @@ def _request(line: bytes) -> ExportTraceServiceRequest:
     return request
 
 
-def test_line_of_json_and_request_of_the_exporter_hold_the_same_spans() -> None:
+def test_a_file_is_as_it_was(tmp_path: Path) -> None:
     run, spans = _all()
-    request = encode_spans(sdk_spans(run, spans))
-    assert spans_of(request) == spans_of(_request(json_line(run, spans))) == _as_sent(spans)
+    with FileSink(tmp_path / "traces.jsonl") as sink:
+        sink.send(run, spans)
+    (line,) = (tmp_path / "traces.jsonl").read_text().splitlines()
+    assert json.loads(line) == json.loads(GOLDEN.read_text())
 
 
-def _as_sent(spans: list[Span]) -> list[Span]:
-    return [
-        Span(
-            stage=one.stage,
-            trace_id=one.trace_id,
-            span_id=one.span_id,
-            parent_id=one.parent_id,
-            start_ns=one.start_ns,
-            end_ns=one.end_ns,
-            attributes=dict(one.attributes),
-            events=tuple(one.events),
-            links=tuple(one.links),
-            error=one.error,
-        )
-        for one in spans
-    ]
-
-
-def test_both_name_the_run_as_their_resource() -> None:
+def test_line_of_json_and_request_of_the_exporter_hold_the_same_spans(tmp_path: Path) -> None:
     run, spans = _all()
-    for request in (encode_spans(sdk_spans(run, spans)), _request(json_line(run, spans))):
-        (each,) = request.resource_spans
-        found = {one.key: one.value.string_value for one in each.resource.attributes}
-        assert resource_of(run).items() <= found.items()
-        assert found["dora.run"] == "told"
+    with FileSink(tmp_path / "traces.jsonl") as sink, OtlpEndpoint() as endpoint:
+        sink.send(run, spans)
+        with closing(HttpSink(endpoint.address)) as http:
+            http.send(run, spans)
+        assert endpoint.spans == spans
+        (resource,) = endpoint.resources()
+        assert resource["dora.run"] == "told" and resource["service.name"] == "dora-pipe"
+    (line,) = (tmp_path / "traces.jsonl").read_bytes().splitlines()
+    assert _request(line) == endpoint.requests[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "says", "hint"),
+    [
+        (400, "does not take traces (400 Bad Request)", "is that an OTLP endpoint?"),
+        (401, "does not take traces (401 Unauthorized)", "OTEL_EXPORTER_OTLP_HEADERS"),
+        (503, "does not take traces (503 Service Unavailable)", "continues where"),
+    ],
+)
+def test_an_endpoint_that_refuses_is_named_with_a_hint(
+    status: int, says: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "TIMEOUT_S", 0.5)  # shorter than the exporter's first wait
+    run, spans = _all()
+    refuse = OtlpEndpoint(refuses=lambda asked: (status, "") if asked > 1 else None)
+    with refuse as endpoint, closing(HttpSink(endpoint.address)) as http:
+        http.send(run, spans[:3])
+        with pytest.raises(NotTaken, match=re.escape(says)) as failed:
+            http.send(run, spans)
+    assert failed.value.taken == 0 and hint in (failed.value.hint or "")
+
+
+def test_a_busy_endpoint_is_asked_again_by_the_exporter() -> None:
+    run, spans = _all()
+    with (
+        OtlpEndpoint(refuses=lambda asked: (503, "0") if asked < 3 else None) as endpoint,
+        closing(HttpSink(endpoint.address)) as http,
+    ):
+        http.send(run, spans)
+        assert endpoint.spans == spans and endpoint.asked == 3
 
 
 def test_requests_are_bounded_by_spans_and_by_links() -> None:

@@ -102,11 +102,11 @@ fuzz: setup ## Every reader of foreign bytes under a coverage-guided fuzzer (Lin
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: setup ## Measure engine, bus and codec on this machine
-	@for part in engine bus codec; do $(BIN)/dora-pipe bench $$part $(ARGS); done
+	@for part in engine bus codec; do $(BIN)/python -m bench $$part $(ARGS); done
 
 sim: setup ## Runs in virtual time under drawn faults: 200 seeds, then every planted bug
-	@$(BIN)/dora-pipe sim --count 200 --jobs 2 $(ARGS)
-	@$(BIN)/dora-pipe sim bugs
+	@$(BIN)/python -m sim --count 200 --jobs 2 $(ARGS)
+	@$(BIN)/python -m sim bugs
 
 kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foreground (Java 17, Maven)
 	@$(BIN)/python -m infra.kafka $(ARGS)
@@ -245,12 +245,12 @@ verifiers: setup ## Make .venv-verifiers: verifiers 0.4 (see examples/verifiers)
 test-verifiers: verifiers ## Environments of verifiers, from their model to their replay (330 MB beside .venv)
 	@$(BIN)/pytest -q tests/unit/adapters/test_verifiers.py tests/slow/test_verifiers_example.py $(ARGS)
 
-# What stands beside the log in `dora-pipe bench dataplane --peers`, with this package: torch and Ray.
+# What stands beside the log in `python -m bench dataplane --peers`, with this package: torch and Ray.
 PEERS := .venv-peers
 PEERS_WANTED = $$(cat requirements/peers.txt pyproject.toml | sha256sum | cut -c1-16)
 .PHONY: peers
 
-peers: setup ## Make .venv-peers: TransferQueue and Redis's client, for bench dataplane --peers
+peers: setup ## Make .venv-peers: TransferQueue, for bench dataplane --peers
 	@if [ "$$(cat $(PEERS)/.stamp 2>/dev/null)" != "$(PEERS_WANTED)" ]; then \
 	  echo "peers: $(PEERS), packages of requirements/peers.txt checked by their hashes" >&2; \
 	  rm -rf $(PEERS); \

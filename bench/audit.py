@@ -1,17 +1,13 @@
-"""Measures what an audit costs beside reading the same log and throwing it away; decides nothing.
+"""Cost of an audit beside reading the same log and throwing it away.
 
-A run is written that never happened and holds (`audit_log`). Its log is read and thrown away, by
-the bus and, on Kafka, by kafka-python itself, audited for the first time (whole, then quick), and
-audited again from the index, in turns: a first audit is compared with the readings before and after
-it.
+The log is of a played run that holds (`audit_log`). It is read by the bus, audited for the first
+time (whole, then quick), and audited again from its index.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +15,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 from uuid import uuid4
 
-import msgspec
+import typer
 
 from dora_pipe.audit.auditor import Auditor, AuditProgress
 from dora_pipe.audit.evidence import EvidenceSource, Helpers, helpers_for
@@ -30,20 +26,21 @@ from dora_pipe.audit.helper import start_helper
 from dora_pipe.audit.index import open_index
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
-from dora_pipe.bench.dataplane.raw import RawReader
 from dora_pipe.bench.peak import peak_bytes
+from dora_pipe.bench.support import emit_figures, reply, result_of, scratch, task_of
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.bus.port import Bus
+from dora_pipe.cli.options import JsonOption
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation
 
 MILLIONS: Final = 10_000_000
 """Trajectories to which memory is extrapolated."""
+TOKENS: Final = (2_048, 16_384)
+LIMIT_S: Final = 3600.0
 
-Reading = Literal[
-    "raw consumption", "the bus alone", "first audit", "first audit --quick", "audit again"
-]
+Reading = Literal["the bus alone", "first audit", "first audit --quick", "audit again"]
 
 _FIRST: Final[dict[Reading, bool]] = {"first audit": True, "first audit --quick": False}
 """Whether values are opened and plans made again."""
@@ -53,8 +50,8 @@ _FIRST: Final[dict[Reading, bool]] = {"first audit": True, "first audit --quick"
 class AuditFigure:
     """What one way to go through a run costs; medians. 1 MB is 10^6 bytes of trajectory values.
 
-    `cpu_us` is CPU time per trajectory of this process and its helpers; `of_raw` how fast it is
-    beside raw consumption: by kafka-python where the log is on Kafka, else by the bus.
+    `cpu_us` is CPU time per trajectory of this process and its helpers; `of_reading` is its speed
+    as a share of reading by the bus alone.
     """
 
     bus: str
@@ -64,7 +61,7 @@ class AuditFigure:
     trajectories_per_s: float
     mb_per_s: float
     cpu_us: float
-    of_raw: float
+    of_reading: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +80,33 @@ class MemoryFigure:
     bytes_per_trajectory: float
     ten_million_mb: float
     """Extrapolated from the two, not measured."""
+
+
+def command(
+    bus: Annotated[
+        list[str] | None, typer.Option(help="A log to measure beside SQLite: kafka://HOST:PORT.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
+    trajectories: Annotated[int, typer.Option(min=1, help="Of each run.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 3,
+    memory: Annotated[
+        int, typer.Option(min=0, help="Also how memory grows in an audit of so many trajectories.")
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
+    with scratch() as folder:
+        figures = bench_audit(
+            [f"sqlite:{folder}/bench.sqlite", *(bus or ())],
+            tokens=tokens or TOKENS,
+            trajectories=trajectories,
+            repeats=repeats,
+        )
+        emit_figures(figures, as_json=as_json)
+        if memory:
+            emit_figures([bench_memory(folder, trajectories=memory)], as_json=as_json)
 
 
 def bench_audit(
@@ -122,25 +146,23 @@ class _Bench:
     written: Written
 
     def __post_init__(self) -> None:
-        self.records = self.by_bus()  # What the machine reads first is nobody's to measure.
+        self.by_bus()  # The first reading fills the page cache.
 
     def figures(self, repeats: int) -> list[AuditFigure]:
         spent: dict[Reading, list[_Spent]] = {}
         with tempfile.TemporaryDirectory() as folder:
             for turn in range(repeats):
                 index = Path(folder) / f"{turn}.sqlite"
-                spent.setdefault("raw consumption", []).append(self._timed(self._raw))
                 spent.setdefault("the bus alone", []).append(self._timed(self.by_bus))
                 for way, whole in _FIRST.items():
                     index.unlink(missing_ok=True)
                     audit = partial(self._audit, index, whole)
                     spent.setdefault(way, []).append(self._timed(audit))
                     spent.setdefault("audit again", []).append(self._timed(audit))
-                    spent["raw consumption"].append(self._timed(self._raw))
-        raw_s = statistics.median(one.seconds for one in spent["raw consumption"])
-        return [self._figure(way, found, raw_s) for way, found in spent.items()]
+        reading_s = statistics.median(one.seconds for one in spent["the bus alone"])
+        return [self._figure(way, found, reading_s) for way, found in spent.items()]
 
-    def _figure(self, way: Reading, found: Sequence[_Spent], raw_s: float) -> AuditFigure:
+    def _figure(self, way: Reading, found: Sequence[_Spent], reading_s: float) -> AuditFigure:
         seconds = statistics.median(one.seconds for one in found)
         count = self.written.trajectories
         return AuditFigure(
@@ -151,7 +173,7 @@ class _Bench:
             trajectories_per_s=count / seconds,
             mb_per_s=self.written.trajectory_bytes / 1e6 / seconds,
             cpu_us=statistics.median(one.cpu_s for one in found) * 1e6 / count,
-            of_raw=raw_s / seconds,
+            of_reading=reading_s / seconds,
         )
 
     def _timed(self, work: Callable[[], object]) -> _Spent:
@@ -167,24 +189,6 @@ class _Bench:
         return sum(
             1 for topic in self.topics.all() for _ in records_of(self.bus, ends_of(self.bus, topic))
         )
-
-    def _raw(self) -> None:
-        kind, _, servers = self.url.partition("://")
-        if kind != "kafka":
-            self.by_bus()
-            return
-        topics = self.topics.all()
-        reader = RawReader(
-            servers,
-            [TopicPartition(one, at) for one in topics for at in range(self.bus.partitions(one))],
-        )
-        with closing(reader):
-            seen = 0
-            while seen < self.records:
-                found = len(reader.poll())
-                if not found:
-                    raise BusError(f"kafka-python read {seen} of {self.records} records")
-                seen += found
 
     def _audit(self, path: Path, whole: bool) -> None:
         audit_log(self.bus, self.topics, path, whole=whole, source=self._source(whole))
@@ -257,13 +261,11 @@ def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
 
 def _peaks(path: Path) -> list[tuple[int, int]]:
     """Trajectories that an audit had looked at, and its largest memory by then, in bytes."""
-    command = [sys.executable, "-m", "dora_pipe.bench.audit", str(path)]
-    done = subprocess.run(command, check=True, capture_output=True)
-    return msgspec.json.decode(done.stdout, type=list[tuple[int, int]])
+    return result_of("dora_pipe.bench.audit", str(path), list[tuple[int, int]], limit_s=LIMIT_S)
 
 
-def _main(path: str) -> None:
-    """Audit the log of the run `memory`; say after each piece how much memory it took at most."""
+def _curve(path: str) -> list[tuple[int, int]]:
+    """Audit the log of the run `memory`; note after each piece how much memory it took at most."""
     curve: list[tuple[int, int]] = []
     with closing(open_bus(f"sqlite:{path}")) as bus:
         audit_log(
@@ -272,9 +274,8 @@ def _main(path: str) -> None:
             Path(f"{path}.index"),
             on_piece=lambda progress: curve.append((progress.records, peak_bytes("cpu"))),
         )
-    curve.append((curve[-1][0], peak_bytes("cpu")))
-    sys.stdout.buffer.write(msgspec.json.encode(curve))
+    return [*curve, (curve[-1][0], peak_bytes("cpu"))]
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    reply(_curve(task_of(str)))

@@ -22,19 +22,15 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.core.runtime import CaughtUp, Now
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     Control,
     LoggedEntry,
-    RoleStarted,
     RunStarted,
     StepCommitted,
     TrajectoriesLogged,
-    WorkerJoined,
     WorkerReady,
-    config_digest,
 )
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import trajectory_seed
@@ -52,6 +48,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
+from dora_pipe.sim import modelled_cluster
 
 ASSETS: Final = sha256_hex(b"assets")
 TURN_NS: Final = 100_000_000
@@ -59,6 +56,8 @@ START_NS: Final = 1_790_000_000_000_000_000
 POOL_TOKENS: Final = 1 << 20
 """Random tokens and log-probs that trajectories take slices of."""
 VOCABULARY: Final = 32_000
+ROWS: Final = 100_000
+DECLARED: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
 PROMPT_SHARE: Final = 4
 """One token of so many is of the prompt."""
 
@@ -91,11 +90,18 @@ class LogPlan:
 
 @dataclass(slots=True, kw_only=True)
 class Player:
+    """A worker of the played run."""
+
     name: str
     epoch: int
     version: int = -1
     digest: str = ""
     requests: deque[PlacedRequest] = field(default_factory=deque)
+
+    def ready(self) -> WorkerReady:
+        """Fact that it has loaded its version."""
+        given = (self.name, self.epoch, self.version, self.digest)
+        return modelled_cluster.worker_ready(*given, load_ms=1.0)
 
 
 class Encoder:
@@ -203,6 +209,7 @@ def config_of(plan: LogPlan) -> Config:
 
 
 def weights(version: int) -> Manifest:
+    """Manifest of a version, whose one tensor is a name."""
     tensor = Tensor(
         name="weight", dtype="float32", shape=(4,), sha256=sha256_hex(f"weights {version}".encode())
     )
@@ -210,66 +217,13 @@ def weights(version: int) -> Manifest:
 
 
 def run_started(config: Config) -> RunStarted:
-    plain = msgspec.to_builtins(config)
-    return RunStarted(
+    """First record of the run."""
+    return msgspec.structs.replace(
+        modelled_cluster.run_started(config, rows=ROWS),
         at_ns=START_NS,
-        run=config.run.name,
         schema_version=SCHEMA_VERSION,
-        config=plain,
-        config_digest=config_digest(plain),
-        dataset_digest=ASSETS,
-        dataset_rows=100_000,
-        eval_digest=ASSETS,
-        eval_rows=0,
-        seed=config.run.seed,
         policy=weights(0),
         assets_digest=ASSETS,
-        planner=PLANNER,
-        package="synthetic",
-    )
-
-
-def role_started(role: Any, role_epoch: int) -> RoleStarted:
-    return RoleStarted(
-        at_ns=START_NS,
-        role=role,
-        role_epoch=role_epoch,
-        instance="synthetic",
-        host="synthetic",
-        pid=0,
-        package="synthetic",
-    )
-
-
-def worker_joined(name: str, slots: int) -> WorkerJoined:
-    return WorkerJoined(
-        at_ns=START_NS,
-        worker=name,
-        instance="synthetic",
-        host="synthetic",
-        pid=0,
-        slots=slots,
-        prefetch=0,
-        kv_tokens=0,
-        engine="synthetic",
-        engine_version="1",
-        dtype="float32",
-        device="none",
-        declares=("counter_sampling", "batch_invariant", "prefill_exact", "kv_export"),
-        assets_digest=ASSETS,
-        reward_digest=ASSETS,
-        package="synthetic",
-    )
-
-
-def worker_ready(player: Player) -> WorkerReady:
-    return WorkerReady(
-        at_ns=START_NS,
-        worker=player.name,
-        epoch=player.epoch,
-        version=player.version,
-        digest=player.digest,
-        load_ms=1.0,
     )
 
 
@@ -323,11 +277,12 @@ class _Script:
         started = run_started(config)
         self._digest = started.policy.digest
         self._say(started)
-        self._say(role_started("orchestrator", 0))
-        self._say(role_started("trainer", 1))
+        self._say(modelled_cluster.role_started("orchestrator"))
+        trainer = modelled_cluster.role_started("trainer")
+        self._say(msgspec.structs.replace(trainer, role_epoch=1))
         names = [f"w{number}" for number in range(plan.workers)]
         for name in names:
-            self._say(worker_joined(name, plan.slots))
+            self._say(modelled_cluster.worker_joined(name, plan.slots, declares=DECLARED))
         offsets = self._flush()
         epochs = offsets[-len(names) :]
         self._players = {
@@ -374,7 +329,7 @@ class _Script:
         elif isinstance(decision, Assign):
             player = self._players[decision.worker]
             player.version, player.digest = decision.version, decision.digest
-            self._say(worker_ready(player))
+            self._say(player.ready())
         elif isinstance(decision, TakeBatch):
             self._training = decision, self._turns + STEP_TURNS
 

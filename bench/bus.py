@@ -7,12 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from uuid import uuid4
 
+import typer
+
+from dora_pipe.bench.support import emit_figures, scratch
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
 
 PHASE_BYTES_MAX = 256 * 1024 * 1024
@@ -20,6 +24,7 @@ PHASE_BYTES_MAX = 256 * 1024 * 1024
 
 BATCH_BYTES = 1024 * 1024
 BATCH_RECORDS = 64
+RECORD_BYTES = (2_000, 65_536, 1_048_576)
 
 Phase = Literal["append one by one", "append in batches", "read"]
 
@@ -41,6 +46,20 @@ class BusFigure:
     records_per_s: float
     mb_per_s: float
     cpu_us: float
+
+
+def command(
+    url: Annotated[
+        list[str] | None, typer.Option(help="A log to measure beside memory and SQLite.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Records and bytes per second of every bus."""
+    with scratch() as folder:
+        urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
+        figures = bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds)
+        emit_figures(figures, as_json=as_json)
 
 
 def bench_bus(

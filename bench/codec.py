@@ -1,8 +1,6 @@
-"""Measures what a trajectory costs as bytes, beside other ways to write the same; decides nothing.
+"""Measures what a trajectory costs as bytes, beside other ways to write the same.
 
-Pickle is not among them: nothing in this house imports it. MessagePack of the same lists is about
-as fast and as large. Raw arrays are the floor: they carry no names, no ids, no segments, no
-checks, and nobody can read them without knowing what they are.
+Raw arrays are the floor: they carry no names, no ids, no segments and no checks.
 """
 
 from __future__ import annotations
@@ -12,14 +10,15 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-import pyarrow as pa
+import typer
 
+from dora_pipe.bench.support import emit_figures
+from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
-from dora_pipe.schemas.arrow_frame import decompress
 from dora_pipe.schemas.fast_encode import write_trajectory
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.identity import group_id, trajectory_id
@@ -32,8 +31,9 @@ TOKENS_MAX = 1_000_000
 _VOCABULARY = 32_000
 _PROMPT_SHARE = 4  # one token of so many is of the prompt
 _SEED = 20
+TOKENS = (30, 256, 2_048, 16_384)
 
-Encoding = Literal["trajectory record", "Arrow without zstd", "MessagePack", "JSON", "raw arrays"]
+Encoding = Literal["trajectory record", "JSON", "raw arrays"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class CodecFigure:
     """What one way to write a trajectory of some length costs; medians of wall time on one thread.
 
     The trajectory record includes every check at both ends, from a worker's arrays to a trainer's;
-    the others check nothing. MessagePack and JSON are of lists.
+    the others check nothing.
 
     Example: ``CodecFigure(way="trajectory record", tokens=30, encode_ms=0.27, decode_ms=0.2,
     bytes=1387, bytes_per_token=46.2)``
@@ -55,12 +55,21 @@ class CodecFigure:
     bytes_per_token: float
 
 
+def command(
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time and size of an encoded trajectory, beside JSON and raw arrays."""
+    emit_figures(bench_codec(tokens or TOKENS), as_json=as_json)
+
+
 def bench_codec(tokens: Sequence[int]) -> list[CodecFigure]:
     """Figures of every way for trajectories of these lengths. Raises UsageError.
 
     Token ids are as frequent as words are, log-probs random down to their last bit (fixed seed);
-    sampling is plain, so log-probs are kept once. Arrow without zstd starts from a batch that is
-    there already, raw arrays from arrays.
+    sampling is plain, so log-probs are kept once.
     """
     for size in tokens:
         if not 1 <= size <= TOKENS_MAX:
@@ -153,8 +162,6 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
     plain = msgspec.to_builtins(trajectory)
     del plain["sampler_logprobs"]  # equal to the others: the record keeps them once, too
     own = in_arrays(trajectory)
-    raw = decompress(write_trajectory(own)[0])
-    batch = pa.ipc.open_stream(raw).read_next_batch()
     arrays = _arrays(trajectory)
     return [
         _figure(
@@ -162,10 +169,6 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
             trajectory,
             lambda: write_trajectory(own)[0],
             FastValidator().view,
-        ),
-        _figure("Arrow without zstd", trajectory, lambda: _stream(batch), _unstream),
-        _figure(
-            "MessagePack", trajectory, lambda: msgspec.msgpack.encode(plain), msgspec.msgpack.decode
         ),
         _figure("JSON", trajectory, lambda: msgspec.json.encode(plain), msgspec.json.decode),
         _figure("raw arrays", trajectory, lambda: _join(arrays), _split),
@@ -199,18 +202,6 @@ def _median_ms(work: Callable[[], Any]) -> float:
         work()
         took.append(time.perf_counter() - start)
     return statistics.median(took) * 1e3
-
-
-def _stream(batch: pa.RecordBatch) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
-def _unstream(data: bytes) -> Any:
-    return pa.ipc.open_stream(data).read_next_batch().to_pylist()
 
 
 def _arrays(trajectory: Trajectory) -> tuple[np.ndarray[Any, Any], ...]:

@@ -1,28 +1,28 @@
-"""Measures what the endpoint of agents costs: per call and per token, in its process and in the
-worker's; its memory with many open sessions; how busy slots are while agents think. It decides
-nothing.
+"""Cost of the endpoint of agents: CPU time per call and token in its process and in the worker's,
+and its memory with many open sessions.
 
-The endpoint, its process and HTTP are real, and so is the time; the engine is a model of one: a
-call holds a slot for a while and costs nothing.
+The endpoint, its process and HTTP are real; the engine answers at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import os
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import typer
+
+from dora_pipe.bench.support import emit_figures
+from dora_pipe.cli.options import JsonOption
 from dora_pipe.config import model
 from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.sessions.addresses import SessionAddress
@@ -40,11 +40,6 @@ SESSIONS: Final = 10_000
 CALLED: Final = 500
 """Sessions of these that have had one call."""
 
-SLOTS: Final = 64
-THINKERS: Final = 256
-THINK_S: Final = 1.0
-SAMPLING_S: Final = 0.5
-WARM_S: Final = 3.0
 IDLE_S: Final = 0.001
 
 
@@ -69,11 +64,9 @@ class CallFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigure:
-    """Example: ``MemoryFigure(process="endpoint", sessions=10000, process_mb=120.0,
+    """Example: ``MemoryFigure(sessions=10000, process_mb=120.0,
     kb_per_session=1.1, kb_per_call=2.0)``"""
 
-    process: str
-    """The endpoint's, or the worker's without its engine."""
     sessions: int
     process_mb: float
     """With all of them open."""
@@ -82,18 +75,13 @@ class MemoryFigure:
     """More, of a session that has had a call of 64 tokens and 16 sampled ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BusyFigure:
-    """Example: ``BusyFigure(sessions=256, think_s=1.0, sampling_s=0.5, slots=64, busy=0.97,
-    calls_per_s=124.0)``"""
-
-    sessions: int
-    think_s: float
-    sampling_s: float
-    slots: int
-    busy: float
-    """Share of the slots' time."""
-    calls_per_s: float
+def command(
+    sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 10_000,
+    as_json: JsonOption = False,
+) -> None:
+    """CPU time of agents' calls and tokens in the endpoint and the worker; memory of sessions."""
+    emit_figures(bench_calls(), as_json=as_json)
+    emit_figures([bench_memory(sessions, called=min(CALLED, sessions))], as_json=as_json)
 
 
 def bench_calls(
@@ -136,38 +124,10 @@ def bench_memory(sessions: int = SESSIONS, *, called: int = CALLED) -> MemoryFig
 
         loop.drive(one_call_each)
         return MemoryFigure(
-            process="endpoint",
             sessions=sessions,
             process_mb=opened / 1e6,
             kb_per_session=(opened - empty) / sessions / 1e3,
             kb_per_call=(rss_bytes(port.pid) - opened) / called / 1e3,
-        )
-
-
-def bench_busy(
-    sessions: int = THINKERS, *, seconds: float = 10.0, warm_s: float = WARM_S
-) -> BusyFigure:
-    """Agents that think between their calls."""
-    with _endpoint() as port:
-        engine = _Slots(port)
-        addresses = [_open(port, f"g-{at}/0") for at in range(sessions)]
-        over = threading.Event()
-        agents = threading.Thread(target=lambda: asyncio.run(_think(addresses, over)), daemon=True)
-        agents.start()
-        while not engine.run(SAMPLING_S)[1]:
-            pass  # its process is starting
-        engine.run(warm_s)
-        busy, taken = engine.run(seconds)
-        over.set()
-        while agents.is_alive():  # each has its answer, and no call more
-            engine.run(SAMPLING_S / 2)
-        return BusyFigure(
-            sessions=sessions,
-            think_s=THINK_S,
-            sampling_s=SAMPLING_S,
-            slots=SLOTS,
-            busy=busy,
-            calls_per_s=taken / seconds,
         )
 
 
@@ -223,33 +183,6 @@ class _Answering:
                 time.sleep(IDLE_S / 4)
 
 
-class _Slots:
-    """An engine whose calls hold a slot for a while."""
-
-    def __init__(self, port: SessionPort) -> None:
-        self._port = port
-        self._waiting: deque[CallAsked] = deque()
-        self._running: list[tuple[float, int, CallAsked]] = []
-
-    def run(self, seconds: float) -> tuple[float, int]:
-        """For so long: the share of the slots that was busy, and how many calls were answered."""
-        start = last = time.monotonic()
-        held, answered = 0.0, 0
-        while last < start + seconds:
-            self._waiting.extend(self._port.poll())
-            now = time.monotonic()
-            held += len(self._running) * (now - last)
-            last = now
-            while self._running and self._running[0][0] <= now:
-                self._port.start(_answer(heapq.heappop(self._running)[2], [10] * 16))
-                answered += 1
-            while self._waiting and len(self._running) < SLOTS:
-                one = self._waiting.popleft()
-                heapq.heappush(self._running, (now + SAMPLING_S, one.call, one))
-            time.sleep(IDLE_S)
-        return held / SLOTS / (last - start), answered
-
-
 def _answer(asked: CallAsked, ids: list[int]) -> AnswerCall:
     return AnswerCall(
         request=asked.request,
@@ -270,19 +203,6 @@ def _ask_often(address: SessionAddress, words: int, calls: int) -> None:
             await _hang_up(connection)
 
     asyncio.run(ask())
-
-
-async def _think(addresses: Sequence[SessionAddress], over: threading.Event) -> None:
-    async def agent(address: SessionAddress, at: int) -> None:
-        await asyncio.sleep(at / len(addresses) * THINK_S)
-        connection = await _connected(address)
-        while not over.is_set():
-            await _ask(connection, address, 32)
-            await asyncio.sleep(THINK_S)
-        await _hang_up(connection)
-
-    agents = [asyncio.create_task(agent(one, at)) for at, one in enumerate(addresses)]
-    await asyncio.wait(agents)
 
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -11,14 +11,15 @@ sampling and log-probs are in the engine's time. Only tokens that were asked for
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
+from dora_pipe.bench.support import Spent, emit_figures, measured, scratch
+from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
@@ -43,6 +44,9 @@ MODEL = CausalLM(
 )
 """A policy like the demo's, but of 0.55 M parameters: figures of all versions compare."""
 
+DEMO = "demo"
+TORCH_ROWS = (1, 16, 64, 256)
+VLLM_ROWS = (1, 16, 64)
 CONTEXT_TOKENS = 256
 PROMPT_TOKENS = 5
 LENGTH_MU, LENGTH_SIGMA, LENGTH_UNITS_MAX = 1.2, 1.3, 60
@@ -92,12 +96,29 @@ class GenerateFigure(EngineFigure):
     sorted_computed: float
 
 
-@dataclass(slots=True)
-class Spent:
-    """Seconds of a measured part."""
+def command(
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
+    model: Annotated[
+        str, typer.Option(help="demo; for vllm also tiny, 0.6B, 1.7B or 4B: Qwen3's shapes.")
+    ] = DEMO,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokens per second of an engine by rows, beside `generate` of transformers or of vLLM."""
+    from dora_pipe.producers.engines.registry import need_engines
 
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
+    need_engines([engine])
+    if engine == "torch":
+        if model != DEMO:
+            raise UsageError(f"--model {model} needs vLLM", hint="--engine vllm")
+        emit_figures(bench_engine(rows or TORCH_ROWS), as_json=as_json)
+        return
+    from dora_pipe.bench.engine_vllm import bench_vllm, load_of
+
+    with scratch() as folder:
+        emit_figures(bench_vllm(folder, rows or VLLM_ROWS, load_of(model)), as_json=as_json)
 
 
 def bench_engine(
@@ -184,14 +205,6 @@ def _figure(rows: int, count: int) -> GenerateFigure:
         sorted_ratio=round(theirs_sorted.cpu_s / own.cpu_s, 2),
         sorted_computed=round(computed_per_token(by_length, rows), 2),
     )
-
-
-@contextmanager
-def measured(spent: Spent) -> Iterator[None]:
-    """Note what the block takes."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    yield
-    spent.wall_s, spent.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
 
 
 def make_engine(rows: int, *, context_tokens: int = CONTEXT_TOKENS, **more: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -20,13 +20,10 @@ TINY: Final = "--tiny"
 TINY_TOKENS: Final = 64
 """Of a row of the tiny model."""
 
-By = Literal["own", "trl", "trl-bf16"]
-
 
 class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     """A step of so many rows of so many tokens each."""
 
-    by: By = "own"
     model: str = "0.6B"
     rows: int = 2
     row_tokens: int = 2048
@@ -36,9 +33,9 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     """Each row has half the tokens of the one before it, the last as many: they fill two lines."""
     pass_tokens: int = 4096
     policies: PolicyDtype = "bfloat16"
-    """What is published, beside float32 masters; of the own trainer."""
+    """What is published, beside float32 masters."""
     compute: ComputeDtype = "float32"
-    """Of its passes (`trainer.dtype`); trl's are told by `by`."""
+    """Of its passes (`trainer.dtype`)."""
     optimizer: OptimizerName = "adamw"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
@@ -63,8 +60,6 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs(self) -> str:
         """The package without which it is not measured."""
-        if self.by != "own":
-            return "trl"
         return "bitsandbytes" if self.optimizer == "adamw8bit" else ""
 
 
@@ -90,8 +85,6 @@ def _ways() -> list[StepCase]:
         with_(half, activation_offload=True),
         with_(small, optimizer="muon"),
         with_(small, optimizer="muon"),
-        with_(small, by="trl"),
-        with_(small, by="trl-bf16"),
     ]
 
 
@@ -129,28 +122,19 @@ def _long() -> list[StepCase]:
 def _small() -> list[StepCase]:
     short = StepCase(model="0.6B", compute="bfloat16")
     long = with_(short, rows=8)
-    wide = with_(long, pass_tokens=16_384)
-    by_trl = [with_(one, by="trl-bf16") for one in (long, wide, short)]
-    exact = with_(long, compute="float32")
-    return [long, by_trl[0], wide, by_trl[1], short, by_trl[2], exact, with_(exact, by="trl")]
+    return [long, with_(long, pass_tokens=16_384), short, with_(long, compute="float32")]
 
 
 def _middle() -> list[StepCase]:
     short = StepCase(model="1.7B", compute="bfloat16")
     long = with_(short, rows=8)
-    exact = with_(long, compute="float32", steps=1)
-    return [long, with_(long, by="trl-bf16"), short, exact, with_(exact, by="trl")]
+    return [long, short, with_(long, compute="float32", steps=1)]
 
 
 def _large() -> list[StepCase]:
     short = StepCase(model="4B", compute="bfloat16", steps=1)
     long = with_(short, rows=8)
-    return [long, with_(long, by="trl-bf16"), short, with_(long, compute="float32")]
-
-
-def _beside_trl() -> list[StepCase]:
-    """What is compared with trl in bfloat16, of all sizes: the first cases of each."""
-    return [*_small()[:4], *_middle()[:2], *_large()[:2]]
+    return [long, short, with_(long, compute="float32")]
 
 
 def tiny(case: StepCase) -> StepCase:
@@ -179,5 +163,4 @@ _SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
     "packed": _packed,
     "optimizers": _optimizers,
     "leaving": _leaving,
-    "beside-trl": _beside_trl,
 }

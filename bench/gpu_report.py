@@ -39,7 +39,7 @@ SECONDS: Final = 470
 
 OUT: Final = Path("gpu-report")
 OUT_WORD: Final = "{out}"
-PACKAGES: Final = ("torch", "transformers", "vllm", "deepspeed", "trl", "bitsandbytes")
+PACKAGES: Final = ("torch", "transformers", "vllm", "deepspeed", "bitsandbytes")
 NO_GPU: Final = "no GPU on this machine"
 
 State = Literal["done", "failed", "ended", "skipped"]
@@ -94,7 +94,7 @@ def _bench(
     name: str, what: str, *words: str, tiny: Sequence[str] = (), needs: str = "", more: str = ""
 ) -> Piece:
     """What both have in `more` stands before their own words."""
-    run = ("-c", "from dora_pipe.cli.main import main; main()", "bench", name, *more.split())
+    run = ("-m", "dora_pipe.bench", name, *more.split())
     command, small = (*run, *words, "--json"), (*run, *tiny, "--json")
     return Piece(name=name, what=what, needs=needs, command=command, tiny=small)
 
@@ -108,23 +108,17 @@ def _steps(size: str, what: str) -> Piece:
     return _module(f"step-{size}", what, "gpu_step", size)
 
 
-ONLY: Final = ("--only", "dora")
-ON_A_GPU: Final = ("-o", "workers.vllm.dtype=bfloat16", "-o", "trainer.device=cuda")
-
 PIECES: Final = (
     _steps("ways", "all ways of a step once, on a tiny model; equal digests are equal bits"),
-    _steps("0.6B", "a step of GRPO, Qwen3-0.6B's shape, beside trl's"),
+    _steps("0.6B", "a step of GRPO, Qwen3-0.6B's shape"),
     _steps("1.7B", "the same, Qwen3-1.7B's"),
     _steps("4B", "the same, Qwen3-4B's"),
-    _steps("beside-trl", "16 384 tokens in bfloat16, all sizes, beside trl's"),
     _steps("long", "rows of 32 000 tokens, 0.6B"),
     _steps(
         "packed", "rows of 8 192 tokens to 256 in one pass, 0.6B: by sequences, under a mask, apart"
     ),
     _steps("optimizers", "optimizers by name; what saves memory has equal bits"),
     _steps("leaving", "states in the host's memory between steps: seconds, what is held, bits"),
-    _module("profile", "kernels of a step of 0.6B, 4 096 tokens", "gpu_profile", "0.6B"),
-    _module("patches", "a version of 1.7B: whole, as a patch, loaded", "gpu_patches", "1.7B"),
     _bench(
         "memory",
         "the head in chunks, and a step of 27 million parameters",
@@ -153,22 +147,6 @@ PIECES: Final = (
         *("--model", "0.6B", "--rows", "64", "--rows", "256"),
         more="--engine vllm",
         tiny=("--rows", "1"),
-        needs="vllm",
-    ),
-    _bench(
-        "moves",
-        "KV moved, beside a prefill",
-        *("--model", "0.6B", "--model", "llama-25m"),
-        more="--engine vllm",
-        tiny=("--tokens", "100"),
-        needs="vllm",
-    ),
-    _bench(
-        "paradigms",
-        "paradigms on one GPU, two workers",
-        *("--out", f"{OUT_WORD}/paradigms", "--steps", "24", *ON_A_GPU),
-        more="--processes --seeds 1 -o workers.engine=vllm",
-        tiny=("--out", f"{OUT_WORD}/paradigms-tiny", "--task", "tools", "--quick", *ONLY),
         needs="vllm",
     ),
 )

@@ -1,30 +1,21 @@
-"""Measures a step of GRPO of a Qwen3 model with random weights, by the torch trainer and by trl's.
+"""A step of GRPO of a Qwen3 model with random weights on a GPU, by the torch trainer.
 
     python -m dora_pipe.bench.gpu_step SET [--tiny]
 
-Cases of a set share a process while each leaves the device as empty as it was, else a fresh one
-goes on; a figure is one JSON object on a line. Both trainers get the same rows (token ids, masks,
-advantages), cut into passes of the same tokens, the same network of transformers, AdamW, clipping
-and gradient checkpointing; one step comes before the measured ones. Not the same: trl computes
-entropies too, in a head of its own, and its AdamW is the fused one; ours takes deterministic
-kernels, and keeps figures of every trajectory. `trl` computes in float32, `trl-bf16` under autocast
-to bfloat16, as trl does by default. `--tiny` goes the way of a set on a CPU.
+Every case is measured in a process of its own; a figure is one JSON object on a line. One step
+comes before the measured ones. `--tiny` runs the same cases with a tiny model on a CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import importlib
 import importlib.util
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,8 +26,10 @@ from dora_pipe.bench.codec import sample_trajectory
 from dora_pipe.bench.gpu_cases import GROUP, TINY, StepCase, cases_of, tiny, with_
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.bench.qwen3 import config_of, vocabulary_of
+from dora_pipe.bench.support import reply, result_of, task_of
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import PACKING
+from dora_pipe.core.errors import ResourceError
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.trajectory import Trajectory
@@ -46,8 +39,7 @@ LEARNING_RATE: Final = 1e-6
 NORM_MAX: Final = 1.0
 WARM_TOKENS: Final = 2048
 """Of the rows of the own trainer's step that is not measured."""
-LEFT_BYTES: Final = 200_000_000
-"""Work space of libraries, which stays: more, and a process goes on in a fresh one."""
+CASE_LIMIT_S: Final = 470.0
 BETAS: Final = (0.9, 0.95)
 SETTINGS: Final = {
     "trainer.learning_rate": LEARNING_RATE,
@@ -65,7 +57,6 @@ SETTINGS: Final = {
 class GpuStepFigure:
     """The median of the measured steps; `said` is why there is none."""
 
-    by: str
     model: str
     tokens: int
     row_tokens: int
@@ -92,73 +83,25 @@ class GpuStepFigure:
 
 
 def bench_gpu_steps(cases: Sequence[StepCase]) -> Iterator[GpuStepFigure]:
-    """One figure after the other; a case whose package is not here, or whose process ended badly,
-    says so in its figure."""
-    absent = [one for one in cases if one.needs and importlib.util.find_spec(one.needs) is None]
-    yield from (_figure(one, said=f"{one.needs} is not installed") for one in absent)
-    rest = [one for one in cases if one not in absent]
-    while rest:
-        before = len(rest)
-        with _started(rest) as process:
-            for figure in _figures_in(process.stdout):
-                yield figure
-                rest = rest[1:]
-        if rest and (process.returncode or len(rest) == before):
-            yield _figure(rest[0], said=f"exit code {process.returncode}")
-            rest = rest[1:]
-
-
-def _started(cases: Sequence[StepCase]) -> subprocess.Popen[bytes]:
-    """A process that has been told to measure these."""
-    command = [sys.executable, "-m", "dora_pipe.bench.gpu_step"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(cases))
-    process.stdin.close()
-    return process
-
-
-def _figures_in(lines: Iterable[bytes] | None) -> Iterator[GpuStepFigure]:
-    """What is a figure among what a process prints; trl has lines of its own."""
-    for line in lines or ():
-        with contextlib.suppress(msgspec.DecodeError):
-            yield msgspec.json.decode(line, type=GpuStepFigure)
-
-
-def _measure(cases: Sequence[StepCase]) -> None:
-    """Print figures until all are there, or the device keeps something of one."""
+    """One figure after the other; a case that cannot be measured has the reason in its figure."""
     for case in cases:
-        figure = measured(case)
-        _say(figure)
-        if figure.said or _held_after(case.device) > LEFT_BYTES:
-            return
-
-
-def _held_after(device: str) -> int:
-    """What the allocator still holds when all that can go has gone."""
-    import torch
-
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
-
-
-def _say(figure: GpuStepFigure) -> None:
-    sys.stdout.write(msgspec.json.encode(asdict(figure)).decode() + "\n")
-    sys.stdout.flush()
+        if case.needs and importlib.util.find_spec(case.needs) is None:
+            yield _figure(case, said=f"{case.needs} is not installed")
+            continue
+        try:
+            yield result_of("dora_pipe.bench.gpu_step", case, GpuStepFigure, limit_s=CASE_LIMIT_S)
+        except ResourceError as error:
+            yield _figure(case, said=error.message)
 
 
 def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
     return GpuStepFigure(
-        by=case.by,
         model=case.model,
         tokens=case.tokens,
         row_tokens=case.row_tokens,
         pass_tokens=case.pass_tokens,
-        compute={"trl": "float32", "trl-bf16": "bfloat16"}.get(case.by, case.compute),
-        policies=case.policies if case.by == "own" else "float32",
+        compute=case.compute,
+        policies=case.policies,
         optimizer=case.optimizer,
         checkpointing=case.gradient_checkpointing,
         offload=case.activation_offload,
@@ -179,9 +122,7 @@ def measured(case: StepCase) -> GpuStepFigure:
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         config_of(case.model, case.row_tokens).save_pretrained(folder)
         try:
-            if case.by == "own":
-                return _own(case, Path(folder))
-            return _by_trl(case, Path(folder))
+            return _own(case, Path(folder))
         except torch.OutOfMemoryError:
             return _figure(case, said="out of memory")
 
@@ -341,132 +282,10 @@ def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:
     )
 
 
-def _by_trl(case: StepCase, folder: Path) -> GpuStepFigure:
-    """trl's whole training loop, but for what would be generated and rewarded."""
-    import torch
-
-    trainer = _trl_trainer(case, folder)
-    took: list[float] = []
-    held = 0
-
-    class Clock(_callback_class()):  # type: ignore[misc]
-        """Times every step but the first."""
-
-        def on_step_begin(self, *given: Any, **more: Any) -> None:
-            nonlocal held
-            if len(took) == 1:
-                held = fresh_peak(case.device)
-            took.append(-now_s(case.device))
-
-        def on_step_end(self, *given: Any, **more: Any) -> None:
-            took[-1] += now_s(case.device)
-
-    trainer.add_callback(Clock())
-    torch.set_float32_matmul_precision("highest")
-    trainer.train()
-    return _of_times(case, took[1:], peak_bytes(case.device), held)
-
-
-def _callback_class() -> Any:
-    from transformers import TrainerCallback
-
-    return TrainerCallback
-
-
-def _trl_trainer(case: StepCase, folder: Path) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    datasets: Any = importlib.import_module("datasets")
-    trl: Any = importlib.import_module("trl")
-    base: Any = trl.GRPOTrainer
-
-    rows_at_once = max(1, case.pass_tokens // case.row_tokens)
-    passes = case.rows // rows_at_once
-    make: Any = AutoModelForCausalLM.from_config
-    with torch.device(case.device):
-        network = make(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="sdpa"
-        )
-    options: Any = trl.GRPOConfig
-    prompt = sample_trajectory(case.row_tokens).meta.prompt_tokens
-    arguments = options(
-        output_dir=str(folder / "trl"),
-        per_device_train_batch_size=rows_at_once,
-        gradient_accumulation_steps=passes,
-        steps_per_generation=passes,
-        num_generations=GROUP,
-        max_completion_length=case.row_tokens - prompt,
-        max_steps=1 + case.steps,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        max_grad_norm=NORM_MAX,
-        beta=0.0,
-        bf16=case.by == "trl-bf16",
-        gradient_checkpointing=case.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        use_cpu=case.device == "cpu",
-        save_strategy="no",
-        report_to=[],
-        logging_steps=1000,
-        seed=SEED,
-    )
-
-    class Given(base):  # type: ignore[misc]
-        """Completions that are there already."""
-
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            return _trl_inputs(case, prompt)
-
-    return Given(
-        model=network,
-        reward_funcs=lambda completions, **more: [0.0] * len(completions),
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["w"] * case.rows * 4}),
-        processing_class=_tokenizer(),
-    )
-
-
-def _trl_inputs(case: StepCase, prompt: int) -> dict[str, Any]:
-    import torch
-
-    ids = torch.from_numpy(rows_of(case)).to(case.device)
-    mask = torch.ones_like(ids)
-    advantages = torch.tensor([-1.0, 1.0], device=case.device).repeat(case.rows // GROUP)
-    return {
-        "prompt_ids": ids[:, :prompt],
-        "prompt_mask": mask[:, :prompt],
-        "completion_ids": ids[:, prompt:],
-        "completion_mask": mask[:, prompt:],
-        "advantages": advantages,
-        "old_per_token_logps": torch.full_like(ids[:, prompt:], _guess(case), dtype=torch.float32),
-        "num_items_in_batch": mask[:, prompt:].sum(),
-    }
-
-
-def _tokenizer() -> Any:
-    """Of one word: nothing is tokenized."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    known = Tokenizer(WordLevel({"w": 0, "<e>": 1}, unk_token="w"))
-    fast: Any = PreTrainedTokenizerFast
-    return fast(tokenizer_object=known, eos_token="<e>", pad_token="<e>", unk_token="w")
-
-
-def _main(words: Sequence[str]) -> int:
-    if not words:
-        _measure(msgspec.json.decode(sys.stdin.buffer.read(), type=list[StepCase]))
-        return 0
-    name, *rest = words
-    cases = cases_of(name)
-    for figure in bench_gpu_steps([tiny(one) for one in cases] if rest == [TINY] else cases):
-        _say(figure)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    if sys.argv[1].startswith("{"):
+        reply(measured(task_of(StepCase)))
+    else:
+        chosen = cases_of(sys.argv[1])
+        for step in bench_gpu_steps([tiny(one) for one in chosen] if TINY in sys.argv else chosen):
+            reply(step)

@@ -1,278 +1,442 @@
-"""Measures what a round of the planner costs by the size of the run; decides nothing.
+"""Measures the longest turn of the orchestrator's machine in a full, busy run.
 
-A state is built by production's own fold and planner: a quarter of the workers joins under each of
-four versions and is filled, so that every slot runs a request. Then rounds are measured that find
-it so, that fold what one turn of the bus brings, and that empty workers after a step, when a share
-of the requests of older versions has ended.
+The real machine, with real bytes: every turn of the bus some workers report trajectories and all
+their statuses, requests move and are let go of, batches are trained and versions loaded, now and
+then a worker is lost. Every slot is full before anything is measured. As in a run, a machine that
+has more to do reacts again before the bus brings anything, which is a turn of its own, and garbage
+is looked for where the loop waits.
+
+Times are CPU time of the loop's thread, so that what else the machine does does not count; `wall`
+is the longest turn as the clock has it, with the thread beside it that writes snapshots.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import random
-import resource
+import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
+from unittest import mock
 
 import msgspec
+import typer
 
+from dora_pipe.bench.support import emit_figures
+from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.cli.options import JsonOption
 from dora_pipe.config.model import Config
-from dora_pipe.orchestrator.apply_control import apply_control
-from dora_pipe.orchestrator.planner import decide
+from dora_pipe.core.runtime import BUS_TURN_NS, CaughtUp, Now, Published
+from dora_pipe.orchestrator import machine
+from dora_pipe.orchestrator.digest import Leaves
+from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.role import Tidying, settle_memory
+from dora_pipe.orchestrator.snapshots import SnapshotPort
 from dora_pipe.orchestrator.state import State, Worker
-from dora_pipe.orchestrator.state_ops import new_version
 from dora_pipe.schemas.control import (
+    Control,
     LoggedEntry,
-    RunStarted,
+    RequestReleased,
     TrajectoriesLogged,
     WorkerJoined,
+    WorkerLeft,
     WorkerReady,
 )
-from dora_pipe.schemas.rounds import Move
+from dora_pipe.schemas.metrics import Cost, WorkerStatus
+from dora_pipe.schemas.rounds import (
+    STATE_DIGEST_EVERY,
+    Assign,
+    Move,
+    TakeBatch,
+    decode_round,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.modelled_cluster import (
     NO_DIGEST,
+    role_started,
     run_started,
-    weights,
+    step_committed,
     worker_joined,
     worker_ready,
 )
 
+WORKERS: Final = (512,)
+SLOTS: Final = 200
 GROUP_SIZE: Final = 16
 ROWS: Final = 1_000_000
 """Of the data set."""
 KV_TOKENS: Final = 1_000_000
-"""That a worker has room for."""
+"""Room of a worker."""
 STEPS: Final = 1_000_000
 """More than any measurement commits."""
-VERSIONS: Final = 4
-SLOTS: Final = 64
-TURN_WORKERS: Final = 32
-"""Workers that report in one turn of the bus, each as many trajectories as it would then have."""
-ENDED_SHARE: Final = 0.4
-"""Of the requests of older versions, when a step is committed."""
-REPEATS: Final = 10
-"""Rounds of a kind; the fastest counts: what else the machine does is not the planner's cost."""
-BUILD_ROUNDS_MAX: Final = 100_000
-"""Rounds that fill the workers of one version."""
-SECOND_NS: Final = 1_000_000_000
+PER_STEP: Final = 512
+"""Groups of a batch: 8192 trajectories."""
+RECORDS_MAX: Final = 500
+"""A poll brings so many."""
+ROUNDS: Final = 1500
+FILL_TURNS_MAX: Final = 5000
+"""Turns until every slot runs a request."""
+WARM_STEPS: Final = 3
+"""Committed before anything is measured."""
+REPORTING: Final = 32
+"""Workers that report in one turn."""
+REPORTED: Final = 2
+"""Trajectories that one reports: any of the older ones that it has."""
+SPARE: Final = 2.0
+"""Groups in flight, beside those that fill all slots: siblings of one group end far apart."""
+LOSS_TURNS: Final = 150
+"""A worker is lost so often, with all that it runs, and comes back."""
+MORE_MAX: Final = 1000
+"""Turns that follow at once; a plan of all requests takes a fifth of them."""
+STATUS_TURNS: Final = 5
+"""Each worker says so often how it is."""
+SNAPSHOT_EVERY: Final = 4 * STATE_DIGEST_EVERY
+"""Oftener than in a run, so that there are several to measure."""
+TOPICS: Final = Topics("bench")
+
+
+_PARTS: Final = (
+    "decide",
+    "encode",
+    "digest",
+    "snapshot",
+    "waits",
+    "gc",
+    "wait_gc",
+    "turn",
+    "wall",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFigure:
-    """What a run of one size costs."""
+class TurnFigure:
+    """The longest of each part of a turn, and of all parts together."""
 
     workers: int
     requests: int
-    versions: int
+    """Open ones."""
+    turns: int
+    steps: int
+    decide_ms: float
+    encode_ms: float
+    digest_ms: float
+    """The share of a turn, or the digest that its round carries."""
+    snapshot_ms: float
+    waits_ms: float
+    gc_ms: float
+    """Garbage collection in a turn."""
+    wait_gc_ms: float
+    """Garbage collection between two turns of the bus, where the loop waits."""
+    p50_ms: float
+    """The median of all turns that one turn of the bus leads to, together."""
     turn_ms: float
-    """A round that folds the trajectories of one turn of the bus and refills their slots."""
-    look_ms: float
-    """A round with a trigger that finds nothing left to move, although the newest version waits."""
-    step_ms: float
-    """The round after a step that empties workers of older versions."""
-    step_decisions: int
-    step_moves: int
-    all_moves: int
-    """Moves of that round and of those that go on with it."""
-    fold_us: float
-    """Folding one logged trajectory."""
-    state_mb: float | None
-    """Memory of the state; of the largest alone, which is built first: what that gives back, the
-    others find."""
+    wall_ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """How a cost grows with the number of workers: fitted to ``cost = a * workers**exponent``."""
-
-    cost: str
-    exponent: float
-    n_log_n: float
-    """The exponent that n log n would have over the same sizes."""
-
-
-def bench_plan(workers: Sequence[int]) -> list[PlanFigure]:
-    """A figure per number of workers, fewest first."""
-    sizes = sorted(set(workers), reverse=True)
-    return [_measure(count, first=count == sizes[0]) for count in sizes][::-1]
+def command(
+    workers: Annotated[
+        list[int] | None, typer.Option(help="Workers of 200 slots each; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Longest turn of the orchestrator in a busy run of 102,400 open requests, part by part."""
+    emit_figures(bench_turns(workers or WORKERS, slots=SLOTS), as_json=as_json)
 
 
-def growth_of(figures: Sequence[PlanFigure]) -> list[Growth]:
-    """Fits over all sizes; none for a single size."""
-    sizes = [one.workers for one in figures]
-    if len(set(sizes)) < 2:
-        return []
-    expected = exponent(sizes, [one * math.log(one) for one in sizes])
-    costs = {
-        "turn_ms": [one.turn_ms for one in figures],
-        "look_ms": [one.look_ms for one in figures],
-        "step_ms": [one.step_ms for one in figures],
-        "fold_us": [one.fold_us for one in figures],
-    }
-    return [
-        Growth(cost=name, exponent=exponent(sizes, values), n_log_n=expected)
-        for name, values in costs.items()
-    ]
+def bench_turns(
+    workers: Sequence[int], *, slots: int = SLOTS, rounds: int = ROUNDS
+) -> list[TurnFigure]:
+    """A figure per number of workers."""
+    return [_measure(count, slots=slots, rounds=rounds) for count in sorted(set(workers))]
 
 
-def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """Slope of the straight line through the logarithms, by least squares.
-
-    Example: ``exponent([1, 2, 4], [3, 6, 12])`` is 1.
-    """
-    points = [
-        (math.log(size), math.log(max(cost, 1e-9))) for size, cost in zip(sizes, costs, strict=True)
-    ]
-    middle = sum(x for x, _ in points) / len(points)
-    above = sum((x - middle) * y for x, y in points)
-    return above / sum((x - middle) ** 2 for x, _ in points)
-
-
-def _measure(workers: int, *, first: bool) -> PlanFigure:
-    run = _Run(workers)
-    before = _rss_bytes()
-    run.build()
-    requests, memory = len(run.state.requests), _rss_bytes() - before
-    gc.collect()
-    gc.freeze()  # The collector would look at all of it again and again, and measure itself.
-    turns = [run.turn() for _ in range(REPEATS)]
-    run.end_many()
-    step_ms, decisions, moves, all_moves = run.step()
-    look = min(run.idle() for _ in range(REPEATS))
-    gc.unfreeze()
-    return PlanFigure(
+def _measure(workers: int, *, slots: int, rounds: int) -> TurnFigure:
+    threshold = gc.get_threshold()
+    with tempfile.TemporaryDirectory(prefix="bench-turns-") as folder:
+        run = _Run(workers, slots, Path(folder))
+        try:
+            run.fill()
+            run.warm()
+            run.meter = Meter()
+            begun = run.machine.state.version
+            settle_memory()
+            with run.meter.attached():
+                for _ in range(rounds):
+                    run.turn()
+        finally:
+            run.close()
+            gc.unfreeze()
+            gc.set_threshold(*threshold)
+    return TurnFigure(
         workers=workers,
-        requests=requests,
-        versions=VERSIONS,
-        turn_ms=min(ms for ms, _ in turns),
-        look_ms=look,
-        step_ms=step_ms,
-        step_decisions=decisions,
-        step_moves=moves,
-        all_moves=all_moves,
-        fold_us=min(us for _, us in turns),
-        state_mb=memory / 1e6 if first else None,
+        requests=len(run.machine.state.requests),
+        turns=rounds,
+        steps=run.machine.state.version - begun,
+        p50_ms=statistics.median(run.meter.turns_ms),
+        **{f"{part}_ms": most for part, most in run.meter.most_ms.items()},
     )
+
+
+class Meter:
+    """Milliseconds that each part took of one turn, the most of all turns."""
+
+    def __init__(self) -> None:
+        self.most_ms = dict.fromkeys(_PARTS, 0.0)
+        self.turns_ms: list[float] = []
+        """Of each turn of the bus, with those that followed at once."""
+        self._now_ms: defaultdict[str, float] = defaultdict(float)
+        self._since_s = 0.0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watch the parts of the machine's turns while the block lasts."""
+        with ExitStack() as stack:
+            for owner, name, part in (
+                (machine, "decide", "decide"),
+                (machine, "seal", "encode"),
+                (machine, "body_of", "snapshot"),
+                (machine, "waits", "waits"),
+                (Leaves, "digest", "digest"),
+                (Leaves, "settle", "share"),
+            ):
+                timed = self._timed(getattr(owner, name), part)
+                stack.enter_context(mock.patch.object(owner, name, timed))
+            gc.callbacks.append(self._collecting)
+            stack.callback(gc.callbacks.remove, self._collecting)
+            yield
+
+    def tidied(self, tidy: Callable[[], None]) -> None:
+        """The loop waits; a turn of the bus comes next."""
+        cpu_s = time.thread_time()
+        tidy()
+        spent_ms = (time.thread_time() - cpu_s) * 1e3
+        self.most_ms["wait_gc"] = max(self.most_ms["wait_gc"], spent_ms)
+        self.turns_ms.append(0.0)
+
+    def whole(self, react: Callable[[], Any]) -> Any:
+        """One turn."""
+        self._now_ms.clear()
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        found = react()
+        self._now_ms["turn"] = (time.thread_time() - cpu_s) * 1e3
+        self._now_ms["wall"] = (time.perf_counter() - wall_s) * 1e3
+        self.turns_ms[-1] += self._now_ms["turn"]
+        self._now_ms["digest"] = max(self._now_ms["digest"], self._now_ms.pop("share", 0.0))
+        for part, spent in self._now_ms.items():
+            self.most_ms[part] = max(self.most_ms[part], spent)
+        return found
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._now_ms[part] += (time.thread_time() - began_s) * 1e3
+
+        return timed
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._since_s = time.thread_time()
+        else:
+            self._now_ms["gc"] += (time.thread_time() - self._since_s) * 1e3
 
 
 class _Run:
-    """A state, and the records that bring it about."""
+    """The machine, and everybody who answers it."""
 
-    def __init__(self, workers: int) -> None:
-        self.state = State()
-        self._workers = workers
-        self._offset = 0
+    def __init__(self, workers: int, slots: int, folder: Path) -> None:
+        self.meter = Meter()
+        self._port = SnapshotPort(folder, TOPICS.run)
         self._chance = random.Random(workers)
-        self._apply(run_started(_config(workers), rows=ROWS))
+        self._slots = slots
+        self._offset = 0
+        self._decided = 0
+        self._turns = 0
+        self._mono_ns = 0
+        self._tidy = Tidying()
+        self._due: deque[tuple[int, Callable[[], Control | None]]] = deque()
+        self._inputs: list[Any] = [CaughtUp()]
+        config = _config(workers, slots)
+        self.machine = OrchestratorMachine(
+            state=State(),
+            topics=TOPICS,
+            role_epoch=0,
+            metrics={TopicPartition(TOPICS.metrics, 0): 0},
+            timing=config.timing,
+            cost=_no_cost,
+            snapshot_every=SNAPSHOT_EVERY,
+        )
+        self._append(run_started(config, rows=ROWS))
+        self._append(role_started("orchestrator"))
+        self._append(role_started("trainer"))
+        for number in range(workers):
+            self._append(self._joined(f"w{number:05d}"))
 
-    def build(self) -> None:
-        """Fill a quarter of the workers under each version."""
-        names = [f"w{number:05d}" for number in range(self._workers)]
-        for version in range(VERSIONS):
-            for name in names[version::VERSIONS]:
-                self._apply(worker_joined(name, SLOTS, kv_tokens=KV_TOKENS))
-            self._settle()
-            if version + 1 < VERSIONS:
-                self.state.now_ns += 60 * SECOND_NS
-                new_version(self.state, weights(version + 1))
-                self.state.trigger = ""
-
-    def turn(self) -> tuple[float, float]:
-        """(ms of the round, us of folding one trajectory) when some workers report."""
-        state = self.state
-        state.now_ns += SECOND_NS // 10
-        hosts = state.index.hosts[state.version].workers
-        chosen = self._chance.sample(sorted(hosts), min(TURN_WORKERS, len(hosts)))
-        records = [self._logged(hosts[name], 2) for name in chosen]
-        start = time.perf_counter()
-        for record in records:
-            self._apply(record)
-        folded = time.perf_counter()
-        decide(state)
-        end = time.perf_counter()
-        count = sum(len(record.trajectories) for record in records)
-        return (end - start) * 1e3, (folded - start) * 1e6 / count
-
-    def idle(self) -> float:
-        """Milliseconds of a round that has a trigger, and finds nothing to do."""
-        self.state.trigger = "asked"
-        start = time.perf_counter()
-        found = decide(self.state)
-        spent = (time.perf_counter() - start) * 1e3
-        assert not any(isinstance(one, Move) for one in found)
-        return spent
-
-    def end_many(self) -> None:
-        """A share of the requests of older versions ends, without anybody planning."""
-        state = self.state
-        state.now_ns += 60 * SECOND_NS
-        for version in range(VERSIONS - 1):
-            for worker in list(state.index.hosts[version].workers.values()):
-                share = self._chance.uniform(0, 2 * ENDED_SHARE)
-                self._apply(self._logged(worker, int(share * len(worker.requests))))
-
-    def step(self) -> tuple[float, int, int, int]:
-        """(ms, decisions, moves) of the first round after a step; moves until nothing is left."""
-        state = self.state
-        for group in state.finished:  # They leave U, as the batches of further steps would take
-            state.groups[group.group].phase = "taken"
-        state.finished.clear()
-        state.deadlines.clear()
-        new_version(state, weights(VERSIONS))
-        start = time.perf_counter()
-        first = decide(state)
-        spent = (time.perf_counter() - start) * 1e3
-        moves = _moves(first)
-        total, found = moves, first
-        for _ in range(BUILD_ROUNDS_MAX):
-            if not found:
-                break
-            found = decide(state)
-            total += _moves(found)
-        return spent, len(first), moves, total
-
-    def _settle(self) -> None:
-        for _ in range(BUILD_ROUNDS_MAX):
-            loading = [one for one in self.state.workers.values() if one.loading]
-            for worker in loading:
-                self._apply(ready(worker))
-            if not decide(self.state) and not loading:
+    def fill(self) -> None:
+        """Until every slot runs a request."""
+        state = self.machine.state
+        for _ in range(FILL_TURNS_MAX):
+            self._react()
+            placed = len(state.requests) - sum(map(len, state.queues.values()))
+            if placed >= len(state.workers) * self._slots > 0:
                 return
+        raise AssertionError(f"{len(state.requests)} requests after {FILL_TURNS_MAX} turns")
 
-    def _logged(self, worker: Worker, count: int) -> TrajectoriesLogged:
-        names = sorted(worker.requests)[:count]
-        return logged(self.state, worker, names, self._offset)
+    def warm(self) -> None:
+        """Until some steps are committed, and workers host several versions."""
+        for _ in range(FILL_TURNS_MAX):
+            self.turn()
+            if self.machine.state.version >= WARM_STEPS:
+                return
+        raise AssertionError(f"{self.machine.state.version} steps")
 
-    def _apply(self, record: RunStarted | WorkerJoined | WorkerReady | TrajectoriesLogged) -> None:
-        rejected = self.state.counters.rejected
-        apply_control(self.state, self._offset, record)
-        assert self.state.counters.rejected == rejected, self.state.counters.rejection
+    def turn(self) -> None:
+        """Workers report, and whoever has something to answer answers."""
+        state = self.machine.state
+        busy = [one for one in state.workers.values() if len(one.requests) >= REPORTED]
+        for worker in self._chance.sample(busy, min(REPORTING, len(busy))):
+            for version, names in self._by_version(worker.requests).items():
+                self._append(_logged(state, worker, names, self._offset, version=version))
+        if self._turns % LOSS_TURNS == 0:
+            worker = state.workers[self._chance.choice(sorted(state.workers))]
+            self._append(
+                WorkerLeft(at_ns=0, worker=worker.name, epoch=worker.epoch, reason="bench")
+            )
+            self._append(self._joined(worker.name))
+        self._react()
+
+    def close(self) -> None:
+        """Stop the thread that writes."""
+        self._port.close()
+
+    def _by_version(self, requests: set[str]) -> dict[int, list[str]]:
+        found, state = dict[int, list[str]](), self.machine.state
+        oldest = sorted(requests)[: max(REPORTED, len(requests) // 16)]
+        for name in self._chance.sample(oldest, REPORTED):
+            request = state.requests[name]
+            found.setdefault(state.groups[request.group].spec.version, []).append(name)
+        return found
+
+    def _react(self) -> None:
+        self._turns += 1
+        workers = self.machine.state.workers
+        for number, name in enumerate(sorted(workers)):
+            if (number + self._turns) % STATUS_TURNS == 0:
+                self._say(workers[name].epoch, name)
+        while self._due and self._due[0][0] <= self._turns:
+            answer = self._due.popleft()[1]()
+            if answer is not None:
+                self._append(answer)
+        inputs, self._inputs = self._inputs[:RECORDS_MAX], self._inputs[RECORDS_MAX:]
+        self._mono_ns += BUS_TURN_NS
+        self.meter.tidied(self._tidy)
+        self._turn(inputs)
+        for _ in range(MORE_MAX):
+            if self.machine.wake_at() > self._mono_ns:
+                return
+            self._turn([])
+        raise AssertionError(f"more than {MORE_MAX} turns at once")
+
+    def _turn(self, inputs: list[Any]) -> None:
+        now = Now(mono_ns=self._mono_ns, wall_ns=self._mono_ns)
+        outputs = self.meter.whole(lambda: self.machine.react(inputs, now))
+        for effect in outputs.effects:
+            self._port.start(effect)
+        for one in outputs.publish:
+            if one.record.topic == TOPICS.decisions:
+                self._durable(one)
+
+    def _durable(self, one: Any) -> None:
+        at = TOPICS.decisions
+        if one.tag:
+            self._inputs.append(Published(tag=one.tag, topic=at, partition=0, offset=self._decided))
+        self._decided += 1
+        for decision in decode_round(one.record.value).decisions:
+            self._answer(decision)
+
+    def _answer(self, decision: Any) -> None:
+        """What a role does about a decision, later."""
+        state = self.machine.state
+        if isinstance(decision, Assign):
+            worker = state.workers.get(decision.worker)
+            if worker is not None and worker.epoch == decision.epoch and worker.loading:
+                self._later(0, lambda: _ready(worker))
+        elif isinstance(decision, Move):
+            self._later(0, lambda: _released(state, decision))
+        elif isinstance(decision, TakeBatch):
+            taken = sum(len(one.trajectories) for one in decision.groups)
+            self._later(
+                taken // REPORTING // REPORTED // 2, lambda: step_committed(state, decision)
+            )
+
+    def _later(self, turns: int, answer: Callable[[], Control | None]) -> None:
+        self._due.append((self._turns + turns, answer))
+        self._due = deque(sorted(self._due, key=lambda one: one[0]))
+
+    def _joined(self, name: str) -> WorkerJoined:
+        return worker_joined(name, self._slots, kv_tokens=KV_TOKENS)
+
+    def _append(self, record: Control) -> None:
+        self._inputs.append(_record(TOPICS.control, self._offset, encode(record)))
         self._offset += 1
 
+    def _say(self, epoch: int, name: str) -> None:
+        status = WorkerStatus(
+            at_ns=0,
+            cost=_no_cost(),
+            worker=name,
+            epoch=epoch,
+            version=0,
+            active=self._slots,
+            waiting=0,
+            kv_used_tokens=1000,
+            tokens_total=1000,
+            progress={},
+        )
+        self._inputs.append(_record(TOPICS.metrics, self._offset, encode(status)))
 
-def _moves(decisions: Sequence[object]) -> int:
-    return sum(isinstance(one, Move) for one in decisions)
+
+def _record(topic: str, offset: int, value: bytes) -> Record:
+    return Record(topic=topic, partition=0, offset=offset, key=b"", value=value)
 
 
-def _rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
-
-
-def _config(workers: int) -> Config:
-    """As many groups in flight as the workers have slots for, a batch per version."""
-    return config_of(
-        per_step=max(1, workers * SLOTS // GROUP_SIZE // 4),
-        max_staleness=VERSIONS,
-        in_flight_batches=float(VERSIONS + 1),
+def _released(state: State, move: Move) -> RequestReleased | None:
+    """A worker lets go of a request, unless it has ended meanwhile."""
+    request = state.requests.get(move.trajectory)
+    if request is None or request.attempt != move.attempt or request.moving is None:
+        return None
+    return RequestReleased(
+        at_ns=0,
+        worker=move.worker,
+        epoch=move.epoch,
+        trajectory=move.trajectory,
+        attempt=move.attempt,
     )
 
 
-def config_of(*, per_step: int, max_staleness: int, in_flight_batches: float) -> Config:
+def _no_cost() -> Cost:
+    return Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
+
+
+def _config(workers: int, slots: int) -> Config:
+    """The trainer is twice as fast as the workers, which always have something to run."""
+    per_step = min(PER_STEP, max(1, workers * slots // GROUP_SIZE // 4))
+    in_flight = SPARE * workers * slots / GROUP_SIZE / per_step + 1
+    return _config_of(
+        per_step=per_step, max_staleness=int(in_flight) + 1, in_flight_batches=in_flight
+    )
+
+
+def _config_of(*, per_step: int, max_staleness: int, in_flight_batches: float) -> Config:
     """A run that never ends and evaluates nothing."""
     plain = {
         "run": {"name": "bench", "steps": STEPS},
@@ -285,7 +449,7 @@ def config_of(*, per_step: int, max_staleness: int, in_flight_batches: float) ->
     return msgspec.convert(plain, Config)
 
 
-def logged(
+def _logged(
     state: State, worker: Worker, names: Sequence[str], offset: int, *, version: int | None = None
 ) -> TrajectoriesLogged:
     """A worker has logged some of its requests; under its own version, if nothing is said."""
@@ -315,6 +479,6 @@ def _entry(state: State, trajectory: str, offset: int) -> LoggedEntry:
     )
 
 
-def ready(worker: Worker) -> WorkerReady:
+def _ready(worker: Worker) -> WorkerReady:
     """A worker has loaded its target."""
     return worker_ready(worker.name, worker.epoch, worker.target, worker.digest, load_ms=1000.0)

@@ -1,24 +1,25 @@
-"""Measures the memory of a training step and of its head: it decides nothing.
+"""The memory and the time of a training step and of its head.
 
-Every figure is of a process of its own: one that was larger before has room that nobody sees.
+Every figure is of a process of its own: one that was larger before keeps what it allocated.
 Weights are random, rows are one sequence each, the loss is the mean log-prob.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import typer
 
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
+from dora_pipe.bench.support import emit_figures, reply, result_of, task_of
+from dora_pipe.cli.options import JsonOption
 
 HIDDEN: Final = 384
 LAYERS: Final = 8
@@ -26,6 +27,7 @@ VOCABULARY: Final = 16_384
 """Of the model of a step: 27 million parameters."""
 
 SEED: Final = 0
+CASE_LIMIT_S: Final = 3600.0
 
 AT_ONCE: Final[Mapping[str, Any]] = {"head_chunk_tokens": 0, "mlp_chunk_tokens": 0}
 LEAST: Final[Mapping[str, Any]] = {"gradient_checkpointing": True}
@@ -78,14 +80,25 @@ def memory_cases(
     return (head if tokens else []) + (step if step_tokens else [])
 
 
+def command(
+    tokens: Annotated[int, typer.Option(min=0, help="Of the head; 0: the step alone.")] = 16_384,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Of the head.")] = 151_936,
+    step_tokens: Annotated[
+        int, typer.Option(min=0, help="Of a step's sequence; 0: the head alone.")
+    ] = 4_096,
+    least: Annotated[bool, typer.Option(help="The step only with all that saves memory.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Peak memory and time of a head in chunks of tokens, and of a step of a model of 27 million
+    parameters; on a GPU where there is one."""
+    cases = memory_cases(tokens, vocabulary, step_tokens, least=least)
+    emit_figures(bench_step_memory(cases), as_json=as_json)
+
+
 def bench_step_memory(cases: Sequence[MemoryCase]) -> Iterator[StepMemoryFigure]:
     """One figure after the other, each from a process of its own."""
     for case in cases:
-        command = [sys.executable, "-m", "dora_pipe.bench.step_memory"]
-        done = subprocess.run(
-            command, input=msgspec.json.encode(case), check=True, stdout=subprocess.PIPE
-        )
-        yield msgspec.json.decode(done.stdout, type=StepMemoryFigure)
+        yield result_of("dora_pipe.bench.step_memory", case, StepMemoryFigure, limit_s=CASE_LIMIT_S)
 
 
 def _measured(case: MemoryCase) -> StepMemoryFigure:
@@ -193,11 +206,5 @@ def _config(case: MemoryCase) -> Any:
     )
 
 
-def _main() -> int:
-    figure = _measured(msgspec.json.decode(sys.stdin.buffer.read(), type=MemoryCase))
-    sys.stdout.write(msgspec.json.encode(figure).decode())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    reply(_measured(task_of(MemoryCase)))

@@ -136,39 +136,6 @@ COMMANDS: Final[Panels] = {
             "diff demo other",
         ),
     },
-    "Simulate and measure": {
-        "sim": ("cli.commands.sim:sim_app", "Play runs under faults; published tables."),
-        "bench": ("cli.app:bench", "Measure this machine."),
-    },
-}
-
-BENCHES: Final[Panels] = {
-    "Commands": {
-        "engine": ("bench.commands:engine", "Tokens per second of an engine."),
-        "bus": ("bench.commands:bus", "Records and bytes per second of every bus."),
-        "audit": ("bench.commands:audit", "Time and memory of audits."),
-        "codec": ("bench.commands:codec", "Time and size of an encoded trajectory."),
-        "data": ("bench.commands:data", "What large data cost a task process."),
-        "dataplane": ("bench.commands:dataplane", "Trajectories from worker to batch."),
-        "tasks": ("bench.commands:tasks", "Busy slots while environments take their time."),
-        "endpoint": ("bench.commands:endpoint", "What calls of agents cost."),
-        "memory": ("bench.commands:memory", "Peak memory of a training step."),
-        "load": ("bench.commands:load", "Memory of a worker that takes a version."),
-        "moves": ("bench.commands:moves", "How soon a moved request goes on."),
-        "policies": ("bench.commands:policies", "What versions cost as patches."),
-        "plan": ("bench.commands:plan", "Cost of a round of the planner."),
-        "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),
-        "bisect": ("bench.commands:bisect", "Whether a poisoned group is named."),
-        "restart": ("bench.commands:restart", "Time of an orchestrator's restart."),
-        "counterfactual": (
-            "bench.study_commands:counterfactual",
-            "Cost of asking what else could have been.",
-        ),
-        "paradigms": ("bench.study_commands:paradigms", "A task in every paradigm."),
-        "offpolicy": ("bench.study_commands:offpolicy", "Objectives by staleness."),
-        "traces": ("bench.study_commands:traces", "What traces cost a run."),
-        "faults": ("bench.study_commands:faults", "Kill roles; exit code 5 unless all is clean."),
-    }
 }
 
 task = lazy_app(
@@ -184,7 +151,6 @@ task = lazy_app(
     name="task",
     help="Serve a task to workers on other machines.",
 )
-bench = lazy_app(BENCHES, name="bench", help="Measure this machine.")
 app = lazy_app(
     COMMANDS,
     name="dora-pipe",

@@ -13,22 +13,28 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command; the process ends with one of the named exit codes."""
+    """Run `dora-pipe`."""
+    run_command("dora_pipe.cli.app")
+
+
+def run_command(module: str) -> None:
+    """Run the `app` of a module; the process ends with one of the named exit codes."""
     try:
-        _run()
+        _run(module)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _run() -> None:
+def _run(module: str) -> None:
     import logging
+    from importlib import import_module
 
-    from dora_pipe.cli.app import app
     from dora_pipe.core.console import complain, log_to_stderr, speak
     from dora_pipe.core.errors import DoraError
     from dora_pipe.core.proxies import bypass_proxies
 
+    app = import_module(module).app
     speak()
     bypass_proxies()
     log_to_stderr(logging.WARNING)

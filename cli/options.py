@@ -19,22 +19,6 @@ TORCH: Final = "torch"
 PARADIGM_NAMES: Final = ("sync", "one-step", "dora", "interruptible")
 """As `config.paradigms` has them."""
 
-OBJECTIVE_NAMES: Final = (
-    "grpo",
-    "dapo",
-    "dr-grpo",
-    "decoupled-ppo",
-    "tis",
-    "cispo",
-    "topr",
-    "weighted-topr",
-    "gspo",
-    "icepop",
-    "mis",
-    "geometric",
-)
-"""As `bench.offpolicy` compares them."""
-
 SFT_STEPS: Final = 240
 SFT_BATCH: Final = 64
 SFT_LEARNING_RATE: Final = 2e-3
@@ -48,9 +32,6 @@ EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
 REWARD_MIN: Final = 0.85
 """The demo has failed when the last policy's evaluation reward is below."""
-
-OFFPOLICY_STEPS: Final = 36
-"""Of every cell of the study."""
 
 CLAIM_HOURS: Final = 1.0
 """Values that no record claims are older before `prune` names them: `audit.prune`."""

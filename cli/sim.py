@@ -1,8 +1,10 @@
-"""`sim`: runs in virtual time under faults drawn from a seed, and what their checkers found."""
+"""`python -m sim`: runs in virtual time under faults drawn from a seed."""
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -11,10 +13,13 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, Final
+from typing import IO, Annotated, Any, Final
 
 import msgspec
+import typer
 
+from dora_pipe.cli.lazy import lazy_app
+from dora_pipe.cli.options import JsonOption
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
@@ -33,7 +38,29 @@ CHUNK_MAX: Final = 50
 LOOK_S: Final = 0.2
 """How often it looks whether a process has ended."""
 
-_MAIN: Final = "from dora_pipe.cli.main import main; main()"
+
+def sim(
+    context: typer.Context,
+    seed: Annotated[int | None, typer.Option(min=0, help="Play this one and tell of it.")] = None,
+    seeds: Annotated[str, typer.Option(help="Play these: A..B, both ends included.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="Play so many, from 0.")] = 100,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = 1,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Most workers host several versions at once.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks."""
+    if context.invoked_subcommand is not None:
+        return
+    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)  # What breaks here is meant to.
+    gc.set_threshold(*COLLECT_AFTER)
+    if seed is not None:
+        play_one(seed, steps, resident, as_json)
+    else:
+        first, last = range_of(seeds) if seeds else (0, count - 1)
+        play_many((first, last), jobs, steps, resident, as_json)
 
 
 def play_one(seed: int, steps: int, resident: bool, as_json: bool) -> None:
@@ -138,7 +165,7 @@ def _played(first: int, last: int, jobs: int, steps: int, resident: bool) -> Ite
 def _process(seeds: str, steps: int, resident: bool) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A process that plays these seeds, and the file that it tells of them in."""
     lines = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads it
-    command = [sys.executable, "-c", _MAIN, "sim", "--json", "--steps", str(steps)]
+    command = [sys.executable, "-P", "-m", "dora_pipe.sim", "--json", "--steps", str(steps)]
     command += ["--resident"] if resident else []
     process = subprocess.Popen(
         [*command, "--seeds", seeds],
@@ -185,3 +212,15 @@ def range_of(text: str) -> tuple[int, int]:
     if not (dots and first.isdigit() and last.isdigit() and int(first) <= int(last)):
         raise UsageError(f"no seeds: {text!r}", hint="for instance --seeds 0..99")
     return int(first), int(last)
+
+
+app = lazy_app(
+    {
+        "Commands": {
+            "bugs": ("bench.mutants.command:bugs", "Planted bugs, and the seeds that find them."),
+        }
+    },
+    name="sim",
+    help="Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks.",
+    callback=sim,
+)

@@ -88,7 +88,7 @@ class SeedResult:
     @property
     def again(self) -> str:
         """The command that plays it again."""
-        return f"dora-pipe sim --seed {self.seed}" + (" --resident" if self.resident else "")
+        return f"python -m sim --seed {self.seed}" + (" --resident" if self.resident else "")
 
 
 def run_seed(seed: int, *, steps: int = 1, resident: bool = False) -> SeedResult:

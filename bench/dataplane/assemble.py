@@ -1,7 +1,7 @@
-"""The trainer's half of the bench: its own work on its own reader, batch after batch.
+"""The trainer's half of a phase: its own work on its own reader, batch after batch.
 
-The orchestrator's part, which records a batch is made of, is played here from the records'
-headers, and counted as the bench's own. It decides nothing else.
+The orchestrator's part, which records a batch is made of, is played here from the records' headers
+and counted as the benchmark's own.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from msgspec.structs import replace
-
-from dora_pipe.bench.dataplane.pipe import open_plane
-from dora_pipe.bench.dataplane.process import WARM, Assemble, Done, Inside
+from dora_pipe.bench.dataplane.process import SILENT_S, WARM, Assemble, Done, Inside
 from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of, run_started
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.config.model import Bus as Section
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
@@ -29,11 +28,10 @@ from dora_pipe.core.runtime import Meter
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import TakeBatch
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
 POLL_S: Final = 0.05
-SILENT_S: Final = 30.0
-"""Without a record for so long, something is broken."""
 
 
 class _Noted(BusWrapper):
@@ -66,7 +64,6 @@ class Assembler:
     def __init__(self, task: Assemble, bus: Bus, folder: Path) -> None:
         self._task = task
         self._noted = _Noted(bus)
-        self.meter = Meter()
         topics = Topics(task.run)
         self._work = EffectHandlers(
             HandlersSetup(topics=topics, started=run_started(task.run), starts={}),
@@ -74,7 +71,7 @@ class Assembler:
             store=PolicyStore(folder),
             make_learner=_nobody,
             clock=SystemClock(),
-            meter=self.meter,
+            meter=Meter(),
         )
         self._step = 0
         self._heard_s = time.monotonic()
@@ -84,19 +81,8 @@ class Assembler:
         """Begin to count again."""
         self.records = self.bytes = 0
         self.own_s = 0.0
-        self._begin = self.meter.cost()
-        self._decode_s = 0.0
-        self.polled_ns: dict[int, int] = {}
-        """By number of the trajectory: when the poll that brought it returned ..."""
         self.batched_ns: dict[int, int] = {}
-        """... and when its batch was ready."""
-
-    def stages(self) -> dict[str, float]:
-        """CPU seconds: decoding, and the assembly around it with headers and digests."""
-        cost = self.meter.cost()
-        codec_s = cost.codec_s - self._begin.codec_s
-        control_s = cost.control_s - self._begin.control_s
-        return {"decode": self._decode_s, "assembly": control_s + codec_s - self._decode_s}
+        """By number of the trajectory: when its batch was ready."""
 
     @property
     def come(self) -> int:
@@ -109,7 +95,6 @@ class Assembler:
         now_s = time.monotonic()
         if moved:
             self._heard_s = now_s
-            self._polled_ns = time.monotonic_ns()
         elif now_s - self._heard_s > SILENT_S:
             raise BusError(f"no trajectory came for {SILENT_S:.0f} s")
 
@@ -129,15 +114,12 @@ class Assembler:
         start_s = time.thread_time()
         effect = _decided(records, self._step, self._task.run)
         self.own_s += time.thread_time() - start_s
-        before_s = self.meter.cost().codec_s
-        with self.meter.spend("control"):
-            events = list(self._work.run(effect))
+        events = list(self._work.run(effect))
         now_ns = time.monotonic_ns()
         start_s = time.thread_time()
-        self._decode_s += self.meter.cost().codec_s - before_s
         fetched = events[-1]
         if not isinstance(fetched, BatchFetched) or fetched.offenders or len(events) > 1:
-            raise InvariantBroken(f"a batch of the bench was refused: {events[-1]}")
+            raise InvariantBroken(f"a batch of the benchmark was rejected: {events[-1]}")
         self._count(effect, now_ns)
         self.bytes += sum(len(one.value) for one in records)
         self.own_s += time.thread_time() - start_s
@@ -146,42 +128,34 @@ class Assembler:
         self._step += 1
         for group in effect.decision.groups:
             for one in group.trajectories:
-                number = number_of(one.trajectory)
-                self.polled_ns[number] = self._polled_ns
-                self.batched_ns[number] = now_ns
+                self.batched_ns[number_of(one.trajectory)] = now_ns
                 self.records += 1
 
 
 def assemble(task: Assemble, inside: Inside) -> Done:
     """Fetch until the total that comes later, after the warm ones."""
-    bus = open_plane(task.address, reads=True, claims=task.claims)
-    with tempfile.TemporaryDirectory() as folder:
+    section = Section(url=task.address)
+    log = LogLocation(run="", url=task.address, bus=section, claims=task.claims)
+    with tempfile.TemporaryDirectory() as folder, closing(log.open()) as bus:
         assembler = Assembler(task, bus, Path(folder))
         while assembler.records < WARM:
             assembler.read()
             assembler.take_all(rest=True)
         assembler.forget()
-        watch = inside.ready()
-        with inside.listening():
-            while inside.total is None or assembler.records < inside.total:
-                assembler.read()
-                assembler.take_all(rest=assembler.come == inside.total)
-        done = watch.stop(
+        start_ns, start_s = inside.ready(listens=True), time.process_time()
+        while inside.total is None or assembler.records < inside.total:
+            assembler.read()
+            assembler.take_all(rest=assembler.come == inside.total)
+        done = Done(
             records=assembler.records,
-            value_bytes=assembler.bytes,
-            end_ns=max(assembler.batched_ns.values(), default=watch.start_ns),
+            bytes=assembler.bytes,
+            start_ns=start_ns,
+            end_ns=max(assembler.batched_ns.values(), default=start_ns),
+            cpu_s=time.process_time() - start_s - assembler.own_s,
+            moments=[moment for _, moment in sorted(assembler.batched_ns.items())],
         )
         assembler.close()
-        bus.close()
-    return replace(
-        done,
-        cpu_s=done.cpu_s - assembler.own_s,
-        stages=assembler.stages(),
-        moments={
-            "polled": [moment for _, moment in sorted(assembler.polled_ns.items())],
-            "batched": [moment for _, moment in sorted(assembler.batched_ns.items())],
-        },
-    )
+    return done
 
 
 def _decided(records: Sequence[Record], step: int, run: str) -> FetchBatch:

@@ -1,313 +1,266 @@
-"""Starts the processes of every phase, one writer and one reader each; decides their order.
+"""Starts the processes of every phase, one writer and one reader each, and prints the figures.
 
-In each repeat everything that stands side by side is measured one after the other: the two sides of
-a layer, then the planes. So what the machine does meanwhile spoils a whole repeat and not one side.
+In each repeat the planes are measured one after the other, so that other load on the machine
+spoils a whole repeat and not one plane. Every figure is the median over the repeats. Run as a
+program it is one of these processes.
 """
 
 from __future__ import annotations
 
-import os
+import gc
 import shutil
+import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from math import ceil
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 from uuid import uuid4
 
-from msgspec.structs import replace
+import typer
 
-from dora_pipe.bench.dataplane.figures import (
-    SIDES,
-    DelayFigure,
-    LayerFigure,
-    LayerRound,
-    Load,
-    Phase,
-    PlaneFigure,
-    PlaneRound,
-    SplitFigure,
-    delay_figure,
-    layer_figure,
-    plane_figure,
-    rate,
-    split_figure,
-)
-from dora_pipe.bench.dataplane.peers import PEERS, QUEUE, QUEUE_ONE, RAW, REDIS
-from dora_pipe.bench.dataplane.pipe import PIPE
 from dora_pipe.bench.dataplane.process import (
     GROUP_SIZE,
     PARTITIONS,
-    WARM,
+    QUEUE,
+    READY,
     Assemble,
-    Child,
     Done,
-    Layer,
+    Inside,
     Publish,
-    Side,
-    Task,
 )
-from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of
-from dora_pipe.bench.dataplane.servers import environment_of, python_of, serving
+from dora_pipe.bench.dataplane.queue import QUIET, queue_python, serving
+from dora_pipe.bench.support import Child, emit_figures, reply, scratch, task_of
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.core.errors import UsageError
+from dora_pipe.cli.options import JsonOption
+from dora_pipe.core.console import complain, say
+from dora_pipe.core.errors import DoraError, ResourceError, UsageError
 from dora_pipe.schemas.topics import Topics
 
 TOKENS: Final = (256, 2_048, 16_384, 65_536)
-
 BATCH_GROUPS_MAX: Final = 16
 BATCH_TOKENS: Final = 1024 * 1024
-ROUTED_BATCH_TOKENS: Final = 128 * 1024
-"""A batch at full load has so many groups, or as many as hold so many tokens; with routes, whose
-tokens have 393 bytes and not 9, fewer."""
-
+"""A batch at full load has so many groups, or as many as hold so many tokens."""
 LOAD: Final = 1 / 10
-"""Of full load, where latency is measured."""
-
-DELAYS_PER_S: Final = 100.0
-"""Records a second, where the layer's own delay is measured."""
-
+"""Share of full load at which latency is measured."""
 LATENCIES_MIN: Final = 200
 LATENCY_STRETCH: Final = 4
 """Latency is measured for so many trajectories, in at most so many times `seconds`."""
+COLLECT_AFTER: Final = (50_000, 20, 100)
+"""As the roles have it: Python's collector of cycles runs rarely."""
+MODULE: Final = "dora_pipe.bench.dataplane.measure"
+KEEPS: Final[Mapping[str, str]] = {"kafka": "acks=all", "sqlite": "fsync", QUEUE: "nothing"}
+"""What a plane guarantees of what it has accepted."""
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneFigure:
+    """One way from the worker's process into the trainer's batch; 1 MB is 10^6 stored bytes.
+
+    Throughput and CPU time per trajectory (both processes, no server) are of full load, latency
+    from finish to batch is at a tenth of it. `spread` is the least and the largest of the repeats.
+    """
+
+    plane: str
+    keeps: str
+    tokens: int
+    bytes: int
+    trajectories_per_s: float
+    spread: str
+    mb_per_s: float
+    cpu_us: float
+    p50_ms: float
+    p50_spread: str
+    p99_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is measured. `kafka` is ``kafka://HOST:PORT[,..]``, or empty: no broker, no layer."""
+    """What is measured: ``kafka://HOST:PORT[,..]`` or empty, lengths, time and repeats."""
 
     kafka: str
     tokens: Sequence[int]
     seconds: float
     repeats: int
     folder: Path
-    """For the files of SQLite and of Redis."""
-    routes: bool = False
-    """Trajectories say which experts of a mixture their tokens passed."""
-    layers: bool = True
-    """The log's layer by itself, too."""
-    peers: Sequence[str] = ()
-    """Those of `PEERS` that are measured beside our planes."""
+    peers: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The rows."""
-
-    layers: list[LayerFigure]
-    delays: list[DelayFigure]
-    planes: list[PlaneFigure]
-    splits: list[SplitFigure]
+Phase = tuple[Done, Done]
+"""The publishing and the assembling process."""
 
 
-def bench_dataplane(setup: Setup, say: Say) -> Measured:
-    """Measure every length; `say` hears of each. Raises UsageError, BusError, ResourceError."""
-    if setup.repeats < 1 or setup.seconds <= 0 or not setup.tokens:
-        raise UsageError("a bench needs a length, a repeat and some time")
-    if setup.kafka and not _servers(setup.kafka):
-        raise UsageError(f"`{setup.kafka}` is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
-    with serving(setup.peers, _servers(setup.kafka), setup.folder) as peers:
-        return _measure(setup, peers, say)
-
-
-def _measure(setup: Setup, peers: Mapping[str, str], say: Say) -> Measured:
-    measured = Measured(layers=[], delays=[], planes=[], splits=[])
-    if setup.kafka:
-        say("warming up")  # a broker that has just started compiles what it will do
-        list(_layers(setup, setup.tokens[0], raw_first=True))
-    for tokens in setup.tokens:
-        say(f"{tokens} tokens")
-        layers: dict[Phase, list[LayerRound]] = {}
-        delays: list[LayerRound] = []
-        planes: dict[str, list[PlaneRound]] = {}
-        for repeat in range(setup.repeats):
-            if setup.kafka and setup.layers:
-                for phase, one in _layers(setup, tokens, raw_first=repeat % 2 == 0):
-                    layers.setdefault(phase, []).append(one)
-                delays.append(_delays(setup, tokens))
-            for name, plane in _planes(setup, peers, tokens):
-                planes.setdefault(name, []).append(plane)
-        measured.layers.extend(layer_figure(name, tokens, found) for name, found in layers.items())
-        if delays:
-            measured.delays.append(delay_figure(tokens, DELAYS_PER_S, delays))
-        measured.planes.extend(plane_figure(name, tokens, found) for name, found in planes.items())
-        measured.splits.extend(split_figure(name, tokens, found) for name, found in planes.items())
-    return measured
-
-
-def _layers(setup: Setup, tokens: int, *, raw_first: bool) -> Iterator[tuple[Phase, LayerRound]]:
-    """One repeat of the three phases; who goes first takes turns."""
-    found: dict[Phase, dict[Side, Sequence[Done]]] = {"append": {}, "read": {}, "through": {}}
-    for side in SIDES if raw_first else SIDES[::-1]:
-        with _topic(setup.kafka) as topic:
-            write, read = _layer_tasks(setup, side, topic, tokens)
-            appended = _alone(write, total=0)
-            found["append"][side] = [appended]
-            found["read"][side] = [_alone(read, total=appended.records + WARM)]
-        with _topic(setup.kafka) as topic:
-            write, read = _layer_tasks(setup, side, topic, tokens)
-            found["through"][side] = _together(write, read, behind=WARM)
-    yield from found.items()
-
-
-def _delays(setup: Setup, tokens: int) -> LayerRound:
-    """One repeat of single records, on both sides."""
-    found: dict[Side, Sequence[Done]] = {}
-    for side in SIDES:
-        with _topic(setup.kafka) as topic:
-            write, read = _layer_tasks(setup, side, topic, tokens, per_s=DELAYS_PER_S)
-            found[side] = _together(write, read, behind=WARM)
-    return found
-
-
-def _layer_tasks(
-    setup: Setup, side: Side, topic: str, tokens: int, *, per_s: float = 0.0
-) -> tuple[Layer, Layer]:
-    servers = _servers(setup.kafka)
-    append = Layer(
-        side=side,
-        does="append",
-        servers=servers,
-        topic=topic,
-        tokens=tokens,
-        seconds=setup.seconds,
-        per_s=per_s,
-    )
-    return append, replace(append, does="read")
-
-
-def _planes(
-    setup: Setup, peers: Mapping[str, str], tokens: int
-) -> Iterator[tuple[str, PlaneRound]]:
-    """One repeat of every plane: full load first, because a tenth is a tenth of that."""
-    kafka = [("kafka", setup.kafka)] if setup.kafka else []
-    for name, address in (*kafka, *peers.items(), ("sqlite", "sqlite:"), (PIPE, PIPE)):
-        full = _plane(
-            setup, address, tokens, batch_of(tokens, routes=setup.routes), setup.seconds, per_s=0.0
+def command(
+    bus: Annotated[str, typer.Option(help="kafka://HOST:PORT[,..]; without it SQLite alone.")] = "",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
+    peers: Annotated[bool, typer.Option("--peers", help="Beside TransferQueue.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Trajectories from a worker's process into a trainer's batch, by every log."""
+    if peers and not queue_python():
+        raise UsageError("TransferQueue is not installed", hint="make peers")
+    with scratch() as folder:
+        setup = Setup(
+            kafka=bus,
+            tokens=tokens or TOKENS,
+            seconds=seconds,
+            repeats=repeats,
+            folder=folder,
+            peers=peers,
         )
-        per_s = rate(full.published, full.assembled) * LOAD
-        seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
-        light = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
-        yield name, PlaneRound(full=full, light=light)
+        emit_figures(bench_dataplane(setup, say), as_json=as_json)
 
 
-def batch_of(tokens: int, *, routes: bool = False) -> int:
+def bench_dataplane(setup: Setup, say: Callable[[str], None]) -> list[PlaneFigure]:
+    """Measure every length; `say` is told of each. Raises UsageError, BusError, ResourceError."""
+    if setup.repeats < 1 or setup.seconds <= 0 or not setup.tokens:
+        raise UsageError("a benchmark needs a length, a repeat and some time")
+    if setup.kafka and not _brokers(setup.kafka):
+        raise UsageError(f"{setup.kafka!r} is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
+    figures = []
+    with ExitStack() as stack:
+        planes = {"kafka": setup.kafka} if setup.kafka else {}
+        planes |= {QUEUE: stack.enter_context(serving())} if setup.peers else {}
+        planes["sqlite"] = "sqlite:"
+        for tokens in setup.tokens:
+            say(f"{tokens} tokens")
+            rounds: dict[str, list[tuple[Phase, Phase]]] = {name: [] for name in planes}
+            for _ in range(setup.repeats):
+                for name, address in planes.items():
+                    rounds[name].append(_round(setup, address, tokens))
+            figures += [plane_figure(name, tokens, found) for name, found in rounds.items()]
+    return figures
+
+
+def _round(setup: Setup, address: str, tokens: int) -> tuple[Phase, Phase]:
+    """One repeat of a plane: at full load, then at a tenth of it."""
+    full = _phase(setup, address, tokens, batch_of(tokens), setup.seconds, per_s=0.0)
+    per_s = rate(full) * LOAD
+    seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
+    return full, _phase(setup, address, tokens, 0, seconds, per_s=per_s)
+
+
+def batch_of(tokens: int) -> int:
     """Trajectories of a batch at full load; whole groups."""
-    groups = (ROUTED_BATCH_TOKENS if routes else BATCH_TOKENS) // (tokens * GROUP_SIZE)
+    groups = BATCH_TOKENS // (tokens * GROUP_SIZE)
     return GROUP_SIZE * max(1, min(BATCH_GROUPS_MAX, groups))
 
 
-def _plane(
+def _phase(
     setup: Setup, address: str, tokens: int, batch: int, seconds: float, *, per_s: float
-) -> Load:
+) -> Phase:
     """Publish and assemble at once."""
+    run = f"bench-{uuid4().hex[:12]}"
+    claims = setup.folder / f"{run}.claims"
     with ExitStack() as stack:
-        run = f"bench-{uuid4().hex[:12]}"
-        fds: tuple[int, ...] = ()
-        ends = (address, address)
-        if address == PIPE:
-            fds = os.pipe()
-            for fd in fds:
-                stack.callback(os.close, fd)
-            ends = (f"{PIPE}:{fds[1]}", f"{PIPE}:{fds[0]}")
-        elif address == "sqlite:":
+        stack.callback(shutil.rmtree, claims, ignore_errors=True)
+        if address == "sqlite:":
             path = setup.folder / f"{run}.sqlite"
             stack.callback(_remove, path)
-            ends = (f"sqlite:{path}",) * 2
-        claims = setup.folder / f"{run}.claims"
-        stack.callback(shutil.rmtree, claims, ignore_errors=True)
-        if log := _log_of(ends[0]):
-            stack.enter_context(_topic(log, Topics(run).trajectories))
+            address = f"sqlite:{path}"
+        queue = address.startswith(QUEUE)
+        if not queue:
+            stack.enter_context(_topic(address, Topics(run).trajectories))
         write = Publish(
-            address=ends[0],
+            address=address,
             run=run,
             tokens=tokens,
             seconds=seconds,
             per_s=per_s,
-            routes=setup.routes,
             claims=str(claims),
         )
-        read = Assemble(
-            address=ends[1], run=run, batch=batch, routes=setup.routes, claims=str(claims)
+        read = Assemble(address=address, run=run, batch=batch, claims=str(claims))
+        python, variables = (queue_python(), QUIET) if queue else (sys.executable, {})
+        writer, reader = (
+            stack.enter_context(Child(MODULE, task, python=python, environment=variables))
+            for task in (write, read)
         )
-        broker = _Broker(address)
-        published, assembled = _together(write, read, behind=0, fds=fds)
-        return Load(published=published, assembled=assembled, broker_s=broker.spent_s())
+        for child in (writer, reader):
+            if child.answer(str) != READY:
+                raise ResourceError("a process of the benchmark is not ready")
+        reader.tell("go")
+        writer.tell("go")
+        published = writer.answer(Done)
+        reader.tell(str(published.records))
+        return published, reader.answer(Done)
 
 
-def _alone(task: Layer, *, total: int) -> Done:
-    with Child(task) as child:
-        child.await_ready()
-        child.go()
-        child.send_total(total)
-        return child.done()
+def rate(phase: Phase) -> float:
+    """Records per second from the start of the first process to the end of the second."""
+    published, assembled = phase
+    return assembled.records / max(1e-9, (assembled.end_ns - published.start_ns) / 1e9)
 
 
-def _together(
-    write: Task, read: Task, *, behind: int, fds: Sequence[int] = ()
-) -> tuple[Done, Done]:
-    """The reader learns the total when the writer is done; `behind` more lie before its start."""
-    kind = "" if isinstance(write, Layer) else write.address.partition(":")[0]
-    like = partial(Child, pass_fds=fds, python=python_of(kind), environment=environment_of(kind))
-    with like(write) as writer, like(read) as reader:
-        writer.await_ready()
-        reader.await_ready()
-        reader.go()
-        writer.go()
-        written = writer.done()
-        reader.send_total(written.records + behind)
-        return written, reader.done()
+def plane_figure(plane: str, tokens: int, rounds: Sequence[tuple[Phase, Phase]]) -> PlaneFigure:
+    """The row of one plane: (full load, a tenth of it) for each repeat."""
+    fulls = [full for full, _ in rounds]
+    rates = [rate(one) for one in fulls]
+    size = statistics.median(read.bytes / read.records for _, read in fulls)
+    latencies = [latencies_ms(light) for _, light in rounds]
+    p50s = [percentile(one, 50) for one in latencies]
+    return PlaneFigure(
+        plane=plane,
+        keeps=KEEPS[plane],
+        tokens=tokens,
+        bytes=round(size),
+        trajectories_per_s=statistics.median(rates),
+        spread=spread(rates, digits=0),
+        mb_per_s=statistics.median(rates) * size / 1e6,
+        cpu_us=statistics.median(
+            (write.cpu_s + read.cpu_s) / read.records * 1e6 for write, read in fulls
+        ),
+        p50_ms=statistics.median(p50s),
+        p50_spread=spread(p50s, digits=2),
+        p99_ms=statistics.median(percentile(one, 99) for one in latencies),
+    )
 
 
-def _log_of(address: str) -> str:
-    """The log in which a plane needs a topic; empty where it needs none."""
-    kind, _, rest = address.partition(":")
-    if kind == RAW:
-        return f"kafka://{rest}"
-    return "" if kind in (PIPE, *PEERS) else address
+def latencies_ms(phase: Phase) -> list[float]:
+    """From finish to batch, per trajectory."""
+    pairs = zip(phase[0].moments, phase[1].moments, strict=True)
+    return [(batched - finished) / 1e6 for finished, batched in pairs]
 
 
-class _Broker:
-    """CPU time of the servers behind an address since now."""
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent do not exceed (nearest rank).
 
-    def __init__(self, address: str) -> None:
-        kind, _, rest = address.partition(":")
-        servers = rest if kind in (RAW, REDIS) else _servers(address)
-        ports = [int(each.rpartition(":")[2]) for each in servers.split(",") if each]
-        self._pids = [listener_of(port) for port in ports]
-        if kind in (QUEUE, QUEUE_ONE):
-            self._pids.append(None)
-        self._before_s = self._now_s()
+    Example: ``percentile([3.0, 1.0, 2.0], 50) == 2.0``
+    """
+    return sorted(values)[ceil(percent / 100 * len(values)) - 1]
 
-    def spent_s(self) -> float | None:
-        """CPU seconds; None if one of them is not on this machine, or not known."""
-        return None if None in self._pids else self._now_s() - self._before_s
 
-    def _now_s(self) -> float:
-        return sum(cpu_s(pid) for pid in self._pids if pid is not None)
+def spread(values: Sequence[float], *, digits: int) -> str:
+    """The smallest and the largest value. Example: ``spread([1.0, 3.0], digits=0) == "1-3"``."""
+    return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
 
 
 @contextmanager
-def _topic(address: str, name: str = "") -> Iterator[str]:
+def _topic(address: str, name: str) -> Iterator[None]:
     """A topic of its own; on a broker it is deleted when nobody writes to it any more."""
-    topic = name or f"bench-{uuid4().hex[:12]}"
     bus = open_bus(address)
     try:
-        bus.create([TopicSpec(name=topic, partitions=PARTITIONS)])
+        bus.create([TopicSpec(name=name, partitions=PARTITIONS)])
     finally:
         bus.close()
-    yield topic
-    if _servers(address):
-        from dora_pipe.bench.dataplane.raw import drop_topics
+    yield
+    if brokers := _brokers(address):
+        from kafka import KafkaAdminClient
 
-        drop_topics(_servers(address), [topic])
+        admin = KafkaAdminClient(bootstrap_servers=brokers.split(","))
+        try:
+            admin.delete_topics([name])
+        finally:
+            admin.close()
 
 
-def _servers(address: str) -> str:
+def _brokers(address: str) -> str:
     """The brokers of an address; empty where it names none."""
     kind, _, rest = address.partition("://")
     return rest.strip("/") if kind == "kafka" else ""
@@ -316,3 +269,30 @@ def _servers(address: str) -> str:
 def _remove(path: Path) -> None:
     for each in path.parent.glob(f"{path.name}*"):
         each.unlink()
+
+
+def run_task(task: Publish | Assemble, inside: Inside) -> Done:
+    """Do the work of one process."""
+    from dora_pipe.bench.dataplane.assemble import assemble
+    from dora_pipe.bench.dataplane.publish import publish
+    from dora_pipe.bench.dataplane.queue import consume
+
+    if isinstance(task, Publish):
+        return publish(task, inside)
+    return consume(task, inside) if task.address.startswith(QUEUE) else assemble(task, inside)
+
+
+def main() -> int:
+    """Be one process of a phase."""
+    gc.set_threshold(*COLLECT_AFTER)
+    try:
+        task: Publish | Assemble = task_of(Publish | Assemble)  # type: ignore[arg-type]
+        reply(run_task(task, Inside()))
+    except DoraError as error:
+        complain(error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

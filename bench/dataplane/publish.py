@@ -1,23 +1,25 @@
-"""The worker's half of the bench: encode and append, as fast as it goes or as they finish.
+"""The worker's half of a phase: encode and append, as fast as possible or as trajectories finish.
 
-At full load it gathers as a worker does: one durable append for everything that was encoded within
-one turn of the loop. Below, a trajectory is appended at once, with whatever finished while the
-append before it was under way. It decides nothing else.
+At full load an append holds everything that was encoded within one turn of the loop. Below, a
+trajectory is appended at once, with whatever finished during the append before it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from msgspec.structs import replace
 
-from dora_pipe.bench.dataplane.carriers import Outbox
-from dora_pipe.bench.dataplane.peers import open_outbox
-from dora_pipe.bench.dataplane.process import WARM, Done, Inside, Publish
-from dora_pipe.bench.dataplane.source import Source
+from dora_pipe.bench.dataplane.process import QUEUE, WARM, Done, Inside, Outbox, Publish
+from dora_pipe.bench.dataplane.source import Source, encoded
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.model import Bus as Section
 from dora_pipe.core.runtime import BUS_TURN_NS
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.store.log_location import LogLocation
 
 APPEND_BYTES_MAX: Final = 8 * 1024 * 1024
 """One append is no larger, so that a queue of a few MB and a log meet the same calls."""
@@ -25,11 +27,32 @@ APPEND_BYTES_MAX: Final = 8 * 1024 * 1024
 _SEED: Final = 30
 
 
+class LogOutbox:
+    """The log, with the worker's own records."""
+
+    def __init__(self, bus: Bus, topic: str) -> None:
+        self._bus, self._topic = bus, topic
+        self._writer = bus.writer()
+
+    def encode(self, trajectory: Trajectory) -> tuple[Any, int]:
+        """See Outbox."""
+        record = encoded(trajectory, self._topic)
+        return record, len(record.value)
+
+    def put(self, held: Sequence[Any]) -> None:
+        """See Outbox."""
+        self._writer.append(held)
+
+    def close(self) -> None:
+        """See Outbox."""
+        self._bus.close()
+
+
 class Publisher:
-    """Appends trajectories of one run and counts what each took."""
+    """Appends trajectories of one run and counts them."""
 
     def __init__(self, task: Publish, outbox: Outbox) -> None:
-        self._source = Source(task.run, task.tokens, routes=task.routes)
+        self._source = Source(task.run, task.tokens)
         self._outbox = outbox
         self._next = 0
         self._held: list[Any] = []
@@ -39,15 +62,8 @@ class Publisher:
     def forget(self) -> None:
         """Begin to count again; numbers go on."""
         self.bytes = 0
-        self.encode_s = 0.0
         self.own_s = 0.0
         self.finished_ns: list[int] = []
-        self.begun_ns: list[int] = []
-        """When its encoding began."""
-        self.appended_ns: list[int] = []
-        """When the append that carries a trajectory began ..."""
-        self.acked_ns: list[int] = []
-        """... and when it ended."""
 
     @property
     def full(self) -> bool:
@@ -55,57 +71,59 @@ class Publisher:
         return self._held_bytes >= APPEND_BYTES_MAX
 
     def encode(self, finished_ns: int) -> None:
-        """Take the next trajectory, which finished at that moment."""
+        """Encode the next trajectory, which finished at that moment."""
         start_s = time.thread_time()
         trajectory = self._source(self._next)
         self.finished_ns.append(finished_ns)
-        self.begun_ns.append(time.monotonic_ns())
-        made_s = time.thread_time()
+        self.own_s += time.thread_time() - start_s
         held, size = self._outbox.encode(trajectory)
-        self.encode_s += time.thread_time() - made_s
-        self.own_s += made_s - start_s
         self._next += 1
         self._held.append(held)
         self._held_bytes += size
 
     def append(self) -> None:
-        """Make durable what was encoded."""
+        """Append what was encoded."""
         held, self._held = self._held, []
         self.bytes += self._held_bytes
         self._held_bytes = 0
-        self.appended_ns += [time.monotonic_ns()] * len(held)
         self._outbox.put(held)
-        self.acked_ns += [time.monotonic_ns()] * len(held)
 
 
 def publish(task: Publish, inside: Inside) -> Done:
     """Publish for `task.seconds`, after the warm ones."""
-    outbox = open_outbox(task.address, task.run, paced=bool(task.per_s), claims=task.claims)
+    outbox = open_outbox(task)
     publisher = Publisher(task, outbox)
     for _ in range(WARM):
         publisher.encode(time.monotonic_ns())
         publisher.append()
-    outbox.finish()
     publisher.forget()
-    watch = inside.ready()
+    start_ns, start_s = inside.ready(), time.process_time()
     if task.per_s:
-        _paced(publisher, watch.start_ns, task)
+        _paced(publisher, start_ns, task)
     else:
-        _flat_out(publisher, watch.start_ns + round(task.seconds * 1e9))
-    outbox.finish()
-    done = watch.stop(records=len(publisher.finished_ns), value_bytes=publisher.bytes)
-    outbox.close()
-    return replace(
-        done,
-        cpu_s=done.cpu_s - publisher.own_s,
-        stages={"encode": publisher.encode_s},
-        moments={
-            "finished": publisher.finished_ns,
-            "begun": publisher.begun_ns,
-            "appended": publisher.appended_ns,
-            "acked": publisher.acked_ns,
-        },
+        _flat_out(publisher, start_ns + round(task.seconds * 1e9))
+    done = Done(
+        records=len(publisher.finished_ns),
+        bytes=publisher.bytes,
+        start_ns=start_ns,
+        end_ns=time.monotonic_ns(),
+        cpu_s=time.process_time() - start_s - publisher.own_s,
+        moments=publisher.finished_ns,
     )
+    outbox.close()
+    return done
+
+
+def open_outbox(task: Publish) -> Outbox:
+    """The plane of a task."""
+    kind, _, rest = task.address.partition(":")
+    if kind == QUEUE:
+        from dora_pipe.bench.dataplane.queue import QueueOutbox
+
+        return QueueOutbox(rest, task.run)
+    bus = Section(url=task.address)
+    log = LogLocation(run="", url=task.address, bus=bus, claims=task.claims)
+    return LogOutbox(log.open(), Topics(task.run).trajectories)
 
 
 def _flat_out(publisher: Publisher, until_ns: int) -> None:

@@ -1,7 +1,4 @@
-"""Trajectories without end, as a worker finishes them: two versions, siblings in groups.
-
-Decides nothing; which is which follows from its number alone.
-"""
+"""Trajectories by their number, as a worker finishes them: two versions, siblings in groups."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from dataclasses import replace
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
@@ -19,16 +15,12 @@ from dora_pipe.schemas.fast_encode import write_trajectory
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.routes import Routes, none_of
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}
 """Weights digest of each version that is sampled."""
 
-EXPERTS: Final = 128
-LAYERS: Final = 48
-PER_TOKEN: Final = 8
 _SEED: Final = 21
 
 DEADLINE: Final = 1_000_000
@@ -58,10 +50,8 @@ def run_started(run: str) -> RunStarted:
 class Source:
     """Trajectory number n of a run; all have the same tokens, and different records."""
 
-    def __init__(self, run: str, tokens: int, *, routes: bool = False) -> None:
+    def __init__(self, run: str, tokens: int) -> None:
         sample = in_arrays(sample_trajectory(tokens))
-        if routes:
-            sample = replace(sample, routed_experts=sample_routes(tokens))
         meta = msgspec.structs.replace(
             sample.meta, run=run, deadline=DEADLINE, group_size=GROUP_SIZE
         )
@@ -86,17 +76,6 @@ class Source:
         group = group_id("train", ordinal)
         meta = msgspec.structs.replace(like.meta, group=group, sibling=sibling)
         return replace(like, trajectory=trajectory_id(group, sibling), meta=meta)
-
-
-def sample_routes(tokens: int) -> Routes:
-    """Of so many tokens of a mixture of Qwen3-30B-A3B's sizes; the first has no entry."""
-    chance = np.random.default_rng(_SEED)
-    choices = np.empty((tokens, LAYERS, PER_TOKEN), np.uint8)
-    for layer in range(LAYERS):  # One by one: all at once are half a gigabyte.
-        drawn = chance.random((tokens, EXPERTS), np.float32)
-        choices[:, layer] = drawn.argpartition(PER_TOKEN, axis=1)[:, :PER_TOKEN]
-    choices[0] = none_of(EXPERTS)
-    return Routes.of(choices, EXPERTS)
 
 
 def encoded(trajectory: Trajectory, topic: str) -> Append:

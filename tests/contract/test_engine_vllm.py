@@ -370,18 +370,3 @@ def test_bench_runs_the_same_tokens_through_the_port_and_generate(tmp_path: Path
         one.params.max_tokens for one in engine.demo_requests(figure.requests)
     )
     assert figure.ratio > 0
-
-
-def test_bench_of_turns_has_what_vllm_says_that_it_computed(tmp_path: Path) -> None:
-    from dora_pipe.bench.engine_turns import PROMPT_TOKENS, SAID_TOKENS, SAMPLED_TOKENS, bench_turns
-    from dora_pipe.bench.engine_turns_vllm import vllm_sides
-
-    need_vllm()
-    first, second, whole = bench_turns([4], 2, sides=vllm_sides(tmp_path, server=False), passes=1)
-    count, block = first.episodes, BLOCK_TOKENS[device.DEVICE]
-    grown = PROMPT_TOKENS + SAMPLED_TOKENS + SAID_TOKENS
-    kept = (PROMPT_TOKENS + SAMPLED_TOKENS - 1) // block * block  # the last one was not computed
-    assert first.plain_prefilled == count * PROMPT_TOKENS > first.prefilled
-    assert second.plain_prefilled == count * grown
-    assert second.prefilled == count * (grown - kept)
-    assert whole.prefilled == first.prefilled + second.prefilled

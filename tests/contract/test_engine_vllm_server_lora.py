@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,18 +104,3 @@ def test_server_outlives_requests_that_are_let_go_as_their_version_is_dropped(lo
         lora.load(engine, gone)
     one = under(2)
     lora.assert_is(2, one, run(engine, [one])[one.request])
-
-
-def test_bench_measures_adapters_and_the_server_with_what_both_spend(tmp_path: Path) -> None:
-    from dora_pipe.bench.engine import REQUESTS_MIN
-    from dora_pipe.bench.engine_lora import bench_resident
-    from dora_pipe.bench.engine_vllm import ServerHosts, bench_server
-
-    need_vllm()
-    (tmp_path / "adapters").mkdir()
-    with closing(ServerHosts(tmp_path / "adapters", slots=4)) as hosts:
-        (adapted,) = bench_resident([4], [2], hosts=hosts, rank=4, requests_per_row=1, turns=1)
-    assert (adapted.rows, adapted.resident, adapted.requests) == (4, 2, REQUESTS_MIN)
-    assert adapted.tokens_per_s > 0 and adapted.merged_tokens_per_s > 0
-    (served,) = bench_server(tmp_path, [4], requests_per_row=1, turns=1)
-    assert served.tokens == adapted.tokens and served.server_cpu_s > served.worker_cpu_s > 0

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli.app import BENCHES, COMMANDS, app
+from dora_pipe.cli.app import COMMANDS, app
 from dora_pipe.core.console import typed
 from tests.support.command_line import Call
 
@@ -180,8 +180,7 @@ def test_every_command_is_where_it_is_said_to_be_and_has_help_of_a_full_sentence
     call: Call,
 ) -> None:
     names: list[tuple[str, ...]] = [(one,) for panel in COMMANDS.values() for one in panel]
-    names += [("bench", name) for panel in BENCHES.values() for name in panel]
-    names += [("log", "cat"), ("sim", "paper")]
+    names += [("log", "cat")]
     code, listed, _ = call("--help")
     assert code == 0
     for name in names:
@@ -192,12 +191,11 @@ def test_every_command_is_where_it_is_said_to_be_and_has_help_of_a_full_sentence
 
 
 def test_what_each_command_does_stands_on_one_line_of_the_list(call: Call) -> None:
-    for words, panels in ((("--help",), COMMANDS), (("bench", "--help"), BENCHES)):
-        code, out, _ = call(*words)
-        assert code == 0
-        for panel in panels.values():
-            for name, (_, what, *_) in panel.items():
-                assert re.search(rf"^  {name}  +{re.escape(what)}$", out, re.MULTILINE)
+    code, out, _ = call("--help")
+    assert code == 0
+    for panel in COMMANDS.values():
+        for name, (_, what, *_) in panel.items():
+            assert re.search(rf"^  {name}  +{re.escape(what)}$", out, re.MULTILINE)
 
 
 def test_init_makes_what_config_accepts(place: Path, call: Call) -> None:
@@ -246,14 +244,12 @@ def test_near_names_come_first_and_not_all_of_many_are_named(place: Path, call: 
 
 def test_every_command_that_takes_a_run_takes_where_runs_lie() -> None:
     group: Any = get_command(app)
-    benches = group.commands["bench"].commands.items()
-    commands = {**group.commands, **{f"bench {name}": one for name, one in benches}}
     taking = {
         name: {option for param in one.params for option in param.opts}
-        for name, one in commands.items()
+        for name, one in group.commands.items()
         if any(param.name == "run" for param in one.params)
     }
-    assert {"show", "audit", "tell", "bench moves"} <= set(taking)
+    assert {"show", "audit", "tell"} <= set(taking)
     assert [name for name, options in taking.items() if "--runs" not in options] == []
 
 

@@ -90,7 +90,6 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
         [HOSTILE],
         ["show", HOSTILE],
         ["show", "a", f"--{HOSTILE}"],
-        ["sim", "--seed", HOSTILE],
         ["run", HOSTILE],
         ["config", HOSTILE],
         ["config", str(example_file("arithmetic")), "-o", f"{HOSTILE}=1"],

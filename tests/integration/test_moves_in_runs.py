@@ -12,7 +12,6 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import regenerate
-from dora_pipe.bench.moves_log import overhead_of
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.producers.engines.port import SamplingParams
@@ -110,17 +109,6 @@ def test_requests_moved_with_their_caches_and_none_is_left_over(moved: Moved) ->
     assert not [name for name in moved.counts if name.startswith("KV cache not")]
     assert moved.counts["refused"] == 0
     assert moved.cluster.handover.kept == {}
-
-
-def test_log_says_what_the_moves_cost(moved: Moved) -> None:
-    figure = overhead_of(moved.cluster.bus, moved.cluster.topics)
-    ran = [one for one in moved.released() if one.left_ns]
-    assert figure.moves == len(ran) >= 3
-    assert figure.with_cache == sum(one.kv is not None for one in ran)
-    assert 0 < figure.pause_p50_ms <= figure.pause_max_ms
-    assert figure.paused_s < figure.generating_s
-    assert 0 < figure.slot_share < figure.time_share < 100
-    assert figure.paused_s <= figure.moves * figure.pause_max_ms / 1e3 + 0.001
 
 
 def test_run_with_moves_holds(moved: Moved) -> None:

@@ -10,22 +10,17 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.bench.entrants import settings_of
-from dora_pipe.bench.paradigms import Cell, ParadigmRun
-from dora_pipe.bench.paradigms_study import RATES, Study, study_of
-from dora_pipe.bench.paradigms_virtual import TOOLS, LateTasks
+from dora_pipe.bench.studies.entrants import settings_of
+from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun
+from dora_pipe.bench.studies.paradigms_study import RATES, Study, study_of
+from dora_pipe.bench.studies.paradigms_virtual import TOOLS, LateTasks
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.tasks.calls import EnvStep, Forget, PromptCall, PromptReady, TaskCall
 from dora_pipe.producers.tasks.port import ToolCall, Turn
-from tests.support.command_line import Call, caller
+from tests.support.user_run import bench
 from tests.support.worker import VirtualClock
 
 SECOND_NS = 1_000_000_000
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    return caller(monkeypatch, capsys)
 
 
 def quick(out: Path, task: str = "tools") -> Study:
@@ -36,7 +31,7 @@ def quick(out: Path, task: str = "tools") -> Study:
 
 def play(study: Study, entrant: str) -> ParadigmRun:
     own: Cell = next(settings_of(entrant, RATES))
-    return study.run(msgspec.structs.replace(own, seed=0), Path(study.out))
+    return study.run(msgspec.structs.replace(own, seed=0))
 
 
 @pytest.mark.slow
@@ -68,17 +63,17 @@ def test_a_run_ends_when_two_evaluations_are_at_the_target(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.pure
-def test_a_study_keeps_what_is_done_and_tells_it_again(tmp_path: Path, call: Call) -> None:
-    words = ["bench", "paradigms", "--task", "tools", "--quick", "--out", str(tmp_path / "study")]
+def test_a_study_keeps_what_is_done_and_tells_it_again(tmp_path: Path) -> None:
+    words = ["paradigms", "--task", "tools", "--quick", "--out", str(tmp_path / "study")]
     words += ["--only", "dora", "--seeds", "1", "--choose", "1", "--json"]
-    first = call(*words)
-    assert first[0] == 0, first[2]
+    first = bench(tmp_path, *words)
+    assert first.returncode == 0, first.stderr
     cells = (tmp_path / "study" / "cells.jsonl").read_bytes()
     assert cells.count(b"\n") == 3  # two settings were tried, the better one runs on another seed
-    assert call(*words)[:2] == first[:2]
+    assert bench(tmp_path, *words).stdout == first.stdout
     assert (tmp_path / "study" / "cells.jsonl").read_bytes() == cells
-    code, _, said = call(*words, "-o", "groups.size=4")
-    assert code and "study of another setting" in said
+    other = bench(tmp_path, *words, "-o", "groups.size=4")
+    assert other.returncode and "study of another setting" in other.stderr
 
 
 def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:
@@ -86,12 +81,6 @@ def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:
         quick(tmp_path, "demo")
     with pytest.raises(UsageError, match="no task 'chess'"):
         quick(tmp_path, "chess")
-
-
-def test_real_processes_are_asked_for_and_share_no_cores(tmp_path: Path, call: Call) -> None:
-    words = ["bench", "paradigms", "--processes", "--jobs", "2", "--out", str(tmp_path / "study")]
-    code, _, said = call(*words)
-    assert code and "--jobs is for virtual time" in said
 
 
 class Process:

@@ -51,8 +51,8 @@ def test_such_workers_change_nothing_else_of_a_seed() -> None:
 
 def test_broken_seed_says_how_it_is_played_again() -> None:
     played = run_seed(3, resident=True)
-    assert played.again == "dora-pipe sim --seed 3 --resident"
-    assert run_seed(3).again == "dora-pipe sim --seed 3"
+    assert played.again == "python -m sim --seed 3 --resident"
+    assert run_seed(3).again == "python -m sim --seed 3"
 
 
 @pytest.mark.pure

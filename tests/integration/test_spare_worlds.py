@@ -10,7 +10,6 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.selection import SelectionLine, selection_in
-from dora_pipe.bench.hangs import HangCase, bench_hangs
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
@@ -50,11 +49,3 @@ def _figures(line: SelectionLine) -> tuple[Any, ...]:
         line.siblings,
         *((one.count, pytest.approx(one.value), pytest.approx(one.error)) for one in both),
     )
-
-
-def test_one_that_hangs_stops_a_run_without_spare_siblings_and_none_with_them() -> None:
-    (alone,) = bench_hangs([HangCase(spare=0)], seconds=60.0)
-    (spare,) = bench_hangs([HangCase(spare=1, seconds_max=20.0)], seconds=60.0)
-    assert (alone.held_groups, alone.steps) == (1, 1)
-    assert spare.hit_groups > 1 and spare.held_groups == 0
-    assert spare.steps > 5 and spare.surplus >= spare.trained_groups

@@ -21,7 +21,16 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.launch.run_dir import opened
 from tests.support.agent_run import furnish_agent
-from tests.support.user_run import WAIT_S, WARM_S, call, furnish, start, until, warm_calculator
+from tests.support.user_run import (
+    WAIT_S,
+    WARM_S,
+    bench,
+    call,
+    furnish,
+    start,
+    until,
+    warm_calculator,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -98,12 +107,10 @@ def test_episodes_have_the_rewards_that_the_run_gave_them_also_after_a_kill(plac
 
 
 def test_a_poisoned_reward_of_an_episode_is_named(place: Path) -> None:
-    words = ("bench", "bisect", "one", "--seeds", "1", "--learning-rate", "3e-4")
-    process = start(place, *words)
-    assert process.wait(WARM_S) == 0, (place / "said").read_text()
-    said = (place / "said").read_text()
-    assert "seed 1: without g0000" in said
-    assert "rewards -1000 to 0" in said
+    done = bench(place, "bisect", "one", "--seeds", "1", "--learning-rate", "3e-4")
+    assert done.returncode == 0, done.stderr
+    assert "seed 1: without g0000" in done.stderr
+    assert "rewards -1000 to 0" in done.stdout + done.stderr
 
 
 def test_an_agent_is_asked_as_the_run_has_asked_it(tmp_path: Path) -> None:

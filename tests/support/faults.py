@@ -1,4 +1,4 @@
-"""Calls `dora-pipe bench faults` as users do, in a process of its own, and reads what it prints."""
+"""Runs `python -m bench faults` in a process of its own and reads its output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.user_run import answer
+from tests.support.user_run import bench
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,6 @@ class Rounds:
 
 def kill_rounds(folder: Path, *arguments: str, limit_s: float) -> Rounds:
     """Play rounds in `folder`, on one thread per process. Raises when the limit is not enough."""
-    done = answer(folder, "bench", "faults", "--json", *arguments, wait_s=limit_s)
+    done = bench(folder, "faults", "--json", *arguments, wait_s=limit_s)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return Rounds(done.returncode, rows, done.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dora_pipe.bench.offpolicy import Measured
+from dora_pipe.bench.studies.offpolicy import Measured
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.port import Row
 

@@ -108,6 +108,20 @@ def answer(place: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.Compl
         return subprocess.CompletedProcess(words, code, out.read().decode(), err.read().decode())
 
 
+def bench(place: Path, *words: str, wait_s: float = WARM_S) -> subprocess.CompletedProcess[str]:
+    """Run `python -m bench WORDS` there."""
+    return subprocess.run(
+        [sys.executable, "-m", "dora_pipe.bench", *words],
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=wait_s,
+        check=False,
+    )
+
+
 def _start(
     place: Path, words: Sequence[str], out: IO[bytes], err: IO[bytes]
 ) -> subprocess.Popen[bytes]:

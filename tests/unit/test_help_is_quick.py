@@ -9,20 +9,14 @@ import sys
 from typer.main import get_command
 
 from dora_pipe.audit.prune import AGE_MIN_S
-from dora_pipe.bench.offpolicy import OBJECTIVES
 from dora_pipe.cli.app import app
-from dora_pipe.cli.options import CLAIM_HOURS, OBJECTIVE_NAMES, PARADIGM_NAMES
+from dora_pipe.cli.options import CLAIM_HOURS, PARADIGM_NAMES
 from dora_pipe.config.paradigms import PARADIGMS
 
 OWN = frozenset(
     f"dora_pipe{one}"
     for one in (
         "",
-        ".bench",
-        ".bench.commands",
-        ".bench.mutants",
-        ".bench.mutants.command",
-        ".bench.study_commands",
         ".cli",
         ".cli.app",
         ".cli.commands",
@@ -32,7 +26,6 @@ OWN = frozenset(
         ".cli.commands.log",
         ".cli.commands.machine",
         ".cli.commands.observe",
-        ".cli.commands.sim",
         ".cli.commands.start",
         ".cli.lazy",
         ".cli.main",
@@ -125,7 +118,6 @@ def test_errors_of_usage_import_nothing_heavy() -> None:
         ["why"],
         ["log", "topics"],
         ["run", "--steps", "many"],
-        ["sim", "--seed", "-1"],
     ]
     wrong += [["top", "r", "--every", "0"], ["ui", "r", "--port", "-1"], ["export", "r"]]
     wrong += [["why", "r", "--summary", "--step", "1"], ["audit", "r", "--follow", "--json"]]
@@ -137,5 +129,4 @@ def test_errors_of_usage_import_nothing_heavy() -> None:
 
 def test_what_help_says_of_parts_that_it_does_not_import_is_what_they_are() -> None:
     assert tuple(PARADIGMS) == PARADIGM_NAMES
-    assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
     assert AGE_MIN_S / 3600 == CLAIM_HOURS

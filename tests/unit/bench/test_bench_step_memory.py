@@ -6,14 +6,8 @@ from it. What has to be small is therefore counted where torch allocates it, the
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
 
-import pytest
-
-from dora_pipe.bench.adapter_memory import VOCABULARY, adapter_cases, adapter_phases
 from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory, memory_cases, prepared
 
 TOKENS, HEAD_VOCABULARY = 512, 100_000
@@ -74,24 +68,3 @@ def test_cases_are_the_head_and_the_step_that_are_asked_for() -> None:
     ]
     (least,) = memory_cases(0, 1000, 800, least=True)
     assert (least.what, least.gradient_checkpointing) == ("step", True)
-
-
-@pytest.mark.slow
-@pytest.mark.pure
-def test_base_in_bfloat16_takes_half_of_what_one_in_float32_does_and_is_never_more(
-    tmp_path: Path,
-) -> None:
-    figures, cases = [], adapter_cases(tmp_path, 512, 64)
-    for case in cases:
-        gc.collect()  # The network before this one has references in circles.
-        with closing(adapter_phases(case, "cpu")) as phases:
-            left, most = zip(*(allocated_mb(lambda: next(phases)) for _ in range(3)), strict=True)
-        figures.append((most[0], left[0] + left[1], most[2]))
-    wide_made, wide_held, wide_peak = figures[0]
-    parameters_mb = wide_made / 4
-    for made, held, peak in figures[1:]:
-        assert wide_held - held > 1.7 * parameters_mb
-        assert wide_made - made > parameters_mb
-        # A pass widens one layer's matrix at a time, the head's the largest.
-        assert peak - wide_peak < 1.5 * 4 * VOCABULARY * 512 / 1e6
-    assert [(one.published, one.computed) for one in cases][1] == ("bfloat16", "float32")

@@ -1,9 +1,7 @@
-"""The parts of `bench dataplane`: trajectories, moments, calls, the pipe, the broker's CPU time."""
+"""The parts of `bench dataplane`: trajectories, moments, batches, figures."""
 
 from __future__ import annotations
 
-import os
-import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,15 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bench.dataplane.layer import CALL_BYTES, CALL_RECORDS, calls_of
-from dora_pipe.bench.dataplane.measure import BATCH_TOKENS, Setup, batch_of, bench_dataplane
-from dora_pipe.bench.dataplane.pipe import PipeBus
-from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
-from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of, tree_cpu_s
+from dora_pipe.bench.dataplane.measure import (
+    BATCH_TOKENS,
+    Setup,
+    batch_of,
+    bench_dataplane,
+    percentile,
+    plane_figure,
+)
+from dora_pipe.bench.dataplane.process import GROUP_SIZE, Done
 from dora_pipe.bench.dataplane.publish import finish_moments
 from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded, number_of
-from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.core.errors import BusError, UsageError
+from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
@@ -52,9 +53,8 @@ _SOURCE = Source("r", 4)
 
 def test_trajectories_finish_at_random_moments_that_are_the_same_every_time() -> None:
     moments = finish_moments(1000.0, 2.0)
-    assert moments == finish_moments(1000.0, 2.0)
+    assert moments == finish_moments(1000.0, 2.0) == sorted(moments)
     assert len(moments) == 2000
-    assert moments == sorted(moments)
     assert moments[-1] / 1e9 == pytest.approx(2.0, rel=0.1)
     gaps = [after - before for before, after in pairwise(moments)]
     assert sum(gap > 2e6 for gap in gaps) / len(gaps) == pytest.approx(0.135, abs=0.03)
@@ -67,63 +67,30 @@ def test_batches_are_of_whole_groups_and_of_bounded_tokens(tokens: int) -> None:
     assert batch == GROUP_SIZE or batch * tokens <= BATCH_TOKENS
 
 
-@pytest.mark.parametrize("size", [1, 10_000, 1_000_000, 20_000_000])
-def test_calls_hold_what_fits_into_both_bounds_and_leave_no_record_out(size: int) -> None:
-    value = bytes(size)
-    records = [Append(topic="t", value=value, partition=number) for number in range(12)]
-    calls = calls_of(records)
-    assert all(1 <= len(call) <= CALL_RECORDS for call in calls)
-    assert all(len(call) == 1 or len(call) * size <= CALL_BYTES for call in calls)
-    assert {one.partition for call in calls for one in call} == set(range(12))
+def _done(moments: list[int], end_ns: int, cpu_s: float) -> Done:
+    count = len(moments)
+    return Done(
+        records=count,
+        bytes=100 * count,
+        start_ns=0,
+        end_ns=end_ns,
+        cpu_s=cpu_s,
+        moments=moments,
+    )
 
 
-def test_a_pipe_carries_records_whole_and_counts_them_per_partition() -> None:
-    reads, writes = (PipeBus(fd, reads=number == 0) for number, fd in enumerate(os.pipe()))
-    source = Source("r", 8)
-    sent = [encoded(source(number), TOPIC) for number in (0, 1, GROUP_SIZE)]
-    assert writes.writer().append(sent) == [0, 1, 0]
-    positions = {TopicPartition(TOPIC, number): 0 for number in range(PARTITIONS)}
-    reader = reads.reader(positions)
-    assert [one.offset for one in reader.poll(timeout_s=1, records_max=2)] == [0, 1]
-    (last,) = reader.poll(timeout_s=1)
-    assert (last.key, last.value, last.headers) == (sent[2].key, sent[2].value, sent[2].headers)
-    assert [reader.position(tp) for tp in positions] == [2, 1, 0, 0]
-    assert reader.poll(timeout_s=0.0) == []
-    writes.close()
-    with pytest.raises(BusError, match="closed"):
-        reader.poll(timeout_s=1)
-    reads.close()
-
-
-def test_a_broker_is_found_by_the_port_that_it_listens_on() -> None:
-    with socket.socket() as listener, socket.socket() as other:
-        listener.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        listener.listen()
-        assert listener_of(listener.getsockname()[1]) == os.getpid()
-        assert listener_of(other.getsockname()[1]) is None, "bound, but it does not listen"
-
-
-def test_the_cpu_time_of_a_process_counts_user_and_system(tmp_path: Path) -> None:
-    (tmp_path / "7").mkdir()
-    after_name = ["S", *["0"] * 10, "250", "50", "9", "9"]
-    (tmp_path / "7" / "stat").write_text(f"7 (a (bad) name) {' '.join(after_name)}")
-    assert cpu_s(7, tmp_path) == 300 / os.sysconf("SC_CLK_TCK")
-    assert cpu_s(8, tmp_path) == 0.0, "it is gone"
-    assert cpu_s(os.getpid()) > 0
-
-
-def test_the_cpu_time_of_a_tree_counts_children_that_live_and_that_have_ended(
-    tmp_path: Path,
-) -> None:
-    for pid, times in {7: ["1", "2", "30", "40"], 8: ["500", "600", "9", "9"]}.items():
-        (tmp_path / f"{pid}").mkdir()
-        after_name = ["S", *["0"] * 10, *times]
-        (tmp_path / f"{pid}" / "stat").write_text(f"{pid} (name) {' '.join(after_name)}")
-    (tmp_path / "7" / "task" / "7").mkdir(parents=True)
-    (tmp_path / "7" / "task" / "7" / "children").write_text("8 9 ")
-    assert tree_cpu_s(7, tmp_path) == (1 + 2 + 30 + 40 + 500 + 600) / os.sysconf("SC_CLK_TCK")
-    assert tree_cpu_s(9, tmp_path) == 0.0, "it is gone"
+def test_a_figure_is_the_median_of_its_repeats() -> None:
+    rounds = []
+    for end_ns, late_ns in ((1_000_000_000, 1_000_000), (2_000_000_000, 3_000_000)):
+        full = _done([0] * 10, 1, 0.001), _done([1] * 10, end_ns, 0.002)
+        light = _done([0, 10], 1, 0.0), _done([late_ns, 10 + late_ns], end_ns, 0.0)
+        rounds.append((full, light))
+    figure = plane_figure("sqlite", 30, rounds)
+    assert (figure.bytes, figure.trajectories_per_s, figure.spread) == (100, 7.5, "5-10")
+    assert figure.mb_per_s == pytest.approx(7.5e-4)
+    assert figure.cpu_us == pytest.approx(300)
+    assert (figure.p50_ms, figure.p50_spread, figure.p99_ms) == (2.0, "1.00-3.00", 2.0)
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
 
 
 @pytest.mark.parametrize(

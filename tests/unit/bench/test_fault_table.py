@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from dora_pipe.bench.commands import app
 from dora_pipe.bench.faults import series as faults
 from dora_pipe.bench.faults.inject import Hit
 from dora_pipe.bench.faults.judge import Verdict
@@ -20,7 +21,6 @@ from dora_pipe.bench.faults.rounds import (
     damage_copies,
     round_config,
 )
-from dora_pipe.cli.app import app
 from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.store import PolicyStore
@@ -112,7 +112,7 @@ def test_clean_rounds_leave_nothing_behind(
 
 
 def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "faults", "--role", "broker"])
+    done = CliRunner().invoke(app, ["faults", "--role", "broker"])
     assert isinstance(done.exception, UsageError)
     assert done.exception.message == "no role 'broker' on sqlite"
     assert done.exception.hint == "one of worker, trainer, orchestrator"
@@ -130,7 +130,7 @@ def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> 
 def test_a_bus_that_cannot_be_is_refused_before_anything_starts(
     options: list[str], words: str
 ) -> None:
-    done = CliRunner().invoke(app, ["bench", "faults", *options])
+    done = CliRunner().invoke(app, ["faults", *options])
     assert isinstance(done.exception, UsageError)
     assert done.exception.message == words
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bench.cells import CELLS, CellFile, setting_digest
-from dora_pipe.bench.offpolicy import (
+from dora_pipe.bench.studies.cells import CELLS, CellFile, setting_digest
+from dora_pipe.bench.studies.offpolicy import (
     BASE,
     ETAS,
     OBJECTIVES,

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch")
 
-from dora_pipe.bench.offpolicy import Cell, Measured, sampled_by
-from dora_pipe.bench.offpolicy_cell import Bench, evaluated_versions
+from dora_pipe.bench.studies.offpolicy import Cell, Measured, sampled_by
+from dora_pipe.bench.studies.offpolicy_cell import Bench, evaluated_versions
 from dora_pipe.config.load import load_config
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bench.entrants import (
+from dora_pipe.bench.studies.entrants import (
     CHOOSING_FROM,
     ENTRANTS,
     better_half,
@@ -16,7 +16,7 @@ from dora_pipe.bench.entrants import (
     reported,
     settings_of,
 )
-from dora_pipe.bench.paradigms import (
+from dora_pipe.bench.studies.paradigms import (
     Cell,
     ParadigmRun,
     compare,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.bench.paper.lengths import Lengths
-from dora_pipe.bench.paper.scaling_model import rollout_units
+from dora_pipe.bench.studies.paper.lengths import Lengths
+from dora_pipe.bench.studies.paper.scaling_model import rollout_units
 from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
 from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan

@@ -1,0 +1,8 @@
+"""`python -m bench NAME`: the benchmarks and studies, in a checkout after `make setup`."""
+
+from __future__ import annotations
+
+from dora_pipe.cli.main import run_command
+
+if __name__ == "__main__":
+    run_command("dora_pipe.bench.commands")

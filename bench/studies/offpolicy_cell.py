@@ -1,0 +1,317 @@
+"""Trains one cell of the off-policy study in this process, with the pieces that a run is made of.
+
+Engine, counter sampling, seeds, prompts, rewards, advantages, objectives and the training step are
+those of workers and trainer; only the log between them is missing. It decides when what is
+sampled, through `StaleQueue`, and nothing else: cells of one seed draw the same prompts and the
+same random streams, so that they differ by their objective and their staleness alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.bench.studies.offpolicy import OBJECTIVES, Cell, Measured, StaleQueue, mean
+from dora_pipe.config.logged import settings_in_force
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.learners.settings import changed_settings
+from dora_pipe.core.errors import NonFinite
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.engines.port import (
+    EngineRequest,
+    RequestFinished,
+    SamplingParams,
+    TokensSampled,
+)
+from dora_pipe.producers.tasks.port import Reward, Row
+from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.schemas.identity import (
+    Purpose,
+    group_id,
+    group_seed,
+    prompt_index,
+    trajectory_id,
+    trajectory_seed,
+)
+from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
+from dora_pipe.schemas.wire import SCHEMA_VERSION
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+
+WORKER: Final = "w0"
+NO_DIGEST: Final = "0" * 64
+"""Rows come from the task at hand, not from a data set of a log."""
+
+WEIGHTS: Final = "weights.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A trajectory to sample."""
+
+    purpose: Purpose
+    ordinal: int
+    sibling: int
+    size: int
+    row: Row
+    index: int
+    data_epoch: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return trajectory_id(group_id(self.purpose, self.ordinal), self.sibling)
+
+
+class Bench:
+    """Engine, trainer and task of the cells of one seed, which start from the same weights.
+
+    Example: ``Bench(config, Path("warm"), scratch).run(cell, setting="0f..")``
+    """
+
+    def __init__(self, config: Config, start: Path, folder: Path) -> None:
+        """`folder` is for weights on their way. Raises PolicyError, ConfigError, TaskError."""
+        from dora_pipe.producers.engines.torch.engine import TorchEngine
+
+        store = PolicyStore(folder / "policies")
+        manifest, assets = import_model(store, start)
+        self._config = config
+        self._first = (store.weights_path(manifest.digest), manifest.digest)
+        self._weights = folder / WEIGHTS
+        directory = store.assets_path(assets)
+        self.trainer = make_learner(assets=directory, reference=self._first[0], config=config)
+        self._engine = TorchEngine.open(
+            directory,
+            slots=config.workers.slots,
+            context_tokens=config.workers.context_tokens,
+            threads=1,
+        )
+        self._tokenizer = Tokenizer(directory, special_tokens=config.task.special_tokens)
+        stop_ids = self._tokenizer.stop_ids
+        self._params: Mapping[Purpose, SamplingParams] = {
+            "train": sampling_params(config.sampling, stop_ids),
+            "eval": sampling_params(config.evaluation.sampling, stop_ids),
+        }
+        self._task = open_task(config.task)
+        self._rows = self._task.rows("train")
+        self._eval_rows = self._task.rows("eval")
+
+    def settings(self, objective: str, step: int) -> Settings:
+        """What a step obeys: the configuration's, with this objective in it."""
+        return changed_settings(
+            settings_in_force(self._config, step),
+            OBJECTIVES[objective],
+            max_tokens=self._config.sampling.max_tokens,
+        )
+
+    def run(self, cell: Cell, *, setting: str) -> Measured:
+        """Train a cell from its start, and evaluate it as a run is evaluated."""
+        assert cell.seed == self._config.run.seed
+        began_s, steps = time.process_time(), self._config.run.steps
+        evaluated = evaluated_versions(steps, self._config.evaluation.every)
+        queue: StaleQueue[TrainBatch] = StaleQueue(eta=cell.eta, steps=steps)
+        rewards: list[tuple[int, float]] = []
+        figures: list[Mapping[str, float]] = []
+        diverged_at = None
+        path, digest = self._first
+        self.trainer.load(path, digest=digest, optimizer=None)
+        for version in range(steps + 1):
+            self._engine.load(path, version=version, digest=digest)
+            if version in evaluated:
+                rewards.append((version, self._evaluate(version, digest)))
+            if version == steps:
+                break
+            queue.fill(version, lambda step: self._batch(step, version, digest))  # noqa: B023
+            try:
+                settings = self.settings(cell.objective, version)
+                figures.append(self.trainer.train(queue.take(version), settings).figures)
+            except NonFinite:
+                diverged_at = version
+                rewards += [(at, 0.0) for at in evaluated if at > version]
+                break
+            path, digest = self._weights, self.trainer.save_weights(self._weights).digest
+        return Measured(
+            setting=setting,
+            objective=cell.objective,
+            eta=cell.eta,
+            seed=cell.seed,
+            steps=len(figures),
+            samples=int(sum(one["trajectories"] for one in figures)),
+            tokens=int(sum(one["tokens"] for one in figures)),
+            rewards=rewards,
+            clipped=mean([one["clipped_share"] for one in figures if "clipped_share" in one]),
+            masked=_mean_known(figures, "masked_share"),
+            ratio_max=_median_known(figures, "ratio_max"),
+            cpu_s=time.process_time() - began_s,
+            diverged_at=diverged_at,
+        )
+
+    def policies(self, objective: str) -> Iterator[Path]:
+        """The weights of every version of a run on policy, the first one's included; a file that
+        the next one replaces. Raises NonFinite."""
+        path, digest = self._first
+        self.trainer.load(path, digest=digest, optimizer=None)
+        yield path
+        for version in range(self._config.run.steps):
+            self._engine.load(path, version=version, digest=digest)
+            batch = self._batch(version, version, digest)
+            self.trainer.train(batch, self.settings(objective, version))
+            path, digest = self._weights, self.trainer.save_weights(self._weights).digest
+            yield path
+
+    def _evaluate(self, version: int, digest: str) -> float:
+        """Mean reward of the first rows of the evaluation data, each with its own seeds."""
+        wanted = self._config.evaluation
+        asked = [
+            self._ask("eval", row, sibling, wanted.siblings, (0, row), self._eval_rows[row])
+            for row in range(min(wanted.prompts, len(self._eval_rows)))
+            for sibling in range(wanted.siblings)
+        ]
+        done = self._sample(asked, version, digest)
+        return math.fsum(one.reward or 0.0 for one in done) / len(done)
+
+    def _batch(self, step: int, version: int, digest: str) -> TrainBatch:
+        """The batch of a step, sampled by a version; its prompts depend on the step alone."""
+        groups, size = self._config.groups.per_step, self._config.groups.size
+        asked = []
+        for ordinal in range(step * groups, (step + 1) * groups):
+            place = prompt_index(self._config.run.seed, ordinal, len(self._rows))
+            row = self._rows[place[1]]
+            asked += [
+                self._ask("train", ordinal, sibling, size, place, row) for sibling in range(size)
+            ]
+        done = self._sample(asked, version, digest)
+        return TrainBatch(
+            step=step,
+            groups=[
+                TrainGroup(
+                    group=done[first].meta.group,
+                    version=version,
+                    trajectories=done[first : first + size],
+                )
+                for first in range(0, len(done), size)
+            ],
+        )
+
+    def _ask(
+        self,
+        purpose: Purpose,
+        ordinal: int,
+        sibling: int,
+        size: int,
+        place: tuple[int, int],
+        row: Row,
+    ) -> _Asked:
+        seed = group_seed(self._config.run.seed, purpose, ordinal)
+        return _Asked(
+            purpose=purpose,
+            ordinal=ordinal,
+            sibling=sibling,
+            size=size,
+            row=row,
+            index=place[1],
+            data_epoch=place[0],
+            seed=trajectory_seed(seed, sibling),
+        )
+
+    def _sample(self, asked: Sequence[_Asked], version: int, digest: str) -> list[Trajectory]:
+        """Trajectories in the order in which they were asked for."""
+        sequences = {
+            one.name: TokenSequence(
+                self._tokenizer.prompt_ids(str(self._task.prompt(one.row))), at_ns=0
+            )
+            for one in asked
+        }
+        waiting = [
+            EngineRequest(
+                request=one.name,
+                token_ids=sequences[one.name].token_ids[:],
+                sampled=0,
+                seed=one.seed,
+                params=self._params[one.purpose],
+            )
+            for one in reversed(asked)
+        ]
+        ends: dict[str, RequestFinished] = {}
+        while waiting or self._engine.active:
+            while waiting and self._engine.active < self._engine.slots:
+                sequences[waiting[-1].request].start_stay(0)
+                self._engine.add(waiting.pop())
+            for event in self._engine.step():
+                if isinstance(event, TokensSampled):
+                    sequences[event.request].sampled(
+                        event.token_ids, event.logprobs, event.sampler_logprobs
+                    )
+                elif isinstance(event, RequestFinished):
+                    ends[event.request] = event
+        return [
+            self._trajectory(one, sequences[one.name], ends[one.name], version, digest)
+            for one in asked
+        ]
+
+    def _trajectory(
+        self, one: _Asked, sequence: TokenSequence, end: RequestFinished, version: int, digest: str
+    ) -> Trajectory:
+        sequence.end_stay(0, worker=WORKER, epoch=0, version=version)
+        reward = None if end.error else self._reward(one.row, sequence)
+        return Trajectory(
+            trajectory=one.name,
+            version=version,
+            digest=digest,
+            token_ids=sequence.token_ids,
+            logprobs=sequence.logprobs,
+            sampler_logprobs=sequence.sampler_logprobs,
+            loss_mask=sequence.loss_mask,
+            reward=reward,
+            segments=sequence.segments,
+            meta=Meta(
+                run=self._config.run.name,
+                schema_version=SCHEMA_VERSION,
+                group=group_id(one.purpose, one.ordinal),
+                group_size=one.size,
+                sibling=one.sibling,
+                attempt=0,
+                purpose=one.purpose,
+                deadline=-1,
+                dataset_digest=NO_DIGEST,
+                index=one.index,
+                data_epoch=one.data_epoch,
+                seed=one.seed,
+                prompt_tokens=sequence.prompt_tokens,
+                worker=WORKER,
+                epoch=0,
+                finish=end.reason,
+                times=Times(placed=0),
+                reward_error=end.error,
+            ),
+        )
+
+    def _reward(self, row: Row, sequence: TokenSequence) -> float:
+        text = self._tokenizer.text(sequence.answer())
+        found = self._task.reward(row, text, [text])
+        assert isinstance(found, float | Reward)
+        return found.value if isinstance(found, Reward) else found
+
+
+def evaluated_versions(steps: int, every: int) -> list[int]:
+    """The versions that are evaluated: the first, the last, and those of every so many steps."""
+    return [at for at in range(steps + 1) if at in (0, steps) or (every and at % every == 0)]
+
+
+def _mean_known(figures: Sequence[Mapping[str, float]], name: str) -> float | None:
+    known = [one[name] for one in figures if name in one]
+    return mean(known) if known else None
+
+
+def _median_known(figures: Sequence[Mapping[str, float]], name: str) -> float:
+    known = [one[name] for one in figures if name in one]
+    return statistics.median(known) if known else 1.0

@@ -1,0 +1,286 @@
+"""`bench offpolicy`: the demo's task trained at exact stalenesses, with every objective."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from dora_pipe.bench.studies.cells import CellFile
+from dora_pipe.bench.studies.offpolicy import (
+    BASE,
+    OBJECTIVES,
+    Cell,
+    Measured,
+    Spread,
+    Summary,
+    planned,
+    summarise,
+)
+from dora_pipe.cli.demo import TASK
+from dora_pipe.cli.options import (
+    SFT_BATCH,
+    SFT_LEARNING_RATE,
+    SFT_SEED,
+    JsonOption,
+    OverrideOption,
+)
+from dora_pipe.cli.output import emit_line, emit_rows, emit_table
+from dora_pipe.config.load import leaves, load_config
+from dora_pipe.config.model import Config
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+from dora_pipe.launch.examples import example_config, make_model
+from dora_pipe.launch.roles import share_cores
+from dora_pipe.launch.warm_start import demonstrations, sft_options, warm_up
+
+if TYPE_CHECKING:
+    from dora_pipe.bench.studies.offpolicy_cell import Bench
+
+WARM_STEPS: Final = 200
+STEPS: Final = 36
+
+OVERRIDES: Final = (
+    "groups.per_step=24",
+    "task.options={mu=1.0, sigma=1.0, n_max=20}",
+    "evaluation.prompts=256",
+    "evaluation.every=6",
+)
+"""The demo's configuration, made so small that the whole study fits into an hour of one core."""
+
+QUICK: Final = (
+    "groups.per_step=4",
+    "task.options={mu=1.0, sigma=1.0, n_max=6}",
+    "evaluation.prompts=32",
+    "evaluation.every=2",
+)
+QUICK_STEPS: Final = 4
+QUICK_WARM_STEPS: Final = 20
+
+COMPARED: Final = ("objective.", "trainer.", "sampling.", "groups.", "evaluation.")
+COMPARED_KEYS: Final = ("run.steps", "task.kind", "task.options")
+"""What must be equal in cells that are compared; of other keys no cell depends."""
+NOT_COMPARED: Final = ("trainer.gpus", "objective.options")
+"""Which of a machine's GPUs computes, and options of a user's own objective."""
+
+
+def command(
+    out: Annotated[Path, typer.Option(help="Folder of the study; the command resumes it.")] = Path(
+        "offpolicy"
+    ),
+    etas: Annotated[str, typer.Option(help="With commas: versions between sampler and step.")] = "",
+    objectives: Annotated[str, typer.Option(help=f"With commas, of {', '.join(OBJECTIVES)}.")] = "",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of every cell.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help=f"Of every cell; {STEPS}.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes that show only that it works.")] = (
+        False
+    ),
+    report: Annotated[bool, typer.Option("--report", help="Measure nothing, only print.")] = False,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train the demo's task on samples of exactly so many versions ago, with every objective:
+    the reward after equal samples."""
+    names = [name for name in objectives.split(",") if name]
+    cells = planned(numbers_of(etas), names, 1 if quick and seeds is None else seeds)
+    study = Study(out=out, quick=quick, steps=steps, overrides=override or ())
+    done: CellFile[Cell, Measured] = CellFile(out, study.setting(), kind=Measured)
+    if not report:
+        measure_cells(study, done, cells)
+    chosen = [done.cells[cell] for cell in cells if cell in done.cells]
+    if not chosen:
+        raise UsageError(f"{out} has none of these cells yet", hint="leave out --report")
+    print_study(f"{study.summary()}; {len(chosen)} of {len(cells)} cells", chosen, as_json=as_json)
+
+
+def measure_cells(study: Study, done: CellFile[Cell, Measured], cells: Sequence[Cell]) -> None:
+    """Train the cells that are missing; the process computes with one thread."""
+    share_cores()
+    with tempfile.TemporaryDirectory(dir=study.out, prefix=".bench-") as folder:
+        for cell in cells:
+            if cell not in done.cells:
+                measured = study.measure(cell, Path(folder), done.setting)
+                done.add(measured)
+                missing = sum(one not in done.cells for one in cells)
+                say(f"{_line(measured)}; {missing} to go")
+
+
+@dataclass(slots=True, kw_only=True)
+class Study:
+    """What all cells have in common, and the engines of the seeds that were used."""
+
+    out: Path
+    quick: bool
+    steps: int | None
+    overrides: Sequence[str]
+    benches: dict[int, Bench] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "demo.toml").write_text(example_config(TASK))
+        self.config(0)
+
+    @property
+    def warm_steps(self) -> int:
+        return QUICK_WARM_STEPS if self.quick else WARM_STEPS
+
+    def config(self, seed: int) -> Config:
+        """Raises ConfigError."""
+        own = [
+            'run.name="offpolicy"',
+            f"run.seed={seed}",
+            f"run.steps={QUICK_STEPS if self.quick else STEPS}",
+            f'model.path="{self.out / f"warm-{seed}"}"',
+            "trainer.parts=1",
+            "trainer.device=auto",  # as the setting on record has it
+        ]
+        sizes = QUICK if self.quick else OVERRIDES
+        given = [] if self.steps is None else [f"run.steps={self.steps}"]
+        return load_config(self.out / "demo.toml", [*own, *sizes, *given, *self.overrides])
+
+    def setting(self) -> dict[str, Any]:
+        """All that must be equal in cells that are compared."""
+        return {
+            **{
+                key: value
+                for key, value in leaves(self.config(0)).items()
+                if key in COMPARED_KEYS or (key.startswith(COMPARED) and key not in NOT_COMPARED)
+            },
+            "warm": [self.warm_steps, SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED],
+            "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},
+        }
+
+    def summary(self) -> str:
+        """The setting as people read it."""
+        config = self.config(0)
+        samples = config.groups.per_step * config.groups.size
+        return (
+            f"{config.run.steps} steps of {samples} samples ({config.groups.per_step} groups of"
+            f" {config.groups.size}), {config.trainer.minibatches} updates each, learning rate"
+            f" {config.trainer.learning_rate:g}; {config.evaluation.prompts} prompts evaluated"
+            f" every {config.evaluation.every} steps"
+        )
+
+    def measure(self, cell: Cell, folder: Path, setting: str) -> Measured:
+        """Train one cell; its seed's warm start is made if it is not there."""
+        from dora_pipe.bench.studies.offpolicy_cell import Bench
+
+        if cell.seed not in self.benches:
+            config = self.config(cell.seed)
+            self._warm(config, cell.seed)
+            place = folder / str(cell.seed)
+            place.mkdir()
+            self.benches[cell.seed] = Bench(config, Path(config.model.path), place)
+        return self.benches[cell.seed].run(cell, setting=setting)
+
+    def _warm(self, config: Config, seed: int) -> None:
+        """Version 0 of a seed: a random model, then demonstrations; whole or not at all."""
+        if Path(config.model.path).exists():
+            return
+        say(f"warm start of seed {seed}")
+        part = self.out / f"warm-{seed}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        make_model(part / "random", TASK, seed=seed)
+        chance = SFT_SEED + seed
+        random = msgspec.structs.replace(config.model, path=str(part / "random"))
+        options = sft_options(
+            config,
+            steps=self.warm_steps,
+            batch=SFT_BATCH,
+            learning_rate=SFT_LEARNING_RATE,
+            seed=chance,
+        )
+        rows = demonstrations(config, seed=chance, count=self.warm_steps * SFT_BATCH)
+        warm_up(msgspec.structs.replace(config, model=random), rows, part / "warm", options)
+        (part / "warm").rename(config.model.path)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def numbers_of(text: str) -> list[int]:
+    """The numbers of a list with commas."""
+    try:
+        return [int(one) for one in text.split(",") if one]
+    except ValueError:
+        raise UsageError(f"--etas {text}: whole numbers with commas") from None
+
+
+def _line(one: Measured) -> str:
+    return (
+        f"{one.cell}: reward {one.rewards[0][1]:.3f} -> {one.last:.3f}, mean {one.area:.3f},"
+        f" {one.cpu_s:.0f} s of CPU"
+    )
+
+
+def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
+    """The study's figures, as a table or as JSON."""
+    summaries = summarise(chosen)
+    rows = [_row(one) for one in summaries]
+    if as_json:
+        emit_rows([], rows, as_json=True)
+        return
+    emit_line(setting)
+    emit_line("reward after the last step, mean of the seeds (lowest to highest), by eta:")
+    emit_table(*_grid(summaries, lambda one: one.last))
+    emit_line("the same over the course, from the first evaluation to the last:")
+    emit_table(*_grid(summaries, lambda one: one.area))
+    emit_line("all of it:")
+    emit_table(list(rows[0]), [list(row.values()) for row in rows])
+    emit_line(_conclusion(summaries))
+
+
+def _grid(
+    summaries: Sequence[Summary], figure: Callable[[Summary], Spread]
+) -> tuple[list[str], list[list[Any]]]:
+    """A line for each objective, a column for each staleness."""
+    etas = sorted({one.eta for one in summaries})
+    lines: dict[str, dict[int, str]] = {}
+    for one in summaries:
+        lines.setdefault(one.objective, {})[one.eta] = _spread(figure(one))
+    rows = [[name, *(line.get(eta) for eta in etas)] for name, line in lines.items()]
+    return ["objective", *(str(eta) for eta in etas)], rows
+
+
+def _row(one: Summary) -> dict[str, Any]:
+    return {
+        "objective": one.objective,
+        "eta": one.eta,
+        "seeds": one.seeds,
+        "reward": _spread(one.last),
+        "over the course": _spread(one.area),
+        f"less {BASE} at eta 0": None if one.to_base is None else _spread(one.to_base, sign="+"),
+        "clipped": one.clipped,
+        "left out": one.masked,
+        "diverged": one.diverged,
+    }
+
+
+def _spread(one: Spread, *, sign: str = "") -> str:
+    """Mean (lowest to highest); the mean alone where they are the same."""
+    if one.low == one.high:
+        return f"{one.mean:{sign}.3f}"
+    return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
+
+
+def _conclusion(summaries: Sequence[Summary]) -> str:
+    """What can be said of all seeds alike."""
+    beside = [
+        one for one in summaries if one.compared > 1 and (one.objective, one.eta) != (BASE, 0)
+    ]
+    if not beside:
+        return f"nothing can be said: no cell has two seeds to compare with {BASE} at eta 0"
+    hurt: dict[str, list[str]] = {}
+    for one in beside:
+        if one.hurt:
+            hurt.setdefault(one.objective, []).append(str(one.eta))
+    said = "; ".join(f"{name} at {', '.join(etas)}" for name, etas in hurt.items())
+    count = sum(map(len, hurt.values()))
+    return (
+        f"below {BASE} at eta 0 with every seed ({count} of {len(beside)} with at least two): "
+        f"{said or 'none'}"
+    )

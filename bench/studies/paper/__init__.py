@@ -1,0 +1,1 @@
+"""`bench paper`: published figures beside those of the modelled cluster."""

@@ -1,0 +1,237 @@
+"""Published rows on modelled hardware: what is simulated, and how a run is summed up.
+
+Every row runs on the hardware of one law (`scaling_model`), which was fitted to the synchronous and
+one-step rows alone; DORA's rows are predictions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal
+
+from dora_pipe.bench.studies.paper.lengths import EFFICIENCY
+from dora_pipe.bench.studies.paper.scaling_model import (
+    FITTED,
+    GROUPS,
+    MINUTE_S,
+    SIBLINGS,
+    ScalingModel,
+)
+from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
+from dora_pipe.sim.modelled_worker import WorkerSize
+
+SEEDS: Final = (1, 2, 3)
+STEPS: Final = 16
+ROUND_S: Final = 2.0
+"""Rounds are at least so far apart: of a step of ten minutes a fraction of a percent."""
+
+Part = Literal["fitted", "predicted", "ours"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What a paper prints, or what follows from it; None where it says nothing."""
+
+    step_min: float | None = None
+    exposed_min: float | None = None
+    tokens_s: float | None = None
+    staleness: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A paradigm on a number of GPUs."""
+
+    name: str
+    gpus: int
+    part: Part
+    shared: bool = False
+    """All GPUs generate, then all train; else the law's share of them trains."""
+    max_staleness: int = 0
+    in_flight_batches: float | None = None
+    one_batch: bool = False
+    parts: int = 1
+    """In which a batch is taken."""
+    published: Published = Published()
+
+    def training(self, law: ScalingModel) -> int:
+        """GPUs that train."""
+        return self.gpus if self.shared else law.training(self.gpus)
+
+    def generating(self, law: ScalingModel) -> int:
+        """GPUs that generate."""
+        return self.gpus if self.shared else self.gpus - self.training(law)
+
+    def workers(self, law: ScalingModel) -> list[WorkerSize]:
+        """Workers of the GPUs that generate."""
+        return law.workers(self.generating(law))
+
+
+PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
+    ("sync", 64): Published(step_min=22.91, exposed_min=14.9, tokens_s=14_143),
+    ("sync", 128): Published(step_min=20.23, exposed_min=14.77, tokens_s=16_070),
+    ("one-step", 64): Published(step_min=22.94, exposed_min=7.57, tokens_s=14_141),
+    ("one-step", 128): Published(step_min=14.0, tokens_s=23_200),
+    ("dora", 64): Published(
+        step_min=14.67, exposed_min=1.8, tokens_s=23_327, staleness={0: 0.20, 1: 0.66, 2: 0.14}
+    ),
+    ("dora", 128): Published(
+        step_min=10.46, exposed_min=2.5, tokens_s=34_135, staleness={0: 0.20, 1: 0.66, 2: 0.14}
+    ),
+}
+
+PARTS: Final = 8
+"""`trainer.parts` of the rows with parts."""
+
+
+def published_rows(gpus: int) -> Iterator[Scenario]:
+    """Three published paradigms, and DORA with parts."""
+    known = {name: PUBLISHED[name, gpus] for name, size in PUBLISHED if size == gpus}
+    yield Scenario(name="sync", gpus=gpus, part="fitted", shared=True, published=known["sync"])
+    yield Scenario(
+        name="one-step",
+        gpus=gpus,
+        part="fitted",
+        max_staleness=1,
+        one_batch=True,
+        published=known["one-step"],
+    )
+    yield Scenario(
+        name="dora",
+        gpus=gpus,
+        part="predicted",
+        max_staleness=2,
+        in_flight_batches=2.0,
+        published=known["dora"],
+    )
+    yield parted_row(gpus, PARTS)
+
+
+def parted_row(gpus: int, parts: int) -> Scenario:
+    """Production's planner with the bound and C of the row `dora`, and parts."""
+    return Scenario(
+        name=f"dora, {parts} parts",
+        gpus=gpus,
+        part="ours",
+        max_staleness=2,
+        in_flight_batches=2.0,
+        parts=parts,
+        published=PUBLISHED["dora", gpus],
+    )
+
+
+WARM_STEPS: Final = 4
+"""The first steps of a run are not counted: everything starts at once."""
+END_STEPS: Final = 3
+"""Nor are the last: fewer and fewer groups are in flight, because the run ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The steady part of one run; minutes."""
+
+    step_min: float
+    train_min: float
+    tokens_s: float
+    staleness: Mapping[int, float]
+    """Share of groups (or samples) by staleness."""
+    slots_used: float
+    """Share of slots with a request, over the whole run."""
+
+    @property
+    def exposed_min(self) -> float:
+        """Time of a step in which nobody trains: the published "rollout-only" time."""
+        return self.step_min - self.train_min
+
+
+def figures_of_run(run: ClusterRun) -> Figures:
+    """Sum up one run of more than `WARM_STEPS + END_STEPS` steps."""
+    spans = run.spans
+    assert len(spans) > WARM_STEPS + END_STEPS, f"{len(spans)} steps are too few"
+    steady = spans[WARM_STEPS:-END_STEPS]
+    wall_s = steady[-1].committed_s - spans[WARM_STEPS - 1].committed_s
+    staleness: Counter[int] = Counter()
+    for span in steady:
+        staleness.update(dict(span.staleness))
+    return Figures(
+        step_min=wall_s / len(steady) / MINUTE_S,
+        train_min=sum(one.committed_s - one.taken_s + one.ahead_s for one in steady)
+        / len(steady)
+        / MINUTE_S,
+        tokens_s=sum(one.tokens for one in steady) / wall_s,
+        staleness={one: staleness[one] / staleness.total() for one in sorted(staleness)},
+        slots_used=run.slot_s / run.slots / run.wall_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeds:
+    """The same row under several seeds."""
+
+    runs: Sequence[Figures]
+
+    def mean(self, what: str) -> float:
+        """Of one of the figures, over seeds."""
+        return sum(self._each(what)) / len(self.runs)
+
+    def spread(self, what: str) -> float:
+        """Half of the distance between the largest and the smallest."""
+        found = self._each(what)
+        return (max(found) - min(found)) / 2
+
+    def _each(self, what: str) -> list[float]:
+        return [getattr(one, what) for one in self.runs]
+
+    def staleness(self) -> dict[int, float]:
+        """Mean histogram."""
+        found: dict[int, float] = {}
+        for one in self.runs:
+            for key, share in one.staleness.items():
+                found[key] = found.get(key, 0.0) + share
+        return {key: found[key] / len(self.runs) for key in sorted(found)}
+
+
+def overlap(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Shared mass of two histograms, 1 for equal ones."""
+    return sum(min(one.get(key, 0.0), other.get(key, 0.0)) for key in {*one, *other})
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    law: ScalingModel = FITTED,
+    seed: int,
+    steps: int = STEPS,
+    per_step: int = GROUPS,
+) -> Figures:
+    """One run of a scenario."""
+    drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS))
+    plan = ClusterPlan(
+        workers=scenario.workers(law),
+        rates=law.rates(),
+        trainer=law.trainer(scenario.training(law)),
+        lengths=drawn,
+        group_size=SIBLINGS,
+        per_step=per_step,
+        steps=steps,
+        parts=scenario.parts,
+        max_staleness=scenario.max_staleness,
+        in_flight_batches=scenario.in_flight_batches,
+        one_batch=scenario.one_batch,
+        round_s=ROUND_S,
+    )
+    return figures_of_run(Cluster(plan).run())
+
+
+def simulate_seeds(
+    scenario: Scenario,
+    *,
+    law: ScalingModel = FITTED,
+    seeds: Sequence[int] = SEEDS,
+    steps: int = STEPS,
+) -> Seeds:
+    """A scenario under several seeds."""
+    return Seeds(runs=[simulate(scenario, law=law, seed=seed, steps=steps) for seed in seeds])

@@ -1,0 +1,313 @@
+"""`bench paper`: published and simulated figures side by side, with the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import typer
+
+from dora_pipe.bench.studies.paper.lengths import EFFICIENCY, STEP_100, bubble, figures_of
+from dora_pipe.bench.studies.paper.rows import (
+    PARTS,
+    PUBLISHED,
+    SEEDS,
+    STEPS,
+    Scenario,
+    Seeds,
+    overlap,
+    parted_row,
+    published_rows,
+    simulate_seeds,
+)
+from dora_pipe.bench.studies.paper.scaling_model import (
+    BLIND,
+    FITTED,
+    FITTED_TO,
+    GPUS_PER_WORKER,
+    MINUTE_S,
+    SIBLINGS,
+    ScalingModel,
+    mean_rollouts,
+    predicted,
+    step_tokens,
+)
+from dora_pipe.bench.studies.paper.scaling_model import fit as fit_law
+from dora_pipe.cli.options import JsonOption
+from dora_pipe.cli.output import emit_line, emit_rows
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+
+Row = dict[str, Any]
+
+SIZES = (64, 128)
+"""GPUs of the published rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under a title, and what has to be said about them."""
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def columns(self) -> list[str]:
+        """Of all rows, in order of appearance."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+
+def error(found: float, wanted: float | None) -> str:
+    """Simulated against published, as a signed share."""
+    return "" if not wanted else f"{found / wanted - 1:+.1%}"
+
+
+def plus_minus(seeds: Seeds, what: str, digits: int = 2) -> str:
+    """Mean and half the spread over seeds."""
+    return f"{seeds.mean(what):.{digits}f} ±{seeds.spread(what):.{digits}f}"
+
+
+def histogram(shares: Mapping[int, float] | None) -> str:
+    """Shares of staleness 0, 1, 2 ..."""
+    if not shares:
+        return ""
+    return "/".join(
+        f"{shares.get(key, 0.0):.2f}"[1 if shares.get(key, 0.0) < 0.995 else 0 :]
+        for key in range(max(shares) + 1)
+    )
+
+
+def lengths_table() -> Table:
+    """The two fits of response lengths."""
+    wanted: dict[str, tuple[Any, ...]] = {
+        "efficiency": (EFFICIENCY, 2400, 1000, 5700, 23_900, 0.006, None),
+        "step 100": (STEP_100, 3536, None, None, None, None, 0.885),
+    }
+    rows: list[Row] = []
+    for name, (lengths, mean, p50, p90, p99, capped, idle) in wanted.items():
+        found = figures_of(lengths, size=SIBLINGS)
+        measured = bubble(found, longest=lengths.cap)
+        for what, one, other in (
+            ("mean", found.mean, mean),
+            ("p50", found.p50, p50),
+            ("p90", found.p90, p90),
+            ("p99", found.p99, p99),
+            ("at the cap", found.capped, capped),
+            ("bubble", measured, idle),
+            ("E[longest of 16] / mean", found.tail, None),
+        ):
+            rows.append(
+                {
+                    "fit": name,
+                    "figure": what,
+                    "published": other,
+                    "simulated": one,
+                    "error": error(one, other),
+                }
+            )
+    return Table(name="lengths", title="Response lengths: censored log-normal fits", rows=rows)
+
+
+def law_table(law: ScalingModel = FITTED) -> Table:
+    """What the law says about the numbers it was fitted to."""
+    minutes = predicted(law, mean_rollouts(law))
+    rows: list[Row] = [
+        {
+            "row": one.what,
+            "gpus": one.gpus,
+            "published": one.minutes,
+            "law": found,
+            "error": error(found, one.minutes),
+        }
+        for one, found in zip(FITTED_TO, minutes, strict=True)
+    ]
+    return Table(
+        name="law",
+        title="One law from GPUs to slots and speed, minutes",
+        rows=rows,
+        notes=(
+            f"{law.slots_per_gpu} slots per GPU, tau {law.tau_s * 1e3:.1f} ms alone and "
+            f"{law.tau_s * (1 + law.rise) * 1e3:.1f} ms in a full engine, "
+            f"{GPUS_PER_WORKER} GPUs a worker; "
+            f"training {law.train_fixed_s:.0f} s + {law.train_gpu_s:.0f} s / GPUs",
+        ),
+    )
+
+
+def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
+    """DORA's step time against other paradigms', published and simulated; above 1: DORA is faster.
+
+    `found` has the simulated minutes by (row, GPUs).
+    """
+    rows: list[Row] = []
+    for other in ("sync", "one-step"):
+        for gpus in SIZES:
+            ours, theirs = PUBLISHED["dora", gpus].step_min, PUBLISHED[other, gpus].step_min
+            wanted = theirs / ours if ours and theirs else None
+            simulated = found[other, gpus] / found["dora", gpus]
+            rows.append(
+                {
+                    "dora against": other,
+                    "gpus": gpus,
+                    "published": wanted,
+                    "simulated": simulated,
+                    "error": error(simulated, wanted),
+                }
+            )
+    return rows
+
+
+def published_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
+    """Published and simulated side by side, and what the hardware allows."""
+    wanted, limit = scenario.published, limit_min(scenario, law)
+    shares = found.staleness()
+    return {
+        "row": scenario.name,
+        "gpus": scenario.gpus,
+        "part": scenario.part,
+        "step": wanted.step_min,
+        "step sim": plus_minus(found, "step_min"),
+        "step err": error(found.mean("step_min"), wanted.step_min),
+        "limit": limit,
+        "above": error(found.mean("step_min"), limit),
+        "exposed": wanted.exposed_min,
+        "exposed sim": plus_minus(found, "exposed_min"),
+        "exposed err": error(found.mean("exposed_min"), wanted.exposed_min),
+        "tok/s": wanted.tokens_s,
+        "tok/s sim": plus_minus(found, "tokens_s", 0),
+        "tok/s err": error(found.mean("tokens_s"), wanted.tokens_s),
+        "staleness": histogram(wanted.staleness),
+        "staleness sim": histogram(shares),
+        "overlap": overlap(shares, wanted.staleness) if wanted.staleness else None,
+        "idle slots": 1 - found.mean("slots_used"),
+    }
+
+
+def limit_min(scenario: Scenario, law: ScalingModel, tokens: float | None = None) -> float:
+    """max(T_train, tokens x tau / slots); both after each other where GPUs are shared.
+
+    `tokens` of a step; those of the mean step by default.
+    """
+    tokens = step_tokens() if tokens is None else tokens
+    rollout_s = law.rollout_limit_s(scenario.generating(law), tokens)
+    train_s = law.trainer(scenario.training(law)).step_s(tokens=round(tokens))
+    both = rollout_s + train_s if scenario.shared else max(rollout_s, train_s)
+    return both / MINUTE_S
+
+
+def published_tables(
+    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
+) -> Iterator[Table]:
+    """The published paradigms at both sizes, then DORA's step against the others'."""
+    rows: list[Row] = []
+    minutes: dict[tuple[str, int], float] = {}
+    for gpus in SIZES:
+        for one in published_rows(gpus):
+            found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
+            rows.append(published_row(one, found, law))
+            minutes[one.name, gpus] = found.mean("step_min")
+    yield Table(
+        name="dora",
+        title="DORA's table: minutes per step, minutes in which nobody trains, tokens/s",
+        rows=rows,
+        notes=("fitted rows made the law; predicted rows did not enter it",),
+    )
+    yield Table(
+        name="dora",
+        title="DORA's step time against the others': above 1, DORA is faster",
+        rows=ratio_rows(minutes),
+    )
+
+
+BLIND_SHARES = (0.5, 0.75)
+"""Of the GPUs, which train; a share is ours to choose, so several are shown."""
+
+
+def parts_table(
+    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
+) -> Table:
+    """DORA with and without parts: on the law, and on one that no row of DORA's had a say in."""
+    laws = [("law", law)]
+    laws += [("blind", replace(BLIND, train_share=share)) for share in BLIND_SHARES]
+    rows: list[Row] = []
+    for gpus in SIZES:
+        for name, one in laws:
+            for parts in (1, PARTS):
+                scenario = parted_row(gpus, parts)
+                found = simulate_seeds(scenario, law=one, seeds=seeds, steps=steps)
+                rows.append({"law": name, "share": one.train_share, "parts": parts})
+                rows[-1] |= parts_row(scenario, found, one)
+    return Table(
+        name="parts",
+        title="Parts of a batch, bound 2, C 2: minutes per step, against what the hardware allows",
+        rows=rows,
+        notes=(
+            "blind: fitted to the synchronous and one-step rows with the share that these prefer, "
+            f"{BLIND.train_share}; DORA then runs with the share named",
+        ),
+    )
+
+
+def parts_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
+    """Step time beside the published one and beside the two sides of its limit."""
+    wanted, limit = scenario.published.step_min, limit_min(scenario, law)
+    train_min = law.train_s(scenario.training(law)) / MINUTE_S
+    rollout_s = law.rollout_limit_s(scenario.generating(law), step_tokens())
+    return {
+        "gpus": scenario.gpus,
+        "published": wanted,
+        "step": plus_minus(found, "step_min"),
+        "to published": error(found.mean("step_min"), wanted),
+        "T_train": train_min,
+        "T_rollout": rollout_s / MINUTE_S,
+        "above": error(found.mean("step_min"), limit),
+        "exposed": plus_minus(found, "exposed_min"),
+        "staleness": histogram(found.staleness()),
+        "idle slots": 1 - found.mean("slots_used"),
+    }
+
+
+SECTIONS = ("lengths", "law", "dora", "parts")
+
+
+def tables(
+    sections: Sequence[str], *, seeds: Sequence[int], steps: int, law: ScalingModel = FITTED
+) -> Iterator[Table]:
+    """The sections asked for, one after the other."""
+    made: dict[str, Callable[[], Iterable[Table]]] = {
+        "lengths": lambda: [lengths_table()],
+        "law": lambda: [law_table(law)],
+        "dora": lambda: published_tables(seeds, steps, law),
+        "parts": lambda: [parts_table(seeds, steps, law)],
+    }
+    for name in sections:
+        yield from made[name]()
+
+
+def command(
+    section: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(SECTIONS)}; default all.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds per row.")] = 3,
+    steps: Annotated[int, typer.Option(min=8, help="Steps per run.")] = 16,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the law again first.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Published tables and the simulator's, side by side with the error."""
+    unknown = sorted(set(section or ()) - set(SECTIONS))
+    if unknown:
+        raise UsageError(f"no section {unknown[0]!r}", hint=f"one of {', '.join(SECTIONS)}")
+    law = fit_law(say) if fit else FITTED
+    asked = [name for name in SECTIONS if not section or name in section]
+    for table in tables(asked, seeds=range(1, seeds + 1), steps=steps, law=law):
+        if as_json:
+            emit_rows((), ({"section": table.name, **row} for row in table.rows), as_json=True)
+            continue
+        emit_line()
+        emit_line(table.title)
+        emit_rows(table.columns, table.rows, as_json=False)
+        for note in table.notes:
+            emit_line(f"  {note}")

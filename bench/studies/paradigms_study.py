@@ -1,0 +1,445 @@
+"""`bench paradigms`: the same task trained in every way; it decides how large the runs are and what
+is equal in all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from dora_pipe.bench.studies.cells import CellFile, setting_digest
+from dora_pipe.bench.studies.entrants import (
+    ENTRANTS,
+    better_half,
+    on_seeds,
+    overrides_of,
+    reported,
+    settings_of,
+)
+from dora_pipe.bench.studies.paradigms import (
+    BASES,
+    Cell,
+    Compared,
+    ParadigmRun,
+    compare,
+    quickness,
+)
+from dora_pipe.bench.support import result_of, task_of
+from dora_pipe.cli.demo import TASK, warm
+from dora_pipe.cli.options import REWARD_MIN, JsonOption, OverrideOption
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
+from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+from dora_pipe.launch.examples import example_config, make_model
+from dora_pipe.launch.roles import share_cores
+
+FIGURES: Final[Sequence[tuple[str, Callable[[ParadigmRun], float | None]]]] = (
+    ("samples/s", lambda run: run.samples_per_s),
+    ("1 / time to target", quickness),
+)
+"""What is compared as a ratio; more is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How a task is trained where nothing else is said."""
+
+    example: str
+    """Whose configuration and model it has."""
+    steps: int
+    target: float
+    prompts: int
+    """That are evaluated."""
+    every: int
+    """Steps between evaluations, which take about an eighth of what is sampled."""
+    rates: tuple[float, ...]
+    """Learning rates that are tried; the first where none is chosen."""
+    overrides: tuple[str, ...] = ()
+    pace: str
+    """Pace of its virtual time (`PACES`)."""
+
+
+RUN_LIMIT_S: Final = 6 * 3600.0
+
+QUIET: Final = ("timing.alarm_s=3600.0", "timing.alarm_work_s=3600.0")
+"""What takes long is no alarm here."""
+
+ONE_UPDATE: Final = "trainer.minibatches=1"
+"""Of a step, for all alike: a batch in parts has one."""
+
+SMALL: Final = ("groups.per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20}")
+"""The demo's task with shorter chains."""
+
+RATES: Final = (4.5e-4, 3e-4, 7e-4)
+
+SCALES: Final[Mapping[str, Scale]] = {
+    "demo": Scale(
+        example=TASK,
+        steps=40,
+        target=REWARD_MIN,
+        prompts=128,
+        every=2,
+        rates=RATES,
+        overrides=(*SMALL, ONE_UPDATE, *QUIET),
+        pace="demo",
+    ),
+    "gpu": Scale(
+        example=TASK,
+        steps=40,
+        target=REWARD_MIN,
+        prompts=128,
+        every=2,
+        rates=RATES,
+        overrides=(*SMALL, ONE_UPDATE, *QUIET),
+        pace="gpu",
+    ),
+    "tools": Scale(
+        example="calculator",
+        steps=16,
+        target=0.85,
+        prompts=64,
+        every=2,
+        rates=RATES,
+        overrides=(
+            "groups.per_step=16",
+            "workers.slots=16",
+            ONE_UPDATE,
+            *QUIET,
+        ),
+        pace="tools",
+    ),
+}
+QUICK: Final = Scale(
+    example="calculator",
+    steps=4,
+    target=0.85,
+    prompts=8,
+    every=2,
+    rates=RATES[:1],
+    overrides=(
+        "groups.per_step=4",
+        "groups.size=2",
+        "groups.filter_zero_advantage=false",
+        "workers.slots=4",
+        "sampling.max_tokens=24",
+        "evaluation.sampling.max_tokens=24",
+        "task.turns_max=3",
+        ONE_UPDATE,
+        *QUIET,
+    ),
+    pace="tools",
+)
+"""Sizes that show only that it works, of a model that has learnt nothing."""
+
+
+class Study(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs of one `bench paradigms`."""
+
+    out: str
+    """Where it lies, and goes on."""
+    task: str
+    quick: bool
+    scale: Scale
+    workers: int
+    overrides: Sequence[str]
+    model: str = ""
+    """That all runs start from; without one it is made."""
+
+    @property
+    def config(self) -> Path:
+        """The configuration of all runs."""
+        return Path(self.out) / "start" / "demo.toml"
+
+    def begin(self) -> None:
+        """Make the configuration, and beside it the model that every run starts from, if they are
+        not there."""
+        self.config.parent.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(example_config(self.scale.example))
+        start = Path(self.start)
+        if start.exists():
+            return
+        if self.model:
+            raise UsageError(f"{self.model} is not there", hint="--model is a model directory")
+        part = Path(self.out) / "start.part"
+        shutil.rmtree(part, ignore_errors=True)
+        if self.quick:
+            make_model(part / start.name, self.scale.example)
+        else:
+            part.mkdir(parents=True)
+            warm(part, self.scale.example)
+        (part / start.name).rename(start)
+        shutil.rmtree(part)
+
+    @property
+    def start(self) -> str:
+        """The model that all runs start from."""
+        return self.model or str(self.config.parent / ("random" if self.quick else "warm"))
+
+    def setting(self) -> dict[str, Any]:
+        """All that must be equal in cells that are compared."""
+        found = msgspec.to_builtins(self)
+        return {name: value for name, value in found.items() if name not in ("out", "rates")}
+
+    def load(self, cell: Cell) -> Config:
+        """The configuration of a run. Raises ConfigError."""
+        entrant = ENTRANTS[cell.entrant]
+        workers = self.workers + entrant.together + entrant.elastic
+        overrides = [
+            f'run.name="{entrant.name}-{cell.seed}"',
+            f"run.steps={self.scale.steps}",
+            f"workers.count={workers}",
+            f"evaluation.every={self.scale.every}",
+            f"evaluation.prompts={self.scale.prompts}",
+            f'model.path="{Path(self.start).resolve()}"',
+            *overrides_of(cell),
+            *self.scale.overrides,
+            *self.overrides,
+        ]
+        return load_config(self.config, overrides, paradigm=entrant.paradigm)
+
+    def run(self, cell: Cell) -> ParadigmRun:
+        """One run and its figures, its audit among them."""
+        from dora_pipe.bench.studies.paradigms_virtual import PACES, run_virtual
+
+        config, setting = self.load(cell), setting_digest(self.setting())
+        share_cores()
+        pace = PACES[self.scale.pace]
+        if ENTRANTS[cell.entrant].together:
+            pace = pace.shared_by(config.workers.count)
+        return run_virtual(config, cell, pace=pace, setting=setting, target=self.scale.target)
+
+    def summary(self, seeds: int) -> str:
+        """What all runs have in common, as people read it."""
+        many = f"{self.workers} worker{'s' * (self.workers > 1)} and a trainer"
+        how = f"{many} in virtual time at the pace of {self.scale.pace!r}"
+        return (
+            f"{how}; {self.scale.steps} steps, {self.scale.prompts} prompts evaluated every"
+            f" {self.scale.every} steps, {seeds} seeds; target: evaluation reward"
+            f" {self.scale.target:g}"
+        )
+
+
+def study_of(
+    out: Path,
+    task: str,
+    *,
+    quick: bool,
+    steps: int | None,
+    target: float | None,
+    workers: int,
+    overrides: Sequence[str],
+    model: Path | None,
+) -> Study:
+    """A study with its task's sizes where none are given. Raises UsageError for another task, or
+    quick runs of another than the tools', which have no small sizes."""
+    if task not in SCALES:
+        raise UsageError(f"no task {task!r}", hint=f"one of {', '.join(SCALES)}")
+    if quick and task != "tools":
+        raise UsageError("--quick is for --task tools", hint="--steps and -o make others small")
+    scale = QUICK if quick else SCALES[task]
+    scale = replace(
+        scale,
+        steps=scale.steps if steps is None else steps,
+        target=scale.target if target is None else target,
+    )
+    return Study(
+        out=str(out),
+        task=task,
+        quick=quick,
+        scale=scale,
+        workers=workers,
+        overrides=overrides,
+        model="" if model is None else str(model.resolve()),
+    )
+
+
+def command(
+    task: Annotated[
+        str,
+        typer.Option(
+            help="demo; gpu, the same at the pace of a modelled GPU; tools, a calculator that "
+            "takes its time."
+        ),
+    ] = "demo",
+    out: Annotated[
+        Path | None, typer.Option(help="Where the study lies, and goes on; paradigms-TASK.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 2,
+    choose: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Other seeds, by which each gets the best C and learning rate: all are tried on "
+            "the first, the better half on the next and so on; 0: its own.",
+        ),
+    ] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="40; of tools 16.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Evaluation reward, the time to which is measured: .85."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Beside the trainer.")] = 2,
+    only: Annotated[list[str] | None, typer.Option(help="Of the entrants; all.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Warmed up already; without, one is made.")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Run nothing, show what is there.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tools, in sizes that show only that it works.")
+    ] = False,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a task in every paradigm and compare, with paired seeds. What is done is kept: the same
+    command goes on."""
+    from dora_pipe.bench.studies.paradigms_study import play, print_study, study_of
+
+    study = study_of(
+        out or Path(f"paradigms-{task}"),
+        task,
+        quick=quick,
+        steps=steps,
+        target=target,
+        workers=workers,
+        overrides=override or (),
+        model=model,
+    )
+    chosen, runs = play(study, only, seeds=seeds, choose=choose, jobs=0 if report else jobs)
+    print_study(study, chosen, runs, tries=choose, as_json=as_json)
+
+
+Done = CellFile[Cell, ParadigmRun]
+
+
+def play(
+    study: Study, only: Sequence[str] | None, *, seeds: int, choose: int, jobs: int
+) -> tuple[list[Cell], list[ParadigmRun]]:
+    """The setting of every entrant, chosen out of its grid on so many seeds, each for the better
+    half of what the one before left, and its runs that are compared; with no `jobs` those that are
+    there. Raises UsageError where there are none."""
+    names = list(only or ENTRANTS)
+    if unknown := [name for name in names if name not in ENTRANTS]:
+        raise UsageError(f"no entrant {unknown[0]!r}", hint=f"one of {', '.join(ENTRANTS)}")
+    study.begin()
+    done: Done = CellFile(Path(study.out), study.setting(), kind=ParadigmRun)
+    rates = study.scale.rates if choose else study.scale.rates[:1]
+    settings = {name: list(settings_of(name, rates)) for name in names}
+    tries: list[ParadigmRun] = []
+    for seed in range(choose):
+        cells = [cell for name in names for cell in on_seeds(settings[name], seed)]
+        tries += measure_cells(study, done, cells, jobs=jobs)
+        settings = {name: better_half(settings[name], tries) for name in names}
+    chosen = [settings[name][0] for name in names]
+    runs = measure_cells(study, done, reported(chosen, seeds), jobs=jobs)
+    if not runs:
+        raise UsageError(f"{study.out} has none of these runs yet", hint="leave out --report")
+    return chosen, runs
+
+
+def measure_cells(
+    study: Study, done: Done, cells: Sequence[Cell], *, jobs: int
+) -> list[ParadigmRun]:
+    """Run those that are not done, each in a process of its own, so many at a time; those that are
+    then."""
+    missing = [one for one in cells if one not in done.cells] if jobs else []
+    with ThreadPoolExecutor(max(1, jobs)) as threads:
+        running = [threads.submit(_run_apart, study, one) for one in missing]
+        try:
+            for at, one in enumerate(as_completed(running), 1):
+                done.add(one.result())
+                say(f"{line_of(one.result())}; {len(missing) - at} to go")
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return [done.cells[one] for one in cells if one in done.cells]
+
+
+def _run_apart(study: Study, cell: Cell) -> ParadigmRun:
+    task = Task(study=study, cell=cell)
+    module = "dora_pipe.bench.studies.paradigms_study"
+    return result_of(module, task, ParadigmRun, limit_s=RUN_LIMIT_S)
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, for a process of its own."""
+
+    study: Study
+    cell: Cell
+
+
+def _main() -> None:
+    """Run one cell; what others print goes to the standard error."""
+    task = task_of(Task)
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        answer.write(msgspec.json.encode(task.study.run(task.cell)) + b"\n")
+
+
+def line_of(run: ParadigmRun) -> str:
+    """A run in one line."""
+    reached = "target not reached" if run.target_s is None else f"target in {run.target_s:.1f} s"
+    return (
+        f"{run.cell}: {run.samples_per_s:.2g} samples/s, {reached}, reward {run.reward:.3f},"
+        f" {run.seconds:.1f} s"
+    )
+
+
+def print_study(
+    study: Study, chosen: Sequence[Cell], runs: Sequence[ParadigmRun], *, tries: int, as_json: bool
+) -> None:
+    """What was chosen, every run, and how the entrants compare."""
+    seeds = len({run.cell.seed for run in runs})
+    rows = [_row_of(run) for run in runs]
+    compared = [
+        (name, compare(runs, figure, base=base)) for name, figure in FIGURES for base in BASES
+    ]
+    if as_json:
+        emit_json({"setting": study.summary(seeds), "chosen": msgspec.to_builtins(chosen)})
+        emit_rows(
+            [],
+            [{**row, "course": run.course} for row, run in zip(rows, runs, strict=True)],
+            as_json=True,
+        )
+        for name, found in compared:
+            emit_rows([], [{"figure": name, **asdict(one)} for one in found], as_json=True)
+        return
+    emit_line(study.summary(seeds))
+    why = f"the best of its grid, halved on {tries} other seeds" if tries else "its own"
+    emit_table(
+        ("entrant", "C", "learning rate", "filter", "chosen as"),
+        [(one.entrant, one.batches, one.learning_rate, one.filtered, why) for one in chosen],
+    )
+    emit_rows(list(rows[0]), rows, as_json=False)
+    for name, found in compared:
+        if len(found) > 1:
+            emit_line()
+            ratio = f"ratio to {found[0].base}"
+            heads = ("entrant", name, ratio, "lowest", "highest", "pairs", "95 %", "")
+            emit_table(heads, [_compared_row(one) for one in found])
+
+
+def _row_of(run: ParadigmRun) -> dict[str, Any]:
+    figures = msgspec.to_builtins(run)
+    del figures["setting"], figures["cell"], figures["course"]
+    return {"entrant": run.cell.entrant, "seed": run.cell.seed, **figures}
+
+
+def _compared_row(one: Compared) -> tuple[object, ...]:
+    interval = "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval)
+    said = "" if one.told_apart or one.entrant == one.base else "not distinguishable"
+    return one.entrant, one.mean, one.ratio, one.low, one.high, one.seeds, interval, said
+
+
+if __name__ == "__main__":
+    _main()

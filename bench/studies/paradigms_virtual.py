@@ -1,0 +1,293 @@
+"""Trains a task in virtual time, for `bench paradigms`; decides nothing.
+
+Production's machines, planner, engine, trainer, chat and task process do their real work on a real
+model, which learns; only how long things take is drawn or fixed (`Pace`), so that no figure depends
+on what else the machine does, and a run gives the same figures everywhere that it gives the same
+bits. A tool takes as long as ROLL Flash's environments (arXiv 2510.11345), N(10, 10) s and none
+below 0; the same call of the same trajectory takes the same time for every entrant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun, evaluated, measure_run, settled
+from dora_pipe.catalogue.reading import LivingCatalogue
+from dora_pipe.config.model import Config
+from dora_pipe.config.several import pool_specs
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.trainer.effects import TrainPart, TrainStep
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.producers.chat.chat import Chat
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.registry import open_engine
+from dora_pipe.producers.tasks.calls import EnvStep, Forget, RewardCall, TaskCall, TaskEvent
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.worker.chats import chats_of
+from dora_pipe.producers.worker.ports import TaskPort
+from dora_pipe.schemas.control import DataSet
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.sim.modelled_worker import EngineRates
+from dora_pipe.sim.parts import (
+    MS,
+    Delays,
+    PlainParts,
+    SimTasks,
+    Site,
+    TimedTaskPort,
+    WorkerParts,
+    WorkerPlan,
+)
+from dora_pipe.sim.world import SECOND_NS, World
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+
+ANSWER_S: Final = 1.0
+"""How long one look into the task process waits; the pool's limits end what hangs."""
+
+RUN_S: Final = 10**6
+"""Of virtual time, within which a run has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long things take, s."""
+
+    rates: EngineRates
+    """Of a step of an engine, by how many requests run in it, and of loading a version."""
+    train_s: float
+    """Computing a whole batch; a part of it takes its share."""
+    update_s: float
+    """What a step takes beyond that: the optimizer, and writing the version."""
+    tool_mean_s: float = 0.0
+    tool_deviation_s: float = 0.0
+    look_s: float = 30.0
+    """Between two looks at a run's evaluations."""
+
+    def shared_by(self, devices: int) -> Pace:
+        """Training on so many devices instead of one; publishing is no faster."""
+        return replace(self, train_s=self.train_s / devices)
+
+
+TOOLS: Final = Pace(
+    rates=EngineRates(tau_s=0.5, load_s=2.0),
+    train_s=28.0,
+    update_s=2.0,
+    tool_mean_s=10.0,
+    tool_deviation_s=10.0,
+)
+"""A turn of the calculator has six tokens: 3 s in a slot, whatever else is there."""
+
+DEMO: Final = Pace(
+    rates=EngineRates(tau_s=0.005, rise=2.6, full=64, load_s=0.1),
+    train_s=0.9,
+    update_s=0.3,
+    look_s=4.0,
+)
+"""The demo's model with a core for each role, as a synchronous run of it on two cores was: 12 ms a
+token of 36 requests together, and a batch computed in .9 s; `bench engine` says how much longer a
+token of many requests takes than one of a request alone."""
+
+GPU: Final = Pace(
+    rates=EngineRates(tau_s=0.1, rise=1.0, full=64, load_s=1.0), train_s=6.0, update_s=1.0
+)
+"""A full engine of 64 requests takes twice as long for a token as one with a single request, as a
+decoder whose weights are read for every token does. Two workers generate a batch in somewhat more
+time than it takes to train it."""
+
+
+PACES: Final[Mapping[str, Pace]] = {"demo": DEMO, "gpu": GPU, "tools": TOOLS}
+
+
+def run_virtual(
+    config: Config, cell: Cell, *, pace: Pace, setting: str, target: float
+) -> ParadigmRun:
+    """A run to its target, or to its last step, and its figures. Raises what a run raises,
+    InvariantBroken unless its audit is clean, ResourceError where it does not end."""
+    with TaskPool(config.task) as pool:
+        pool.wait()
+        parts = VirtualParts.of(config, pool, pace)
+        names = [f"w{number}" for number in range(config.workers.count)]
+        workers = [_plan(one, config, pace) for one in names]
+        with (
+            World(config, workers=workers, parts=parts) as run,
+            closing(TargetWatch(run, target, every_s=pace.look_s)) as watch,
+        ):
+            if not run.run(until_ns=RUN_S * SECOND_NS, done=watch.over):
+                raise ResourceError(f"{cell}: not at its end after {RUN_S} s of virtual time")
+            found = measure_run(run.bus, run.topics, cell=cell, setting=setting, target=target)
+    training = found.steps * (pace.train_s + pace.update_s) / found.seconds
+    return msgspec.structs.replace(found, training=training)  # the trainer's own clock is real
+
+
+class TargetWatch:
+    """Sees when a run has come to its target: what it would do behind that is not compared, and
+    costs more than all before, since most groups are filtered there."""
+
+    def __init__(self, run: World, target: float, *, every_s: float) -> None:
+        self._run, self._target = run, target
+        self._every_ns = int(every_s * SECOND_NS)
+        self._living = LivingCatalogue(run.bus, run.topics)
+        self._look_ns = 0
+
+    def over(self) -> bool:
+        """Whether it has, or is at its end."""
+        if not self._run.roles:
+            return True
+        if self._run.clock.ns < self._look_ns:
+            return False
+        self._look_ns = self._run.clock.ns + self._every_ns
+        while self._living.advance():
+            pass
+        self._living.refresh()
+        return settled([reward for _, reward in evaluated(self._living.catalogue)], self._target)
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._living.close()
+        self._living.catalogue.close()
+
+
+def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
+    return WorkerPlan(
+        name=name,
+        slots=config.workers.slots,
+        prefetch=config.workers.prefetch,
+        context_tokens=config.workers.context_tokens,
+        load_ns=int(pace.rates.load_s * SECOND_NS),
+        elastic=config.workers.is_elastic(name),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualParts(PlainParts):
+    """A model that learns, an engine at a pace, and a task whose tools take their time."""
+
+    start: Path
+    """The model directory of version 0."""
+    pool: TaskPool
+    """One process for all workers: whose turn it is takes no time here."""
+    pace: Pace
+    sources: Mapping[str, DataSet]
+    chat: Chat | None
+    tokenizer: Tokenizer
+    per_step: int
+    ahead: dict[int, int] = field(default_factory=dict)
+    """Groups of a step whose part was computed ahead."""
+
+    @classmethod
+    def of(cls, config: Config, pool: TaskPool, pace: Pace) -> VirtualParts:
+        """The parts of a run whose task the pool has opened."""
+        start, facts = Path(config.model.path), pool.facts
+        assert facts is not None
+        tokenizer = Tokenizer(start)
+        specs = pool_specs(config)
+        chats = chats_of([(specs[0], pool)], 0, start, tokenizer, stop=lambda: False)
+        return cls(
+            steps_max=1,
+            delays=Delays(publish_ns=0),
+            start=start,
+            pool=pool,
+            pace=pace,
+            sources={name: facts.data(name) for one in specs for name in one.sources},
+            chat=next(iter(chats.values()), None),
+            tokenizer=tokenizer,
+            per_step=config.groups.per_step,
+        )
+
+    @property
+    def single_turn(self) -> bool:
+        """See `WorkerParts`."""
+        facts = self.pool.facts
+        return facts is not None and facts.single_turn
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        """The model that it starts from."""
+        return import_model(store, self.start)
+
+    def data(self, config: Config) -> Mapping[str, DataSet]:
+        """The task's own."""
+        return self.sources
+
+    def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
+        """Plain ports, with the task process behind the first."""
+        made = super().worker(site, plan)
+        tasks = LateTasks(site.clock, self.pool, self.pace, seed=site.config.run.seed)
+        port = TimedTaskPort(TaskPort(tasks, self.tokenizer, self.chat), tasks)
+        stops = self.tokenizer if self.chat is None else self.chat
+        return replace(made, ports=[port, *made.ports[1:]], stop_ids=stops.stop_ids)
+
+    def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
+        """See PlainParts."""
+        return int(self.pace.rates.tau(engine.active) * SECOND_NS)
+
+    def work_ns(self, effect: Any) -> int:
+        """A part takes its share of the time of a batch, and what is left comes with the last."""
+        match effect:
+            case TrainPart(decision=part):
+                groups = len(part.groups)
+                self.ahead[part.step] = self.ahead.get(part.step, 0) + groups
+                return int(self.pace.train_s * groups / self.per_step * SECOND_NS)
+            case TrainStep(step=step):
+                left = max(0.0, 1.0 - self.ahead.pop(step, 0) / self.per_step)
+                return int((self.pace.train_s * left + self.pace.update_s) * SECOND_NS)
+            case _:
+                return super().work_ns(effect)
+
+    def engine(self, site: Site, plan: WorkerPlan) -> Engine:
+        """The one that the configuration means."""
+        assets = site.store.assets_path(site.run_started.assets_digest)
+        return open_engine(assets=assets, config=site.config, decode=self.tokenizer.full_text)
+
+    def learner(self, site: Site) -> Learner:
+        """The trainer that the configuration means."""
+        started = site.run_started
+        return make_learner(
+            assets=site.store.assets_path(started.assets_digest),
+            reference=site.store.weights_path(started.policy.digest),
+            config=site.config,
+        )
+
+
+class LateTasks(SimTasks):
+    """A task process that answers at once, and is heard when a tool's time is over."""
+
+    def __init__(self, clock: Clock, pool: TaskPool, pace: Pace, *, seed: int) -> None:
+        super().__init__(clock, answer=self._ask, delay_ns=self._delay_ns)
+        self._pool, self._pace, self._seed = pool, pace, seed
+        self._turns: Counter[str] = Counter()
+
+    def start(self, effect: TaskCall | Forget) -> None:
+        """See SimTasks; the process forgets too."""
+        if isinstance(effect, Forget):
+            self._pool.start(effect)
+        if isinstance(effect, Forget | RewardCall):
+            self._turns.pop(effect.request, None)
+        super().start(effect)
+
+    def _ask(self, call: TaskCall) -> TaskEvent:
+        self._pool.start(call)
+        while True:
+            for event in self._pool.poll(ANSWER_S):
+                assert event.request == call.request, "nobody else has asked"
+                return event
+
+    def _delay_ns(self, call: TaskCall) -> int:
+        if not isinstance(call, EnvStep) or not call.turn.tool_calls:
+            return 5 * MS
+        trajectory = call.request.partition("/")[0]
+        self._turns[call.request] += 1
+        chance = Random(f"{self._seed} {trajectory} {self._turns[call.request]}")
+        latency_s = chance.gauss(self._pace.tool_mean_s, self._pace.tool_deviation_s)
+        return max(5 * MS, int(latency_s * SECOND_NS))

@@ -223,7 +223,6 @@ def run_started(config: Config) -> RunStarted:
         at_ns=START_NS,
         schema_version=SCHEMA_VERSION,
         policy=weights(0),
-        assets_digest=ASSETS,
     )
 
 

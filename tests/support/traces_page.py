@@ -101,29 +101,8 @@ Following a log of 20 944 short trajectories (48 steps, 102 s on two cores) take
 where a tenth of the groups is drawn, which is 2.5 % of what the machine has; 13.1 s where all are
 traced. Off takes nothing. The follower has a lower priority than the roles.
 
-What that leaves of a run's throughput on your machine is measured side by side, the same short run
-with traces and without, in turns:
-
-```console
-$ dora-pipe bench traces                        # the demo's task, 5 rounds, a tenth of the groups
-$ dora-pipe bench traces --ratio 1 --rounds 3   # every group
-$ dora-pipe bench traces mine.toml --steps 12   # a run of your own
-```
-
-The endpoint is a process of the same machine, which takes everything and keeps nothing. The policy
-of these runs hardly moves, so that all of them sample the same kind of trajectories. `ratio` is the
-median over the rounds of on to off; `off_spread_percent` says how far apart the runs without traces
-were, and a loss that is smaller cannot be told from chance here. At most 3 % may be lost.
-
-```console
-$ dora-pipe bench traces --rounds 5
-figure                      rounds  ratio   low     high   lost_percent  off_spread_percent
-sampled_tokens_per_s        5       0.9803  0.8519  1.022  1.97          18.96
-trained_trajectories_per_s  5       0.9802  0.8519  1.022  1.98          18.96
-```
-
-2 % of the throughput, with a tenth of the groups sent. Other work fell into the second of these
-rounds, whence the spread; the three after it lost 2.0, gained 0.4 and lost 2.9 %.
+With a tenth of the groups sent, the demo's task lost 2 % of its throughput (five rounds on and off
+in turns, 2026-11-27, commit 098e7b28).
 
 ## Ids
 

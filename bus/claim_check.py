@@ -35,10 +35,8 @@ from msgspec import structs
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.checks import OpenedHere, check_position, record_bytes
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Writer
-from dora_pipe.core.direct_io import read_direct, write_direct
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
-from dora_pipe.core.heap import keep_freed
 from dora_pipe.schemas.wire import DIGEST, digest_as, value_digest
 
 CLAIM: Final = "claim"
@@ -98,7 +96,11 @@ class ClaimFiles(ClaimStore):
         partial = self.folder / f".{digest}.{uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_direct(partial, value, synced=self.synced)
+            with partial.open("wb") as file:
+                file.write(value)
+                if self.synced:
+                    file.flush()
+                    os.fsync(file.fileno())
             partial.replace(path)
             if self.synced:
                 sync(self.folder)
@@ -111,9 +113,12 @@ class ClaimFiles(ClaimStore):
             ) from error
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """The file's bytes; never more than were claimed."""
+        """The file's bytes; None where it is not of the size that was claimed."""
         try:
-            return read_direct(self.folder / digest, size_bytes)
+            with (self.folder / digest).open("rb") as file:
+                if os.fstat(file.fileno()).st_size != size_bytes:
+                    return None
+                return file.read(size_bytes)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -299,7 +304,7 @@ class ClaimReader(ReaderWrapper):
 
 def _threads() -> ThreadPoolExecutor:
     """Those that wait for a disk; none is there before the first of its values."""
-    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims", initializer=keep_freed)
+    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims")
 
 
 def claimed_bytes(record: Record) -> int:

@@ -136,7 +136,7 @@ def pool_specs(config: Config) -> list[PoolSpec]:
             own = msgspec.structs.replace(
                 task, eval_data=one.data or task.eval_data, eval_split=one.split, eval_share=0.0
             )
-            if task.kind in ("dataset", "jsonl"):  # What it is trained on is opened elsewhere.
+            if task.kind == "dataset":  # What it is trained on is opened elsewhere.
                 data = own.eval_data or task.data
                 own = msgspec.structs.replace(own, data=data, eval_data=data, split=one.split)
             apart.append(PoolSpec(task=own, sources=(name,)))

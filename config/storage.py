@@ -120,11 +120,5 @@ def deletes(config: Config, started: RunStarted) -> str:
 
 
 def keep_every_of(asked: int | Literal["auto"], started: RunStarted) -> int:
-    """`store.keep_every` of a run that has begun: what is asked now, else what it began with.
-
-    A run that was begun before there was an `auto`, or such a key at all, keeps everything.
-    """
-    if asked != "auto":
-        return asked
-    began = started.config.get("store", {}).get("keep_every", 0)
-    return 0 if began == "auto" else int(began)
+    """`store.keep_every` of a run that has begun: what is asked now, else what it began with."""
+    return int(started.config["store"]["keep_every"]) if asked == "auto" else asked

@@ -137,7 +137,7 @@ def look(
 
 def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
     """Whether asking for a prompt begins no episode of the user's code."""
-    tools_alone = task.kind in ("dataset", "jsonl") and not task.mcp
+    tools_alone = task.kind == "dataset" and not task.mcp
     return not task.has_agent and (single_turn or tools_alone)
 
 

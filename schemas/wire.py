@@ -160,8 +160,8 @@ REWARD_MAX: Final = 1e6
 Within it nothing that is made of rewards overflows: an advantage is a difference of two of them,
 2e6 at most, or that divided by their standard deviation; its square is 4e12, the sum of those over
 a batch of 1e9 trajectories is 4e21, and float32, in which losses and gradients are computed, ends
-at 3e38. That bound is the task's: readers take every finite reward, since older logs hold some
-beyond it, and a trainer says of a batch that overflows that it is `NonFinite`.
+at 3e38. The task process enforces it; readers take every finite reward, and a trainer reports a
+batch that overflows as `NonFinite`.
 """
 
 ABSTAINED: Final = "abstained"

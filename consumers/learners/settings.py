@@ -21,7 +21,7 @@ MASKED: Final = "on"
 """A packed line at once, under a mask ..."""
 
 VARLEN: Final = "varlen"
-"""... or each of its sequences by itself, which is younger and not of every device."""
+"""... or each of its sequences by itself, which not every device can."""
 
 Packing = bool | Literal["on", "varlen"]
 """True: the best way that there is."""
@@ -31,15 +31,6 @@ ROUTER_AUX_LOSS: Final = "trainer.router_aux_loss"
 
 _OF: Final = "objective."
 _OPTION: Final = "options."
-
-_YOUNGER: Final = {
-    "kind": "grpo",
-    "proximal": "behaviour",
-    "advantage": "group",
-    "kl_estimate": "k3",
-    "mask": "none",
-}
-"""Keys that are younger than the first logs, which therefore lack them, with what was done then."""
 
 
 class StepSettings(
@@ -68,7 +59,7 @@ class StepSettings(
 
 def step_settings(settings: Settings) -> StepSettings:
     """From logged keys; others are ignored. Raises ConfigError for one missing or mistyped."""
-    given = {**_YOUNGER, **_of_objective(settings)}
+    given = _of_objective(settings)
     used = uses(given) | {"kind"}
     taken = used | MAY_LACK | {"options"}
     own = {key: value for key, value in given.items() if key in taken}
@@ -76,7 +67,7 @@ def step_settings(settings: Settings) -> StepSettings:
     try:
         if missing:
             lacks = f"Object missing required field `objective.{missing[0]}`"
-            raise msgspec.ValidationError(f"{lacks} of kind {own['kind']}")
+            raise msgspec.ValidationError(f"{lacks} of kind {own.get('kind')}")
         return msgspec.convert({**settings, "objective": own}, StepSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the settings of this step cannot be used: {error}") from None
@@ -119,7 +110,7 @@ def _of_objective(settings: Settings) -> dict[str, Any]:
 
 
 def advantage_rule(settings: Settings) -> tuple[Advantage | None, bool]:
-    """Which advantages a commit's settings ask for, and whether divided; older ones say less."""
-    by_rewards = rewarded(str(settings.get("objective.kind", "grpo")))
-    advantage = cast("Advantage", settings.get("objective.advantage", "group"))
-    return advantage if by_rewards else None, bool(settings.get("objective.advantage_std", True))
+    """The advantages that a commit's settings ask for, and whether they are divided."""
+    by_rewards = rewarded(str(settings["objective.kind"]))
+    advantage = cast("Advantage | None", settings.get("objective.advantage"))
+    return advantage if by_rewards else None, bool(settings.get("objective.advantage_std"))

@@ -294,10 +294,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
             or f"one of {', '.join(BUILT_IN)}, or module:function of your own",
         )
     if key != SINGLE:
-        said = msgspec.to_builtins(use)
-        if not use.group:
-            del said["group"]  # So that what older versions digested is digested as it was.
-        sources += (canonical(said).decode(),)
+        sources += (canonical(msgspec.to_builtins(use)).decode(),)
     return Part(name=use.called, weight=use.weight, ask=ask, sources=sources, check_answer=check)
 
 

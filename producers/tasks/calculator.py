@@ -6,8 +6,8 @@
     assistant    answer 16
 
 With `options.tools` the calculator is a Python function that the model calls, prompts are messages,
-and `CHAT_TEMPLATE` says how all that is written. Without (runs that are older have no chat
-template), it is an environment that reads and writes words:
+and `CHAT_TEMPLATE` says how all that is written. Without, it is an environment that reads and
+writes words:
 
     prompt       n3 7 n2 5 n1 4 |
     model        n2 call 7 + 5            environment   result 12

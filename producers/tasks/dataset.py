@@ -1,4 +1,4 @@
-"""Rows of files, and rewards by name: the built-in task `dataset`, also called `jsonl`.
+"""Rows of files, and rewards by name: the built-in task `dataset`.
 
 It decides what of a row is the prompt: the text of a column, or its conversation without the
 assistant's message that ends it, which is then the answer where the row has no other. Further
@@ -201,7 +201,7 @@ class DatasetTask(Task):
         Raises TaskError where a row has no answer, or is not of the kind of the others.
         """
         rows = self.rows("train")
-        chance = random.Random(derive_seed("jsonl", "demonstrations", seed))
+        chance = random.Random(derive_seed("dataset", "demonstrations", seed))
         places = list(_drawn(chance, len(rows), count))
         if not places:
             raise TaskError(f"{self._where}: has no rows")

@@ -31,9 +31,7 @@ BUILT_IN: Mapping[str, type[Task]] = {
     "arithmetic": Arithmetic,
     "calculator": CalculatorTask,
     "dataset": DatasetTask,
-    "jsonl": DatasetTask,
 }
-"""`jsonl` is the name that `dataset` had when it read nothing else."""
 
 ADAPTERS: Final[Mapping[str, str]] = {
     "gymnasium": "gymnasium:GymnasiumTask",

@@ -55,7 +55,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / f"{split}.jsonl").write_text(lines)
     return Case(
         config=model.Task(
-            kind="jsonl",
+            kind="dataset",
             data=str(tmp_path / "train.jsonl"),
             eval_data=str(tmp_path / "eval.jsonl"),
             reward=f"{name}:score",
@@ -134,7 +134,7 @@ def test_prompts_and_demonstrations_use_no_word_without_a_token(case: Case, task
 
 
 def test_evaluation_rows_do_not_depend_on_the_seed_option(case: Case, task: Task) -> None:
-    if case.config.kind == "jsonl":
+    if case.config.kind == "dataset":
         pytest.skip("its rows are files")
     options = {**case.config.options, "seed": 77}
     other = open_task(msgspec.structs.replace(case.config, options=options))

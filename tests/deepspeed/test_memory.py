@@ -10,7 +10,6 @@ from dora_pipe.consumers.learners.deepspeed import engine
 from dora_pipe.consumers.learners.torch import packed_attention
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.packed_attention import set_attention
-from dora_pipe.core.heap import give_back_freed
 from tests.deepspeed.conftest import Bench
 from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch
@@ -115,7 +114,6 @@ def test_rank_holds_no_more_of_a_network_than_it_keeps_and_a_layer(
 ) -> None:
     """A base beside an adapter: nothing else is as large. Whole it is what a rank had at first."""
     deepspeed.need_deepspeed(ranks=2)
-    give_back_freed()
     Bench(tmp_path / "a", make_qwen3_moe(tmp_path / "small")).deepspeed(lora=LORA, **options)
     large = Bench(tmp_path / "b", make_qwen3_moe(tmp_path / "model", **LARGE))
     whole = large.weights.stat().st_size

@@ -280,7 +280,7 @@ def _command_lines() -> list[bytes]:
 def test_programs_run_beside_each_other_in_a_task_process_and_end_with_it(tmp_path: Path) -> None:
     rows = [{"prompt": "add", "tests": ASSERTS}, {"prompt": "sum", "tests": PAIRS}]
     (tmp_path / "rows.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
-    config = model.Task(kind="jsonl", data=str(tmp_path / "rows.jsonl"), reward="code")
+    config = model.Task(kind="dataset", data=str(tmp_path / "rows.jsonl"), reward="code")
     texts = [ADD, "no", ADD, "def add(a, b): return 3"]
     with TaskPool(config) as pool:
         pool.wait()

@@ -245,7 +245,7 @@ def _task(tmp_path: Path, url: str, **keys: Any) -> model.Task:
         **{"range": [0.0, 10.0]},
     }
     return model.Task(
-        kind="jsonl",
+        kind="dataset",
         data=str(tmp_path / "rows.jsonl"),
         directory=str(tmp_path),
         rewards=(

@@ -19,7 +19,7 @@ TASKS = """
 [[task]]
 name = "letters"
 ratio = 3
-kind = "jsonl"
+kind = "dataset"
 data = "rows.jsonl"
 eval_data = "rows.jsonl"
 reward = "judge:score"

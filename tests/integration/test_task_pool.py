@@ -243,7 +243,7 @@ def test_data_that_changed_under_a_run_is_found_by_the_next_process(folder: Path
     rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n')
     (folder / "dying.py").write_text("import os\ndef score(row, text): os._exit(1)\n")
-    config = model.Task(kind="jsonl", data=str(rows), reward="dying:score", directory=str(folder))
+    config = model.Task(kind="dataset", data=str(rows), reward="dying:score", directory=str(folder))
     with TaskPool(config) as pool:
         pool.wait()
         rows.write_text('{"prompt": "b"}\n')

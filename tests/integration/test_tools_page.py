@@ -20,7 +20,7 @@ def config(folder: Path, kind: str) -> model.Task:
     (folder / "judged.py").write_text(BLOCKS[1])
     (folder / "rows.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
     task = model.Task(kind=kind, directory=str(folder), environment_timeout_s=1.0)
-    if kind == "jsonl":
+    if kind == "dataset":
         return replace(task, data=str(folder / "rows.jsonl"), reward="judged:score")
     return task
 
@@ -61,6 +61,6 @@ def test_the_tools_of_the_page_are_told_and_called(tmp_path: Path) -> None:
 
 
 def test_the_reward_of_the_page_may_wait(tmp_path: Path) -> None:
-    with TaskPool(config(tmp_path, "jsonl")) as pool:
+    with TaskPool(config(tmp_path, "dataset")) as pool:
         scored = ask(pool, score("a", "it is 4"))
         assert scored == Rewarded(request="a", reward=1.0, raw=None, parts={})

@@ -20,11 +20,16 @@ SETTINGS: Settings = {
     "trainer.learning_rate": 1e-3,
     "trainer.grad_norm_max": 1.0,
     "trainer.minibatches": 2,
+    "objective.kind": "grpo",
     "objective.clip_low": 0.2,
     "objective.clip_high": 0.28,
+    "objective.proximal": "behaviour",
     "objective.loss": "token-mean",
+    "objective.advantage": "group",
     "objective.advantage_std": True,
     "objective.kl": 0.0,
+    "objective.kl_estimate": "k3",
+    "objective.mask": "none",
 }
 """Logged keys as a batch decision carries them."""
 

@@ -39,7 +39,7 @@ steps = 3
 [model]
 path = "model"
 [task]
-kind = "jsonl"
+kind = "dataset"
 data = "rows.jsonl"
 eval_data = "rows.jsonl"
 reward = "judge:score"

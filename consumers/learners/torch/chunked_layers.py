@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slices, decoder_layers
-from dora_pipe.core.heap import give_back_freed
 
 _PROBE_TOKENS: Final = 8
 
@@ -77,8 +76,6 @@ def _in_chunks(
         count = memory.mlp_chunks(rows * tokens, width, hidden.device.type)
         if count <= 1:
             return compute(hidden)
-        if torch.is_grad_enabled() and hidden.device.type == "cpu":
-            give_back_freed()
         sizes = [one.stop - one.start for one in chunk_slices(rows * tokens, count)]
         found = [
             checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False)

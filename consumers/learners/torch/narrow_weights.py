@@ -27,8 +27,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dora_pipe.core.heap import give_back_freed
-
 HELD = torch.bfloat16
 
 
@@ -97,8 +95,6 @@ class NarrowWeights:
     def _in_place_of(self, module: Any) -> Iterator[None]:
         """The module's matrices are found as attributes before they are as parameters."""
         held = {name: one for name, one in module._parameters.items() if _is_held(one)}
-        if any(one.device.type == "cpu" for one in held.values()):
-            give_back_freed()
         wide = {name: one.detach().to(torch.float32) for name, one in held.items()}
         storages = {_storage(one): held[name] for name, one in wide.items()}
         self._widened.update(storages)

@@ -521,8 +521,6 @@ def test_large_whole_versions_are_not_all_kept_where_nothing_is_said(
     [
         ({"store": {"keep_every": 10}}, "auto", 10),
         ({"store": {"keep_every": 0}}, "auto", 0),
-        ({"store": {}}, "auto", 0),
-        ({}, "auto", 0),
         ({"store": {"keep_every": 10}}, 0, 0),
         ({"store": {"keep_every": 0}}, 5, 5),
     ],

@@ -90,14 +90,6 @@ def test_kinds_lead_to_different_weights(policy: Policy) -> None:
     assert len({digest for _, digest in found}) == len(kinds)
 
 
-def test_settings_of_an_older_log_are_grpo_with_the_same_bits(policy: Policy) -> None:
-    older = {**SETTINGS, "trainer.minibatches": 2}
-    assert {key for key in older if key.startswith("objective.")} == {
-        f"objective.{key}" for key in ("clip_low", "clip_high", "loss", "advantage_std", "kl")
-    }
-    assert policy.train(batch_of(), older)[1] == policy.train(batch_of(), settings_for("grpo"))[1]
-
-
 def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy) -> None:
     result, _ = policy.train(batch_of(), settings_for("decoupled-ppo", weight_max=1e6))
     first = [row for row in result.contributions if row["minibatch"] == 0 and row["ratio_mean"]]

@@ -68,10 +68,10 @@ def test_data_of_the_configuration_is_handed_over() -> None:
     ("kind", "keys", "error", "message"),
     [
         ("arithmetik", {}, ConfigError, "did you mean `arithmetic`?"),
-        ("chess", {}, ConfigError, "one of arithmetic, calculator, dataset, jsonl"),
+        ("chess", {}, ConfigError, "one of arithmetic, calculator, dataset"),
         ("arithmetic", {"options": {"cuont": 1}}, ConfigError, "did you mean `count`?"),
         ("arithmetic", {"data": "x"}, ConfigError, "task.data: `arithmetic` does not take it"),
-        ("jsonl", {}, ConfigError, "task.data"),
+        ("dataset", {}, ConfigError, "task.data"),
         (f"{HERE}:make", {}, ConfigError, "missing a required argument: 'size'"),
         (f"{HERE}:Min", {}, TaskError, "did you mean `Mine`?"),
         (f"{HERE}:NUMBER", {}, TaskError, "neither a Task nor a class"),
@@ -117,7 +117,7 @@ def test_reward_digest_follows_the_source_of_the_users_function(
     for number in range(2):
         name = f"digested_{tmp_path.name}_{number}"
         (tmp_path / f"{name}.py").write_text(f"def score(row, text): return {number}.0\n")
-        digests.add(reward_digest(of("jsonl", data=str(data), reward=f"{name}:score")))
+        digests.add(reward_digest(of("dataset", data=str(data), reward=f"{name}:score")))
     assert len(digests) == 2
     assert all(len(digest) == 64 for digest in digests)
 

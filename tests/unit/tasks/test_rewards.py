@@ -224,7 +224,7 @@ BY_NAME = [f"row_and_{name}" for name in ("turns", "messages", "answer", "comple
 
 @pytest.mark.parametrize("function", [*BY_NAME, "by_place"])
 def test_arguments_mean_the_same_by_either_key(function: str) -> None:
-    single = open_rewards(model.Task(kind="jsonl", reward=f"{HERE}:{function}"))
+    single = open_rewards(model.Task(kind="dataset", reward=f"{HERE}:{function}"))
     assert single.score(ROW, SAID) == 1.0
     assert value(Rewards([use(function)]).score(ROW, SAID)) == 1.0
 
@@ -235,7 +235,7 @@ def value(scored: Any) -> float:
 
 
 def test_a_single_reward_of_the_package_has_parts() -> None:
-    rewards = open_rewards(model.Task(kind="jsonl", reward="exact"))
+    rewards = open_rewards(model.Task(kind="dataset", reward="exact"))
     assert rewards.score(ROW, SAID) == Reward(value=1.0, raw=1.0, parts={"exact": 1.0}, answer="42")
 
 
@@ -359,7 +359,7 @@ def test_weights_options_and_versions_of_libraries_are_digested(
 
 def test_a_list_is_written_and_read_back_the_same(tmp_path: Path) -> None:
     uses = [{"use": "math"}, {"use": "m:f", "weight": 0.1, "options": {"words": [1, {"a": "x"}]}}]
-    config = from_plain({**PLAIN, "task": {"kind": "jsonl", "rewards": uses}})
+    config = from_plain({**PLAIN, "task": {"kind": "dataset", "rewards": uses}})
     (tmp_path / "config.toml").write_text(dump_toml(config))
     again = load_config(tmp_path / "config.toml", [])
     assert again.task.rewards == config.task.rewards
@@ -372,7 +372,7 @@ PLAIN: dict[str, Any] = {"run": {"name": "a", "steps": 1}, "model": {"path": "m"
 
 
 def _config(**task: Any) -> None:
-    from_plain({**PLAIN, "task": {"kind": "jsonl", **task}})
+    from_plain({**PLAIN, "task": {"kind": "dataset", **task}})
 
 
 @pytest.mark.parametrize(

@@ -374,15 +374,6 @@ def turns_of(
     return found
 
 
-def turn_places(segments: Sequence[Segment]) -> dict[int, int]:
-    """Where each turn of the model begins, in order; those without a token are left out."""
-    found: dict[int, int] = {}
-    for one in segments:
-        if one.kind == "model" and one.end > one.start:
-            found.setdefault(one.turn, one.start)
-    return found
-
-
 def answer_of(trajectory: Trajectory) -> list[int]:
     """What the model said last: to an agent in the call that was answered last, else in the last
     turn; empty where it said nothing."""

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Final, Literal, cast
 import msgspec
 
 from dora_pipe.config.model import LEARNING_RATE_MAX, Objective
-from dora_pipe.config.objectives import MAY_LACK, Advantage, rewarded, settled, uses
+from dora_pipe.config.objectives import (
+    MAY_LACK,
+    Advantage,
+    defaults_of,
+    rewarded,
+    settled,
+    uses,
+)
 from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 
@@ -111,6 +118,7 @@ def _of_objective(settings: Settings) -> dict[str, Any]:
 
 def advantage_rule(settings: Settings) -> tuple[Advantage | None, bool]:
     """The advantages that a commit's settings ask for, and whether they are divided."""
-    by_rewards = rewarded(str(settings["objective.kind"]))
-    advantage = cast("Advantage | None", settings.get("objective.advantage"))
-    return advantage if by_rewards else None, bool(settings.get("objective.advantage_std"))
+    given = _of_objective(settings)
+    known = {**defaults_of(given), **given}
+    advantage = known.get("advantage") if rewarded(str(known.get("kind", "grpo"))) else None
+    return cast("Advantage | None", advantage), bool(known.get("advantage_std"))

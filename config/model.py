@@ -87,7 +87,7 @@ class Task(Section, frozen=True, kw_only=True):
     """How many of the training groups are of this task, beside the ratios of the others. After any
     number of groups each task has had its share of them, to within one group."""
     kind: str
-    """`arithmetic`, `calculator`, `dataset` (once `jsonl`), an environment of others
+    """`arithmetic`, `calculator`, `dataset`, an environment of others
     (`gymnasium:ID`, `reasoning-gym:NAME`, `openenv:URL`, `verifiers:NAME`;
     docs/environments.md), or `module:attribute` of your own."""
     data: str | tuple[str, ...] = ""

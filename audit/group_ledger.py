@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from dora_pipe.audit import selection
 from dora_pipe.audit.entries import (
     Departure,
     GroupEntry,
@@ -77,10 +76,6 @@ class Sums:
     epochs: Counter[int] = field(default_factory=Counter)
     """Trajectories by the role epoch of the worker whose record counts."""
     epoch_tokens: Counter[int] = field(default_factory=Counter)
-    parts: Counter[selection.Sum] = field(default_factory=Counter)
-    """Of siblings that were trained, by the part of their batch."""
-    selection: Counter[selection.Sum] = field(default_factory=Counter)
-    """Of siblings that were trained, or not waited for."""
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
         """Count a group; -1 takes it off."""
@@ -89,8 +84,6 @@ class Sums:
         self.trajectories[fate] += times * len(results)
         self.tokens[fate] += times * group.tokens
         spec = group.spec
-        selection.add(self.selection, group, times)
-        selection.add_part(self.parts, group, times)
         if group.step is not None:
             self.staleness[staleness_of(group.step, spec.version)] += times
             self.bounds[spec.deadline - spec.version] += times

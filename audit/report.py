@@ -11,7 +11,6 @@ from dora_pipe.audit.check_records import Seen
 from dora_pipe.audit.findings import CHECKS, MIXED, Check, Violation
 from dora_pipe.audit.group_ledger import Bucket, Sums
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.selection import PartLine, SelectionLine, part_lines, selection_lines
 from dora_pipe.schemas.rounds import SiblingFate
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
@@ -70,14 +69,6 @@ class LengthLine(msgspec.Struct, frozen=True, kw_only=True):
     """Of those whose group has ended."""
 
 
-class PairLine(msgspec.Struct, frozen=True, kw_only=True):
-    """How long two versions were hosted at the same time, by whichever workers."""
-
-    older: int
-    newer: int
-    seconds: float
-
-
 class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine generated: trajectories whose record counts, and their sampled tokens.
 
@@ -121,18 +112,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int | None
     """Largest deadline minus version of a trained group."""
     lengths: tuple[LengthLine, ...]
-    selection: tuple[SelectionLine, ...]
-    """Siblings that were not waited for beside those that were trained; empty where there are
-    none."""
-    parts: tuple[PartLine, ...]
-    """Trained siblings by the part of their batch; empty where all were taken whole."""
     engines: tuple[EngineLine, ...]
     """Every trajectory with a record that counts is in one of them."""
-    hosted_pairs: tuple[PairLine, ...]
-    """Of a long run those that were hosted together for longest."""
-    other_pairs: int
-    """Those that are not among `hosted_pairs`."""
-    other_pairs_seconds: float
     seconds: float
     several_versions_seconds: float
     """Of `seconds`: with at least two versions hosted."""
@@ -191,15 +172,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         staleness_max=max(staleness, default=None),
         staleness_bound=max((bound for bound, count in sums.bounds.items() if count), default=None),
         lengths=length_lines(sums),
-        selection=selection_lines(sums.selection),
-        parts=part_lines(sums.parts),
         engines=engine_lines(ledger, sums),
-        hosted_pairs=tuple(
-            PairLine(older=older, newer=newer, seconds=seconds)
-            for (older, newer), seconds in ledger.hosting.pairs.items()
-        ),
-        other_pairs=ledger.hosting.others[0],
-        other_pairs_seconds=ledger.hosting.others[1],
         seconds=ledger.hosting.seconds,
         several_versions_seconds=ledger.hosting.several_seconds,
         state_digests=fold.digests,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
 from dora_pipe.audit.retrained import RetrainedReport
-from dora_pipe.audit.selection import Mean, PartLine, SelectionLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 from dora_pipe.observe.text import counted
 
-PAIRS_SHOWN_MAX: Final = 8
 VIOLATIONS_SHOWN_MAX: Final = 200
 
 
@@ -22,10 +19,7 @@ def print_report(report: AuditReport) -> None:
     _fates(report)
     _staleness(report)
     _lengths(report)
-    print_selection(report.selection)
-    _parts(report.parts)
     _engines(report)
-    _hosting(report)
     _notes(report)
     _violations(report)
     _checks(report)
@@ -37,10 +31,11 @@ def print_report(report: AuditReport) -> None:
 def _head(report: AuditReport) -> None:
     standings = ", ".join(f"{count} {name}" for name, count in report.standings.items())
     share = report.one_version_share
+    hosted = f"{report.several_versions_seconds:.1f} s of {report.seconds:.1f} s"
     pairs = {
         "run": f"{report.run} ({'finished' if report.finished else 'open'})",
         "steps": report.steps,
-        "policy versions": report.versions,
+        "policy versions": f"{report.versions}, several hosted at once for {hosted}",
         "trajectory records": f"{report.records} ({standings}), {report.record_bytes / 1e6:.1f} MB",
         "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
         "plans": f"{report.plans} made again from the log, each as recorded",
@@ -110,53 +105,6 @@ def _lengths(report: AuditReport) -> None:
     emit_line()
 
 
-def print_selection(lines: Sequence[SelectionLine]) -> None:
-    """What was not waited for beside what was trained; nothing where there is none."""
-    if not any(line.fate != "trained" for line in lines):
-        return
-    rows = [
-        (
-            line.fate,
-            line.siblings,
-            line.tokens.count,
-            _interval(line.tokens),
-            _interval(line.reward),
-            _interval(line.seconds),
-        )
-        for line in lines
-    ]
-    columns = ("fate", "siblings", "records", "sampled tokens", "reward", "seconds placed")
-    title = "siblings that were not waited for: is there a bias? (means, 95 % intervals)"
-    emit_table(columns, rows, title=title)
-    emit_line()
-
-
-def _parts(lines: Sequence[PartLine]) -> None:
-    """Who comes first, where batches were taken in parts; nothing where none was."""
-    if not lines:
-        return
-    rows = [
-        (
-            one.part or "all",
-            one.siblings,
-            _interval(one.tokens),
-            _interval(one.reward),
-            _interval(one.seconds),
-        )
-        for one in lines
-    ]
-    columns = ("part", "siblings", "sampled tokens", "reward", "seconds placed")
-    title = "trained siblings by the part of their batch: who comes first? (means, 95 % intervals)"
-    emit_table(columns, rows, title=title)
-    emit_line()
-
-
-def _interval(mean: Mean) -> str:
-    if mean.value is None:
-        return "-"
-    return f"{mean.value:.3g}" + ("" if mean.error is None else f" ± {mean.error:.2g}")
-
-
 def _bucket(line: LengthLine) -> str:
     if line.high == 0:
         return "no record"
@@ -179,21 +127,6 @@ def _engines(report: AuditReport) -> None:
     ]
     columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
     emit_table(columns, rows, title="which engine generated what (workers: every joining counts)")
-    emit_line()
-
-
-def _hosting(report: AuditReport) -> None:
-    pairs = sorted(report.hosted_pairs, key=lambda one: -one.seconds)
-    rows: list[tuple[object, ...]] = [
-        (one.older, one.newer, one.seconds) for one in pairs[:PAIRS_SHOWN_MAX]
-    ]
-    more = len(pairs[PAIRS_SHOWN_MAX:]) + report.other_pairs
-    if more:
-        rest = sum(one.seconds for one in pairs[PAIRS_SHOWN_MAX:]) + report.other_pairs_seconds
-        rows.append((f"{more} more", "", rest))
-    several, seconds = report.several_versions_seconds, report.seconds
-    title = f"versions hosted at the same time: {several:.1f} s of {seconds:.1f} s"
-    emit_table(("version", "and version", "s"), rows, title=title)
     emit_line()
 
 

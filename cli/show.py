@@ -11,16 +11,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-import msgspec
-
 from dora_pipe.audit.describe import CALLS, CONTEXTS, DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.export import best_version
-from dora_pipe.audit.selection import SelectionLine, selection_in
 from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.catalogue.marks import Mark
 from dora_pipe.cli import context_tree
 from dora_pipe.cli.audit import remembered_ledger
-from dora_pipe.cli.audit_tables import print_selection
 from dora_pipe.cli.output import (
     draws_blocks,
     emit_flow,
@@ -128,8 +124,8 @@ class Overview:
     """Version and figure, where an evaluation decides that."""
     agents: tuple[int, float, float] | None
     """Trajectories whose agents called the model, and the calls and contexts of one, on average."""
-    selection: tuple[SelectionLine, ...]
-    """Siblings that were not waited for beside those that were trained, if there are any."""
+    selection: Sequence[Mapping[str, Any]]
+    """Rows of the view `selection`: siblings by fate, if some were not waited for."""
 
     def plain(self) -> dict[str, Any]:
         stats, evaluated = self.stats, self.stats.evaluated.values()
@@ -152,7 +148,7 @@ class Overview:
             "staleness": dict(staleness(stats)),
             "bound": stats.bound,
             "groups": dict(stats.fates),
-            "selection": msgspec.to_builtins(self.selection),
+            "selection": list(self.selection),
             "errors": dict(stats.errors),
             "faults": by_fault(stats.errors),
             "step_errors": [dict(one.errors) for one in stats.steps],
@@ -179,7 +175,7 @@ def overview(run: OpenRun) -> Overview:
         agents = tables.one(
             "select count(*), avg(calls), avg(contexts) from trajectories where calls > 0"
         )
-        selection = selection_in(tables.records("select * from selection"))
+        selection = tables.records("select * from selection")
     return Overview(
         stats=stats,
         waits=waits,
@@ -229,10 +225,33 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
     emit_pairs(pairs)
     emit_line()
     print_evaluations(found.evaluations, everything=everything)
-    print_selection(found.selection)
+    _print_selection(found.selection)
     waits = [_waited(one) for one in shown_roles(found.waits)]
     emit_table(("role", "waited", "share", "most of it for"), waits)
     say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
+
+
+def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Siblings that were not waited for next to those that were trained; nothing without any."""
+    if all(row["fate"] == "trained" for row in rows):
+        return
+
+    def mean(row: Mapping[str, Any], name: str) -> str:
+        value, error = row[name], row[f"{name}_error"]
+        return show(value) + ("" if error is None else f" ± {error:.2g}")
+
+    emit_table(
+        ("fate", "siblings", "sampled tokens", "reward", "seconds placed"),
+        [
+            (
+                *(row["fate"], row["siblings"]),
+                *(mean(row, name) for name in ("tokens", "reward", "seconds")),
+            )
+            for row in rows
+        ],
+        title="siblings that were not waited for: is there a bias? (means, 95 % intervals)",
+    )
+    emit_line()
 
 
 MARKS: Final = {"setting": "changed", "resumed": "stopped"}

@@ -23,6 +23,7 @@ NOT_IN_THIS_RUN = {
     "Which rows are always solved, so that they teach nothing?",
     "What was sampled and not trained?",
     "Which errors do requests end with?",
+    "Which groups come first where batches are taken in parts: shorter ones, better ones?",
     "Which parts of batches went ahead, and what did each wait for?",
     "How long does an agent think between two calls, and how long does it wait for answers?",
 }

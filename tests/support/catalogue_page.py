@@ -120,6 +120,13 @@ from groups where purpose = 'train' group by version order by version""",
 from calls group by caller order by calls desc""",
     ),
     (
+        "Which groups come first where batches are taken in parts: shorter ones, better ones?",
+        """select part, count(*) as siblings, avg(t.tokens) as tokens, avg(t.reward) as reward
+from trajectories t join groups g using (group_id)
+where fate = 'trained' and part is not null and t.reward is not null
+group by part order by part""",
+    ),
+    (
         "Which errors do requests end with?",
         """select error, any_value(message) as an_example, count(*) as requests
 from failures group by error order by requests desc""",

@@ -26,6 +26,7 @@ from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import (
     Attempted,
     GroupEntry,
+    Hosting,
     Logged,
     Moment,
     StepEntry,
@@ -39,7 +40,6 @@ from dora_pipe.audit.group_ledger import Sums
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import Cursor
 from dora_pipe.audit.row_ledger import RowLedger
-from dora_pipe.audit.version_residency import Hosting
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.snapshots import body_of, source_digest, state_of

@@ -16,6 +16,7 @@ import msgspec
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import (
     Attempted,
+    Hosting,
     Moment,
     StepEntry,
     Taken,
@@ -26,7 +27,6 @@ from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.group_ledger import GroupLedger, SpillDict
 from dora_pipe.audit.legality import Legality
 from dora_pipe.audit.round_reader import Fact, FoldedRound
-from dora_pipe.audit.version_residency import Hosting
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.schemas.batch import parts_of

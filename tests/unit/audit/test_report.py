@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.audit.entries import Hosting
 from dora_pipe.audit.findings import NAMED_MAX, Findings
 from dora_pipe.audit.group_ledger import bucket_of
-from dora_pipe.audit.version_residency import Hosting
 
 S = 1_000_000_000
 

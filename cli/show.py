@@ -30,7 +30,6 @@ from dora_pipe.cli.output import (
     terminal_rows,
 )
 from dora_pipe.cli.texts import decoder_in
-from dora_pipe.cli.why_tables import shown_roles
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.launch.run_dir import OpenRun
@@ -38,7 +37,7 @@ from dora_pipe.observe.run_stats import RunStats, StepStats
 from dora_pipe.observe.text import counted, duration, sparkline
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.traces import tree
-from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
+from dora_pipe.observe.waits import RoleWaits, Summary, summarise
 from dora_pipe.schemas.control import by_fault
 
 CURVE_MAX: Final = 60
@@ -226,7 +225,7 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
     emit_line()
     print_evaluations(found.evaluations, everything=everything)
     _print_selection(found.selection)
-    waits = [_waited(one) for one in shown_roles(found.waits)]
+    waits = [_waited(one) for one in found.waits.shown]
     emit_table(("role", "waited", "share", "most of it for"), waits)
     say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
 

@@ -82,6 +82,12 @@ def silent_after_s(heartbeat_s: float | None) -> float:
     return max(SILENT_MIN_S, SILENT_HEARTBEATS * (heartbeat_s or HEARTBEAT_S))
 
 
+def silence_line(role: str, silent_s: float, last: str) -> str:
+    """One line for people; `last` is what the role waited for when it was heard last."""
+    last = f"; it waited for {last}" if last else ""
+    return f"ALARM {role}: nothing heard for {duration(silent_s)}{last}"
+
+
 @dataclass(slots=True, kw_only=True)
 class _Watched:
     heard_ns: int
@@ -158,6 +164,5 @@ class Alarms:
             if silent_ns > self._lease_ns and not role.silent:
                 role.silent = True
                 last = self._statuses.heard[name].status.waits_for
-                last = f"; it waited for {last}" if last else ""
-                out.append(f"ALARM {name}: nothing heard for {duration(silent_ns / 1e9)}{last}")
+                out.append(silence_line(name, silent_ns / 1e9, last))
         return out

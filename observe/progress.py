@@ -14,7 +14,7 @@ from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.catalogue.marks import Mark
 from dora_pipe.core.console import typed
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.failed import GroupsSinceStep, no_gradient
+from dora_pipe.observe.failed import no_gradient
 from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words, learning_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -70,7 +70,6 @@ class RunProgress(RunStats):
         self._alarms = alarms
         if alarms:
             alarms.pauses = self.pauses
-        self._since_step = GroupsSinceStep()
         self._say_at = 0
         """Groups without a step that are said next."""
         self._follower = LogFollower(bus, topics, self, lent=self.account.lend)
@@ -176,16 +175,14 @@ class RunProgress(RunStats):
 
     def _group(self, ended: GroupEnded) -> None:
         super()._group(ended)
-        self._since_step.happened(ended)
-        words = self._since_step.words(self.per_step)
-        count = self._since_step.count
+        words = self.since_step.words(self.per_step)
+        count = self.since_step.count
         if words and count >= self._say_at and self.account.batch is None:
             self._say_at = 2 * count
             self._say(words)
 
     def _step(self, ended: StepEnded) -> None:
         super()._step(ended)
-        self._since_step.happened(ended)
         self._say_at = 0
         self._say(_line(self.steps[-1]))
         if self._verbose:

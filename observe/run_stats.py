@@ -39,7 +39,12 @@ from dora_pipe.catalogue.statuses import (
 )
 from dora_pipe.observe.alarms import Pauses
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
-from dora_pipe.observe.failed import SINCE_STEP_GROUPS, FailedShare, FailedTrajectories
+from dora_pipe.observe.failed import (
+    SINCE_STEP_GROUPS,
+    FailedShare,
+    FailedTrajectories,
+    GroupsSinceStep,
+)
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -297,8 +302,8 @@ class RunStats:
         self.statuses, self.pauses = Statuses(), Pauses()
         self.log_up = True
         """False while the log cannot be read."""
-        self.halted = False
-        """Groups fail, and nobody has resumed the run since."""
+        self.halted = ""
+        """Why the run was halted: groups fail, and no user has resumed it; else empty."""
         self.last_ns = 0
         """The newest moment that any record carries: wall clock."""
         self.rounds = 0
@@ -331,6 +336,7 @@ class RunStats:
         self.errors: Counter[str] = Counter()
         """Classes of the errors of those that are not valid."""
         self.failed = FailedTrajectories()
+        self.since_step = GroupsSinceStep()
         self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         """Incarnations of workers that ended, by how."""
@@ -438,7 +444,7 @@ class RunStats:
             case BatchRefused():
                 self.refused += 1
             case Command(verb="resume"):
-                self.halted = False
+                self.halted = ""
             case _:
                 pass
 
@@ -462,7 +468,7 @@ class RunStats:
             elif isinstance(decision, EndSiblings):
                 self.left_over[decision.fate] += len(decision.siblings)
             elif isinstance(decision, Halt):
-                self.halted = True
+                self.halted = decision.reason
         self.recent_decisions.extend(summaries_of(round_))
         self._happened(self.account.round(round_, offset))
 
@@ -509,6 +515,7 @@ class RunStats:
 
     def _group(self, ended: GroupEnded) -> None:
         self.fates[ended.fate] += 1
+        self.since_step.happened(ended)
         self.failed.happened(ended)
         self._failed_now.happened(ended)
         for request in ended.group.requests.values():
@@ -539,6 +546,7 @@ class RunStats:
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
         self._failed_now.clear()
+        self.since_step.happened(ended)
         self.steps.append(step)
         self.commit = fact
         self.late += ended.late

@@ -4,12 +4,11 @@ out where there is no room."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal
 
-from dora_pipe.catalogue.group_history import GroupHistory
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.run_stats import (
@@ -19,8 +18,9 @@ from dora_pipe.observe.run_stats import (
     WorkerView,
     evaluation_words,
 )
-from dora_pipe.observe.text import bar, counted, duration, short, sparkline
-from dora_pipe.schemas.metrics import AnyMetrics, Blocker, OrchestratorStatus, TrainerStatus, Wait
+from dora_pipe.observe.text import bar, duration, short, sparkline
+from dora_pipe.observe.why import batch_words, roles_of
+from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus
 
 Style = Literal["", "dim", "good", "busy", "alarm"]
 
@@ -258,17 +258,7 @@ def _step_now(stats: RunStats, at_ns: int) -> str:
         usual = [one.training_s for one in list(stats.steps)[-RECENT:]]
         of = f" of about {duration(median(usual))}" if usual else ""
         return f"step {batch.take.step} trains {duration(since_s)}{of}"
-    parts = stats.account.parts
-    taken = sum(len(one.groups) for one in parts)
-    text = f"step {stats.version}: {_finished(stats)} of {_or(stats.per_step)} groups finished"
-    return text + (f", {taken} of them taken in {counted(len(parts), 'part')}" if parts else "")
-
-
-def _finished(stats: RunStats) -> int:
-    """Training groups that are complete and in no batch."""
-    return sum(
-        group.spec.purpose == "train" and group.whole for group in stats.account.open.values()
-    )
+    return batch_words(stats)
 
 
 def _queue(stats: RunStats) -> Iterator[str]:
@@ -305,63 +295,16 @@ def _fates(stats: RunStats) -> str:
 
 
 def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
-    """Exclusive roles first; workers that work are left to the other panel."""
+    """Trainer and orchestrator first; workers that work are left to the other panel."""
     if stats.over:
         yield Line("the run is over", "dim")
         return
-    heard = stats.heard
-    for role in (TRAINER, ORCHESTRATOR):
-        status = heard.get(role)
-        if status is None:
-            yield Line(f"{role}: has said nothing yet", "dim")
-        else:
-            yield _role(stats, role, status, at_ns)
-    for worker in stats.present():
-        status = worker.status
-        if status is not None and (status.waits_for or any(one.overdue for one in status.waits)):
-            yield _role(stats, worker.name, status, at_ns)
-
-
-def _role(stats: RunStats, role: str, status: AnyMetrics, at_ns: int) -> Line:
-    silent_s = _silent_s(stats, status, at_ns)
-    if silent_s is not None:
-        return Line(f"{role}: silent since {duration(silent_s)}", "alarm")
-    overdue = next((one for one in status.waits if one.overdue), None)
-    still = status.waits[0] if status.waits and status.waits[0].still else None
-    wait = overdue or still
-    if wait is None:
-        works = status.phase if isinstance(status, TrainerStatus) else "works"
-        return Line(f"{role}: {works}", "good")
-    for_s = max(0, at_ns - wait.since_ns) / 1e9
-    text = f"{role} waits since {duration(for_s)} for {wait.words}{_blocked(stats, wait)}"
-    return Line(f"ALARM {text}", "alarm") if overdue else Line(text, "busy")
-
-
-def _blocked(stats: RunStats, wait: Wait) -> str:
-    named = [_named(stats, one) for one in wait.blockers if one.id not in wait.words]
-    named += [f"{wait.more} more"] if wait.more else []
-    return f" <- {', '.join(named)}" if named else ""
-
-
-def _named(stats: RunStats, blocker: Blocker) -> str:
-    """A blocker; a group with the workers that its missing trajectories are on."""
-    group = stats.account.open.get(blocker.id) if blocker.kind == "group" else None
-    if group is None:
-        return (
-            blocker.id
-            if blocker.kind in ("group", "role", "worker")
-            else (f"{blocker.kind} {blocker.id}")
-        )
-    return f"{blocker.id}{_at(_hosts(group))}"
-
-
-def _hosts(group: GroupHistory) -> Sequence[str]:
-    attempts = (request.attempts[-1] for request in group.requests.values())
-    return sorted({attempt.worker for attempt in attempts if not attempt.outcome})
-
-
-def _at(workers: Sequence[str]) -> str:
-    return f" on {', '.join(workers)}" if workers else ""
+    for one in roles_of(stats, at_ns):
+        yield from (Line(alarm, "alarm") for alarm in one.alarms)
+        if one.wait or (one.role in (TRAINER, ORCHESTRATOR) and not one.alarms):
+            blocked = f" <- {one.end}" if one.end else ""
+            style: Style = "alarm" if one.wait == "silent" else "busy" if one.wait else "good"
+            yield Line(f"{one.line}{blocked}", style)
 
 
 def _recent_decisions(stats: RunStats) -> Iterator[Line]:

@@ -1,52 +1,22 @@
-"""Says what every slot of every worker is used for, or why it is empty; it decides nothing.
+"""Count slots that only the limit of batches in flight leaves empty.
 
-It knows what the orchestrator knows: a slot is in use from the placement of a request until the
-record that it has ended is folded.
+A slot is in use from the placement of a request until the record of its end is folded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from typing import Final, Literal
 
 from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.staleness import admissible
-from dora_pipe.orchestrator.state import State, Worker
-
-Use = Literal[
-    "busy",
-    "in-flight",
-    "bound",
-    "steps",
-    "older",
-    "elastic",
-    "loading",
-    "kv",
-    "leaving",
-    "placing",
-    "pause",
-]
-"""Of a slot; docs/why.md says what each is."""
-
-UNLIMITED: Final = 2**40
-"""More steps than a run has."""
-
-
-def slot_use(state: State) -> Counter[Use]:
-    """Slots of all workers by what they are used for, or by why they are empty."""
-    found: Counter[Use] = Counter()
-    for worker in state.workers.values():
-        busy = min(worker.load, worker.slots)
-        found["busy"] += busy
-        if busy < worker.slots:
-            found[_why_empty(state, worker)] += worker.slots - busy
-    return found
+from dora_pipe.orchestrator.state import State
 
 
 def capped(state: State) -> tuple[int, int]:
-    """(slots that are empty because of C alone, slots of all usable workers), by the index: the
-    cost is that of the idle workers."""
+    """Return (slots that are empty because of the limit alone, slots of all usable workers).
+
+    Both come from the index: the cost is that of the idle workers.
+    """
     index, newest = state.index, state.version
     slots = sum(hosts.slots for hosts in index.hosts.values())
     held = elastic.held(state)
@@ -54,33 +24,16 @@ def capped(state: State) -> tuple[int, int]:
         one.slots for one in index.idle.values() if one.target != newest and one.name not in held
     )
     empty = index.free(newest) + idle
-    return (empty if empty and why_nothing_new(state) == "in-flight" else 0), slots
+    return (empty if empty and _only_the_limit(state) else 0), slots
 
 
-def why_nothing_new(state: State) -> Use:
-    """Why no group is admitted to a free slot of the newest version."""
+def _only_the_limit(state: State) -> bool:
+    """Whether a group would be admitted if more batches might be in flight."""
     if state.config is None or state.paused or state.failures.halted:
-        return "pause"
+        return False
     at = state.standing()
     if admissible(state.deadlines, at):
-        return "placing"
-    # The bound has no room beyond eta + 1 batches, so this leaves the cap out.
-    uncapped = dataclasses.replace(at, in_flight_batches=at.max_staleness + 1.0)
-    if admissible(state.deadlines, uncapped):
-        return "in-flight"
-    endless = dataclasses.replace(uncapped, steps=UNLIMITED)
-    return "steps" if admissible(state.deadlines, endless) else "bound"
-
-
-def _why_empty(state: State, worker: Worker) -> Use:
-    if not worker.usable:
-        return "leaving"
-    if worker.name in elastic.held(state):
-        return "elastic"
-    if worker.loading:
-        return "loading"
-    if worker.pressed:
-        return "kv"
-    if worker.requests and worker.target < state.version:
-        return "older"
-    return why_nothing_new(state)
+        return False
+    # The bound has no room beyond max_staleness + 1 batches: this leaves the limit out.
+    unlimited = dataclasses.replace(at, in_flight_batches=at.max_staleness + 1.0)
+    return bool(admissible(state.deadlines, unlimited))

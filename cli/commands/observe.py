@@ -73,34 +73,27 @@ def show(
 def why(
     run: RunArgument,
     at: Annotated[
-        str, typer.Option(metavar="TIME", help="At a moment: seconds after the start, or ISO 8601.")
+        str, typer.Option(metavar="TIME", help="A moment: seconds after the start, or ISO 8601.")
     ] = "",
     step: Annotated[
-        int | None, typer.Option(help="Before this step's batch was taken; how long it took.")
+        int | None, typer.Option(help="The moment before this step's batch was taken.")
     ] = None,
     summary: Annotated[
-        bool, typer.Option("--summary", help="Who waited how long for what in total.")
-    ] = False,
-    slots: Annotated[
-        bool, typer.Option("--slots", help="Which share of the slots was empty, and why.")
-    ] = False,
-    tree: Annotated[
-        bool,
-        typer.Option("--tree", help="Also each wait, role by role, down to who does not move."),
+        bool, typer.Option("--summary", help="Totals of a run that is not over.")
     ] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Say what every role waits for, since when, who blocks it in the end, and what to do about it.
+    """Explain what each role waits for, since when, which role blocks it, and what to do about it.
 
-    Of a run that is over: who waited how long for what in total.
+    For a finished run: how long each role waited in total, and for what.
     """
-    if sum((bool(at), step is not None, summary, slots)) > 1:
-        raise UsageError("--at, --step, --summary and --slots are four different questions")
-    from dora_pipe.cli.why_tables import Asked, answer
+    if sum((bool(at), step is not None, summary)) > 1:
+        raise UsageError("--at, --step and --summary are three different questions")
+    from dora_pipe.cli.why import Asked, answer
     from dora_pipe.launch.run_dir import opened
 
-    asked = Asked(at=at, step=step, summary=summary, slots=slots, tree=tree, as_json=as_json)
+    asked = Asked(at=at, step=step, summary=summary, as_json=as_json)
     with opened(run, root) as open_run:
         answer(open_run, asked)
 

@@ -13,13 +13,18 @@ from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
 from dora_pipe.catalogue.evaluations import figures_of, samples_by_prompt, success_of
 from dora_pipe.observe.run_stats import LEARNING, learning_of
+from dora_pipe.observe.waits import for_batches, waits_of
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, marks_of, short
+from dora_pipe.observe.why import ADVICE
 from dora_pipe.schemas.control import FAULTS, by_fault, fault_of
 
 POINTS_MAX: Final = 400
 """Points of a series on a chart; neighbouring steps are taken together beyond."""
+
+WAITS_MAX: Final = 8
+"""Causes of the trainer's waits on the first page."""
 
 NEWEST: Final = 12
 """Decisions on the first page."""
@@ -55,6 +60,7 @@ def overview(view: RunView) -> dict[str, Any]:
         "timeline": timeline(view),
         "utilisation": utilisation(view),
         "bubble": _bubble(points),
+        "waits": _waits(view),
         "times": {"phases": list(PHASES), "rows": times},
         "fates": fates,
         "lengths": _lengths(points),
@@ -262,6 +268,21 @@ def _bubble(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **out,
         "other": [short(one) for one in rest],
         "share": short(waited_s / whole_s) if whole_s else None,
+    }
+
+
+def _waits(view: RunView) -> dict[str, Any]:
+    """The longest waits of the trainer for its batches, by cause, as `why` has them."""
+    causes = for_batches(waits_of(view.catalogue))
+    whole_s = sum(causes.values())
+    longest = sorted(causes.items(), key=lambda item: -item[1])[:WAITS_MAX]
+    return {
+        "columns": ["the trainer waited for", "seconds", "share", "what to do"],
+        "rows": [
+            [what, short(seconds), f"{seconds / whole_s:.0%}", ADVICE.get(kind, "")]
+            for (kind, what), seconds in longest
+            if seconds
+        ],
     }
 
 

@@ -13,8 +13,8 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.top import frame
-from dora_pipe.observe.why.answer import why_now
-from dora_pipe.observe.why.summary import summarise
+from dora_pipe.observe.waits import summarise
+from dora_pipe.observe.why import why_now
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Command
@@ -139,7 +139,7 @@ def test_roles_of_a_run_that_halts_are_not_missed(tmp_path: Path) -> None:
         cluster.until(halted)
         cluster.ticks(2 * SECOND_TICKS)
         said += alarms(progress)
-        assert (progress.halted, said) == (True, [])
+        assert progress.halted and said == []
         progress.close()
 
 

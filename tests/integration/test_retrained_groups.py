@@ -18,7 +18,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.catalogue import follower
 from dora_pipe.catalogue.database import logged_records
 from dora_pipe.catalogue.follower import LogFollower
-from dora_pipe.cli.why_tables import Asked, answer
+from dora_pipe.cli.why import Asked, answer
 from dora_pipe.consumers.trainer.changed_batch import BatchChange
 from dora_pipe.core.errors import PolicyError, UsageError
 from dora_pipe.launch.run_dir import opened

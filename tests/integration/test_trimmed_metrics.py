@@ -25,7 +25,7 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.status_schedule import WHOLE_EVERY
 from dora_pipe.launch import run_dir as rundir
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.why.summary import summarise
+from dora_pipe.observe.waits import summarise
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.schemas.metrics import WorkerStatus, merged
 from tests.support.bus_harness import log_in_memory

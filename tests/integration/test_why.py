@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,7 @@ import pytest
 
 from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import UsageError
-from dora_pipe.observe.why.answer import WhyAnswer, why_at, why_now, why_step
-from dora_pipe.observe.why.chain import Node
+from dora_pipe.observe.why import RoleAnswer, WhyAnswer, why_at, why_now, why_step
 from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Command
@@ -31,23 +31,16 @@ def now(cluster: Cluster) -> WhyAnswer:
     return why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
 
 
-def role(answer: WhyAnswer, name: str) -> Node:
-    (found,) = [one for one in answer.roles if one.id == name]
+def role(answer: WhyAnswer, name: str) -> RoleAnswer:
+    (found,) = [one for one in answer.roles if one.role == name]
     return found
-
-
-def below(node: Node) -> Iterator[Node]:
-    """A node and everything that explains it."""
-    yield node
-    for one in node.because:
-        yield from below(one)
 
 
 def test_run_that_has_not_started_has_an_answer(cluster: Cluster) -> None:
     answer = now(cluster)
     assert (answer.step, answer.over, answer.alarms) == (None, False, ())
     assert answer.head == "small: has not started"
-    assert role(answer, "trainer").text == "trainer: has said nothing yet"
+    assert role(answer, "trainer").text == "has said nothing yet"
 
 
 def test_chain_leads_from_the_trainer_to_the_worker_that_has_the_missing_request(
@@ -60,18 +53,15 @@ def test_chain_leads_from_the_trainer_to_the_worker_that_has_the_missing_request
         cluster.ticks(4 * SECOND_TICKS)
         answer = now(cluster)
     trainer = role(answer, "trainer")
-    assert trainer.text.startswith(f"trainer: waits for batch of step {answer.step}: ")
+    assert trainer.text.startswith(f"waits for batch of step {answer.step}: ")
     assert trainer.since_s is not None and 2 < trainer.since_s < 4
-    (orchestrator,) = trainer.because
-    assert orchestrator.text.startswith("orchestrator: waits for groups g")
-    groups = [one for one in orchestrator.because if one.kind != "more"]
-    assert groups
-    for group in groups:
-        assert group.kind == "group" and f"{group.id} (version" in group.text
-        for request in (one for one in group.because if one.kind != "more"):
-            assert request.text.startswith(f"{request.id}: on w1 since ")
-            (worker,) = request.because
-            assert worker.id == "w1" and "w1: is silent since 4." in worker.text
+    orchestrator, group, request, worker = trainer.chain
+    assert orchestrator.startswith("orchestrator: waits for groups g")
+    name = group.partition(" (version")[0]
+    assert name in orchestrator
+    assert request.startswith(f"{name}-") and ": on w1 for " in request
+    assert re.match(r"w1: is silent: .* \(4\.[0-9] s\)$", worker)
+    assert answer.trainer_chain() == (trainer.line, *trainer.chain)
 
 
 def test_chain_ends_at_what_a_worker_waits_for(tmp_path: Path) -> None:
@@ -83,10 +73,10 @@ def test_chain_ends_at_what_a_worker_waits_for(tmp_path: Path) -> None:
         cluster.until(lambda: requests.in_phase(Phase.REWARDING) == len(requests.by_key) > 4)
         cluster.ticks(SECOND_TICKS // 2)
         answer = now(cluster)
-    (worker,) = {one.text for one in below(role(answer, "trainer")) if one.id == "w0"}
-    assert worker.startswith("w0: waits for rewards (")
-    held = [one for one in below(role(answer, "w0")) if one.kind == "trajectory"]
-    assert held and all(one.text.startswith(f"{one.id}: on w0") for one in held)
+    worker = role(answer, "w0")
+    assert worker.text.startswith("waits for rewards (")
+    assert ": on w0 for " in worker.end
+    assert any(line.startswith("w0: waits for rewards (") for line in role(answer, "trainer").chain)
 
 
 def test_frozen_worker_is_called_silent_and_its_last_word_is_not_believed(tmp_path: Path) -> None:
@@ -97,13 +87,11 @@ def test_frozen_worker_is_called_silent_and_its_last_word_is_not_believed(tmp_pa
         cluster.roles["w0"].frozen = True
         cluster.ticks(5 * SECOND_TICKS)
         answer = now(cluster)
-        worker = role(answer, "w0")
-        assert worker.text.startswith("w0: is silent since 5.")
-        assert "(fenced after 20 s); its last word was: " in worker.text
-        assert (worker.alarm, answer.alarms) == (False, ())
-        trainer = role(answer, "trainer")
-        silent = [one for one in below(trainer) if one.id == "w0"]
-        assert silent and all("is silent since" in one.text for one in silent)
+    worker = role(answer, "w0")
+    assert worker.since_s is not None and 4.9 < worker.since_s < 6
+    assert "(fenced after 20 s); its last word was: " in worker.text
+    assert answer.alarms == ()
+    assert role(answer, "trainer").end == worker.line
 
 
 def test_fenced_worker_is_out_and_dead_trainer_is_an_alarm(cluster: Cluster) -> None:
@@ -112,27 +100,16 @@ def test_fenced_worker_is_out_and_dead_trainer_is_an_alarm(cluster: Cluster) -> 
     cluster.kill("trainer")
     cluster.ticks(3 * SECOND_TICKS)
     answer = now(cluster)
-    assert "is out since" in role(answer, "w1").text
-    assert "nothing heard for a lease" in role(answer, "w1").text
+    assert role(answer, "w1").text == "is out: nothing heard for a lease"
     trainer = role(answer, "trainer")
-    assert trainer.alarm and trainer.text in answer.alarms
+    assert trainer.wait == "silent" and set(trainer.alarms) <= set(answer.alarms)
+    assert [one[:29] for one in trainer.alarms] == ["ALARM trainer: nothing heard "]
     orchestrator = role(answer, "orchestrator")
-    assert orchestrator.text.startswith("orchestrator: waits for the trainer: step 2")
-    assert [one.id for one in orchestrator.because] == ["trainer"]
+    assert orchestrator.text.startswith("waits for the trainer: step 2")
+    assert orchestrator.chain == (trainer.line,)
     idle = role(answer, "w0")
     assert "waits for requests of version" in idle.text
-    assert any("no group may be admitted yet" in one.text for one in below(idle))
-
-
-def test_role_is_explained_once_and_then_only_named(cluster: Cluster) -> None:
-    cluster.until(lambda: cluster.version == 2)
-    cluster.kill("trainer")
-    cluster.ticks(SECOND_TICKS)
-    lines = list(now(cluster).tree())
-    long = [line for line in lines if "no group may be admitted yet" in line]
-    heads = [line for line in lines if line.startswith("w")]
-    assert len(heads) == 3 and len(long) <= 3
-    assert sum(line.startswith("  trainer: ") for line in lines) == 1
+    assert idle.chain == (orchestrator.line, trainer.line)
 
 
 def test_pause_is_named_with_its_user(cluster: Cluster) -> None:
@@ -143,10 +120,8 @@ def test_pause_is_named_with_its_user(cluster: Cluster) -> None:
     cluster.until(lambda: state.paused and not state.groups)
     cluster.ticks(SECOND_TICKS)
     answer = now(cluster)
-    assert role(answer, "orchestrator").text.startswith(
-        "orchestrator: waits for the end of a pause"
-    )
-    assert any("the run is paused" in one.text for one in below(role(answer, "w0")))
+    assert role(answer, "orchestrator").text.startswith("waits for the end of a pause")
+    assert role(answer, "w0").end == role(answer, "orchestrator").line
 
 
 def test_past_is_explained_as_it_was_then(cluster: Cluster) -> None:
@@ -160,10 +135,9 @@ def test_past_is_explained_as_it_was_then(cluster: Cluster) -> None:
     assert now(cluster).over
     again = why_at(cluster.bus, cluster.topics, at_ns=then_ns - 1)
     assert (again.step, again.training, again.over) == (said.step, said.training, False)
-    assert role(again, "trainer").text == role(said, "trainer").text
-    orchestrator = role(again, "orchestrator")
-    assert orchestrator.text == role(said, "orchestrator").text
-    assert [one.text for one in orchestrator.because] == [role(said, "trainer").text]
+    for name in ("trainer", "orchestrator"):
+        assert role(again, name).line == role(said, name).line
+    assert role(again, "orchestrator").chain == (role(said, "trainer").line,)
 
 
 def test_step_is_explained_at_the_moment_before_its_batch_was_taken(cluster: Cluster) -> None:
@@ -171,8 +145,8 @@ def test_step_is_explained_at_the_moment_before_its_batch_was_taken(cluster: Clu
     answer = why_step(cluster.bus, cluster.topics, step=0)
     assert (answer.step, answer.training) == (0, None)
     trainer = role(answer, "trainer")
-    assert trainer.text.startswith("trainer: waits for batch of step 0")
-    assert [one.kind for one in below(trainer)][:3] == ["role", "role", "group"]
+    assert trainer.text.startswith("waits for batch of step 0")
+    assert trainer.chain[0].startswith("orchestrator: waits for groups g")
     with pytest.raises(UsageError, match="the batch of step 99 has not been taken"):
         why_step(cluster.bus, cluster.topics, step=99)
 
@@ -182,4 +156,4 @@ def test_run_that_is_over_waits_for_nothing(cluster: Cluster) -> None:
     answer = now(cluster)
     assert answer.over and answer.alarms == ()
     assert answer.head == "small: is over, 8 steps"
-    assert {one.text.partition(": ")[2] for one in answer.roles} == {"the run is over"}
+    assert {one.text for one in answer.roles} == {"the run is over"}

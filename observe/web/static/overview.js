@@ -32,6 +32,7 @@ export async function overviewPage(run) {
         fates(found.fates), lengths(found.lengths),
         utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
         later(run, "mismatch", mismatch), histogram(found.staleness)),
+      found.waits.rows.length ? table(run, found.waits, { caption: "Waits of the trainer" }) : null,
       happened(found.marks),
       h("h2", null, "Newest decisions"),
       decisions(run, found.decisions.newest),

@@ -17,7 +17,7 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.catalogue.statuses import WorkerCounts
 from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
 from dora_pipe.observe.top import frame
-from dora_pipe.observe.why.summary import waits_of
+from dora_pipe.observe.waits import waits_of
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State

@@ -88,7 +88,7 @@ def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:
     assert "silent" not in _shown(stage).workers.lines[-1].text
 
 
-def test_group_that_is_waited_for_is_named_with_the_worker_that_has_it() -> None:
+def test_wait_is_shown_with_the_worker_that_it_ends_at() -> None:
     stage = Stage()
     spec = stage.group(0, stage.worker())
     wait = Wait(
@@ -102,8 +102,8 @@ def test_group_that_is_waited_for_is_named_with_the_worker_that_has_it() -> None
     stage.trainer(wait)
     line = _shown(stage).waits.lines[0]
     assert line.text == (
-        "trainer waits since 2.0 s for batch of step 0: no decision yet"
-        f" <- {spec.group} on w0, orchestrator, 3 more"
+        "trainer: waits for batch of step 0: 0 of 2 groups finished (2.0 s)"
+        " <- w0: has joined, and said nothing since (1.0 s)"
     )
     assert line.style == "busy"
 
@@ -112,7 +112,7 @@ def test_overdue_wait_says_that_it_is_an_alarm_without_colour() -> None:
     stage = Stage()
     stage.trainer(Wait(name="x", words="y", since_ns=stage.now_ns, overdue=True))
     line = _shown(stage).waits.lines[0]
-    assert line.text.startswith("ALARM trainer waits")
+    assert line.text.startswith("ALARM trainer: waits")
     assert line.style == "alarm"
 
 

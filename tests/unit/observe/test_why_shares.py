@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.observe.why.summary import FAILED, role_waits
+from dora_pipe.observe.waits import FAILED, role_waits
 from dora_pipe.schemas.control import RequestFailed
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.metrics import TrainerStatus, Wait

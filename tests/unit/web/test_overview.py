@@ -93,6 +93,9 @@ def test_time_of_a_trained_trajectory_is_cut_where_it_changed_hands(stage: Catal
     assert (row["low"], row["high"], row["n"]) == (17, 32, SIBLINGS)
     seconds = dict(zip(PHASES, row["seconds"], strict=True))
     assert seconds == {"queued": 3, "worker": 5, "siblings": 0, "batch": 7, "training": 1}
+    waits = _overview(stage)["waits"]["rows"]
+    waited_s = stage.catalogue.query("select sum(waited_s) from steps")[0][0]
+    assert sum(row[1] for row in waits) == pytest.approx(waited_s, abs=0.1)
 
 
 def test_every_trajectory_of_an_ended_training_group_has_a_fate(stage: CatalogueStage) -> None:

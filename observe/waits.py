@@ -1,18 +1,16 @@
-"""Adds up who waited how long for what, over a whole run; it decides nothing.
+"""Add up who waited how long for what, over a whole run.
 
-The trainer's waits for batches come from the catalogue, to the turn: its view `waits` cuts the way
-of the trajectory that came last of a batch where it changed hands, and puts each piece of the wait
-down to who had it then:
+The view `waits` of the catalogue cuts the wait for a batch where the trajectory that came last of
+it changed hands, and gives each piece to the one that had it then:
 
     commit before ... dispatched   `admission`: no group could be admitted, or no slot was free
     dispatched ...... placed       `queue`: no slot was free on a worker of its version
     placed .......... logged       `sampling`, or `lost` for an attempt that ended without a result
     logged .......... taken        `decision`
 
-Time in which the run was stopped is no wait: it is counted by itself, and of no role.
-
-Waits of the orchestrator and of workers come from their statuses: exact where a wait was still
-there at a status, to half a heartbeat where it ended between two.
+Time in which the run was stopped is a cause by itself, and no wait of a role. Waits of orchestrator
+and workers come from their statuses: exact where a wait was there at a status, to half a heartbeat
+where it ended between two.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from dora_pipe.core.wait_tracker import alarm_line
 from dora_pipe.observe.alarms import HEARTBEAT_S, Pauses
 from dora_pipe.observe.failed import FailedShare
 from dora_pipe.observe.text import ahead_share, counted, duration
-from dora_pipe.observe.why.advice import ADVICE, SILENT, WORDS
-from dora_pipe.observe.why.fallbacks import FallbackTaken, fallbacks_of
+from dora_pipe.observe.why import ADVICE, SILENT, WORDS
 from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
 
@@ -39,6 +36,12 @@ TOP_MAX: Final = 3
 
 STEPS_MAX: Final = 4
 """Steps, those that waited longest."""
+
+ROLES_MAX: Final = 10
+"""Roles that a table shows: trainer, orchestrator, and the workers that waited longest."""
+
+FALLBACKS_MAX: Final = 3
+"""Newest fallbacks that are lines of a summary; the others are counted."""
 
 ADVICE_SHARE_MIN: Final = 0.05
 """Of a role's time: a shorter wait is worth no change."""
@@ -76,6 +79,10 @@ FAILED: Final = """
            coalesce(max_by(error, trajectory_id), '') as error,
            coalesce(max(trajectory_id), '') as example
     from ended group by class order by count(class) desc, class limit 1"""
+
+FALLBACKS: Final = """
+    select worker, version, why, taken, bytes, count(*) over () as count
+    from fallbacks order by at_ns desc limit ?"""
 
 SILENT_INTERVALS: Final = 6.0
 """Statuses that are so many times further apart than usual have a silence between them."""
@@ -232,8 +239,8 @@ class Summary:
     """The steps with the longest waits for their batch."""
     alarms: tuple[str, ...]
     failed: FailedShare
-    fallbacks: tuple[FallbackTaken, ...] = ()
-    """Files of versions that were lost or damaged on their way to a worker."""
+    fallbacks: tuple[str, ...] = ()
+    """Lines on files of versions that were lost or damaged on their way to a worker."""
     stops: tuple[float, ...] = ()
     """Seconds of each time in which the run was stopped."""
     ahead_s: float = 0.0
@@ -244,6 +251,14 @@ class Summary:
     """Of that, the trainer would have waited for the batch."""
     training_s: float = 0.0
     """All other training."""
+
+    @property
+    def shown(self) -> tuple[RoleWaits, ...]:
+        """All roles, or of many the workers that waited longest."""
+        if len(self.roles) <= ROLES_MAX:
+            return self.roles
+        workers = sorted(self.roles[2:], key=lambda one: -one.waited_s)
+        return (*self.roles[:2], *workers[: ROLES_MAX - 2])
 
     @property
     def ahead(self) -> str:
@@ -283,7 +298,7 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
     roles = _by_role(found)
     pauses = Pauses(catalogue.query(PAUSES))
     kept_ns = _kept_ns(bus, topics, found, ended_ns)
-    told = _for_batches([one for one in waits if one.free_ns >= kept_ns])
+    told = for_batches([one for one in waits if one.free_ns >= kept_ns])
     known_s = sum(one.known_s for one in waits if one.free_ns >= kept_ns)
     trainer = role_waits(
         TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, known_s=known_s, skip="batch"
@@ -300,10 +315,26 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
         alarms=tuple(_alarms(map(pauses.excused, found))),
         failed=_failed(catalogue),
-        fallbacks=fallbacks_of(catalogue),
+        fallbacks=_fallbacks(catalogue),
         stops=tuple((end - begin) / 1e9 for begin, end in stops),
         **catalogue.records(TRAINED)[0],
     )
+
+
+def _fallbacks(catalogue: Catalogue) -> tuple[str, ...]:
+    """Lines on the newest fallbacks, the oldest of them first, and how many there were before."""
+    rows = list(catalogue.records(FALLBACKS, (FALLBACKS_MAX,)))
+    lines = []
+    for row in reversed(rows):
+        form = "as a whole file" if row["taken"].startswith("weights/") else "as patches"
+        cost = f"{row['bytes']:,} bytes" if row["bytes"] else "nothing was fetched"
+        lines.append(
+            f"{row['worker']} took version {row['version']} {form} ({row['taken']}, {cost}): "
+            f"{row['why']}"
+        )
+    if rows and (more := rows[0]["count"] - len(rows)):
+        lines.append(f"and {more:,} times before: the table `fallbacks` has them")
+    return tuple(lines)
 
 
 def _failed(catalogue: Catalogue) -> FailedShare:
@@ -326,8 +357,8 @@ def _by_role(found: Sequence[AnyMetrics]) -> dict[str, list[AnyMetrics]]:
     return roles
 
 
-def _for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
-    """How long the trainer waited for batches, by what that was put down to."""
+def for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
+    """Return the seconds that the trainer waited for batches, by (kind, what for)."""
     pieces: dict[tuple[Kind, str], list[Piece]] = defaultdict(list)
     for wait in waits:
         for piece in wait.pieces:

@@ -1,0 +1,167 @@
+"""Print the answers of `why`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Final
+
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.cli.output import emit_json, emit_line, emit_table
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+from dora_pipe.core.run_lifecycle import run_is_over
+from dora_pipe.launch.disk_watch import broker_words, full_disk
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.text import duration
+from dora_pipe.observe.waits import StepWait, Summary, summarise, waits_of
+from dora_pipe.observe.why import WhyAnswer, why_at, why_now, why_step
+
+STOPPED_AFTER_S: Final = 60.0
+"""A run whose every role is silent for so long is shown as it was when it was heard last."""
+
+BLANK: Final = " "
+"""An empty cell; an empty string is shown as a dash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One question: a moment, a step, the whole, or the present."""
+
+    at: str = ""
+    step: int | None = None
+    summary: bool = False
+    as_json: bool = False
+
+
+def answer(run: OpenRun, asked: Asked) -> None:
+    """Print it. Raises UsageError for what cannot be asked."""
+    if asked.summary:
+        _print_summary(run, asked)
+    elif asked.at:
+        moment_ns = _moment_ns(run, asked.at)
+        _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked)
+    elif asked.step is not None:
+        _print_answer(
+            why_step(run.bus, run.topics, step=asked.step), asked, _wait_of(run, asked.step)
+        )
+    else:
+        _print_present(run, asked)
+
+
+def _print_present(run: OpenRun, asked: Asked) -> None:
+    end = run.bus.end(TopicPartition(run.topics.decisions, 0))
+    if run_is_over(run.bus, run.topics, end, SystemClock()):
+        _print_summary(run, asked)
+        return
+    if full := full_disk(run.directory.path, run.store):
+        say(f"{full}; the run waits for room, and dispatches nothing")
+    elif words := broker_words(run.config, run.bus, run.topics):
+        say(words)
+    found = why_now(run.bus, run.topics, now_ns=time.time_ns())
+    if found.heard_s is not None and found.heard_s > STOPPED_AFTER_S:
+        say(
+            f"no role of {run.topics.run} was heard for {found.heard_s:,.0f} s: it was stopped, "
+            "or has died (`dora-pipe run ... --resume` goes on). This is how it was then:"
+        )
+        moment_ns = found.at_ns - int(found.heard_s * 1e9)
+        found = why_at(run.bus, run.topics, at_ns=moment_ns)
+    _print_answer(found, asked)
+
+
+def _wait_of(run: OpenRun, step: int) -> StepWait:
+    with closing(run.tables()) as tables:
+        return next(one for one in waits_of(tables) if one.step == step)
+
+
+def _print_answer(found: WhyAnswer, asked: Asked, wait: StepWait | None = None) -> None:
+    if asked.as_json:
+        step = {} if wait is None else {"waits_of_step": asdict(wait)}
+        emit_json({**step, **asdict(found)})
+        return
+    if wait is not None:
+        emit_line(wait.text())
+    for line in found.lines():
+        emit_line(line)
+    emit_line()
+    rows = [
+        (
+            one.role,
+            one.text,
+            BLANK if one.since_s is None else duration(one.since_s),
+            one.end or BLANK,
+            one.advice or BLANK,
+        )
+        for one in found.roles
+    ]
+    columns = ("role", "does or waits for", "since", "in the end", "what to do")
+    emit_table(columns, rows, drop=("in the end", "since"))
+    for depth, line in enumerate(found.trainer_chain()):
+        if not depth:
+            emit_line()
+        emit_line("  " * depth + line)
+
+
+def _print_summary(run: OpenRun, asked: Asked) -> None:
+    with closing(run.tables()) as tables:
+        found = summarise(run.bus, run.topics, tables)
+    if asked.as_json:
+        emit_json(asdict(found))
+        return
+    above = (found.head, found.failed.words, found.ahead, *found.alarms, *found.fallbacks)
+    for line in filter(None, above):
+        emit_line(line)
+    emit_line()
+    _emit_waits(found)
+    if found.longest:
+        emit_line()
+        emit_table(
+            ("step", "waited", "last came", "version", "from", "most of it for"),
+            [_longest(one) for one in found.longest],
+            title="The steps that waited longest for their batch (--step N says more)",
+            drop=("version",),
+        )
+
+
+def _emit_waits(found: Summary) -> None:
+    """Who waited how long for what, and what to do about it."""
+    rows = [
+        (role or BLANK, duration(seconds), f"{share:.0%}", what or BLANK, advice or BLANK)
+        for one in found.shown
+        for role, seconds, share, what, advice in one.rows()
+    ]
+    if stopped_s := sum(found.stops):
+        share = f"{stopped_s / (found.run_s + stopped_s):.0%} of all"
+        rows.insert(0, ("stopped", duration(stopped_s), share, "the run was stopped", BLANK))
+    emit_table(("role", "waited", "share", "for", "what to do"), rows, drop=("share", "what to do"))
+    if more := len(found.roles) - len(found.shown):
+        emit_line(f"and {more} more workers, which waited less")
+
+
+def _longest(wait: StepWait) -> tuple[object, ...]:
+    most = max(wait.pieces, key=lambda one: one.seconds, default=None)
+    words = "" if most is None else f"{most.words()}: {most.seconds:.2f} s"
+    return wait.step, f"{wait.waited_s:.2f} s", wait.last, wait.version, wait.worker, words
+
+
+def _moment_ns(run: OpenRun, text: str) -> int:
+    """A moment as wall clock ns. Raises UsageError."""
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        pass
+    else:
+        first, _ = policy_after(run.bus, run.topics, 0)
+        return first.at_ns + int(seconds * 1e9)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(
+            f"not a moment: {text!r}",
+            hint="31.5 is seconds after the start; or give 2026-11-21T11:05:54+00:00",
+        ) from None
+    return int(moment.timestamp() * 1e9)

@@ -1,0 +1,485 @@
+"""Explain who waits for whom in a run at a moment; one answer for `why`, `top` and the pages.
+
+What a role waits for is what its last status says. Groups, requests and workers on the way from a
+waiting role to the one that blocks it come from the account of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.catalogue.group_history import GroupHistory
+from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, read_statuses
+from dora_pipe.core.errors import UsageError
+from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.observe.alarms import silence_line, silent_after_s
+from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.observe.text import counted, duration
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.identity import group_of, trajectory_id
+from dora_pipe.schemas.metrics import AnyMetrics, Blocker, TrainerStatus, WorkerStatus
+from dora_pipe.schemas.rounds import Round, TakeBatch
+from dora_pipe.schemas.topics import Topics
+
+TAIL_RECORDS: Final = 20_000
+"""Statuses at the end of each partition of the metrics topic that an answer reads."""
+
+LEASE_S: Final = 10.0
+"""Lease of a role in a run whose configuration is not known."""
+
+CALLS_MAX: Final = 3
+"""Open calls of a session that a sentence names."""
+
+OF_TASKS: Final = frozenset({"prompt", "environment", "reward", "agent"})
+"""Waits of a worker for its tasks."""
+
+FED: Final = frozenset({"requests", "version"})
+"""Waits of a worker for the orchestrator."""
+
+
+SILENT: Final = "see its log; start it again"
+"""About a role that is not heard."""
+
+ADVICE: Final[Mapping[str, str]] = {
+    # The trainer's, cut by who had the trajectory that came last of the batch.
+    "admission": "admit more: staleness.max_staleness, staleness.in_flight_batches, more slots",
+    "queue": "more slots: workers.slots, workers.count",
+    "lost": "see that worker's log: it died, or was fenced",
+    "sampling": "generate faster: more workers; or sampling.max_tokens",
+    "decision": "the orchestrator or the log is slow: a core more, the broker's disk",
+    "batch": "see whom it ends at",
+    "trajectories": "the log is slow to read: the broker's disk, the network",
+    "commit": "the log is slow to acknowledge: the broker's disk, the network",
+    "refusal": "the log is slow to acknowledge: the broker's disk, the network",
+    "replay": "passes; shorter after a restart with trainer.checkpoint_every",
+    "decisions": "passes: it reads the log once, at its start",
+    # The orchestrator's.
+    "trainer": "training is the bottleneck: a faster trainer, or fewer workers",
+    "groups": "generation is the bottleneck: more workers or slots",
+    "worker": "start a worker: dora-pipe worker; see its log if it does not join",
+    "host": "no worker has that version: see the workers' logs",
+    "elastic": "they finish what cannot move: planner.moves, and see their logs",
+    "pause": "dora-pipe tell RUN resume",
+    "halted": "mend what the groups failed with, then run --resume",
+    "start": "start the other roles",
+    # A worker's.
+    "requests": "nothing may be admitted: a larger bound, a faster trainer, or fewer workers",
+    "version": "none is assigned: it just joined, or sleeps while a step is computed",
+    "weights": "the policy store is slow: transfers.kind",
+    "prompt": "the task is slow: task.processes",
+    "environment": "the task's environment is slow: task.processes, async def",
+    "reward": "the reward is slow: task.processes, async def",
+    "agent": "agents think: more requests at once, or see what they wait for themselves",
+    "call": "the log is slow: the broker's disk, the network",
+    "progress": "the log is slow: the broker's disk, the network",
+    "append": "the log is slow: the broker's disk, the network",
+    "slot": "the engine has no slot free: see its log",
+    "tokens": "the engine gives no tokens: see the worker's log",
+    "codec": "the machine is busy: a core more",
+    "leaving": "passes: it publishes how far its requests are",
+    "kv": "the other worker does not hand over: see its log",
+    "silent": SILENT,
+}
+"""What to look at or to change. What `passes` needs nothing."""
+
+WORDS: Final[Mapping[str, str]] = {
+    "trainer": "the trainer",
+    "groups": "groups to finish",
+    "worker": "a worker",
+    "admission": "new groups",
+    "elastic": "elastic workers to sleep",
+    "pause": "the end of a pause",
+    "start": "the start of the run",
+    "requests": "requests",
+    "version": "a version",
+    "weights": "weights to be loaded",
+    "prompt": "prompts",
+    "progress": "progress records",
+    "slot": "slots",
+    "tokens": "tokens that did not come",
+    "environment": "environments",
+    "reward": "rewards",
+    "agent": "agents",
+    "call": "calls to be durable",
+    "codec": "the codec",
+    "append": "the trajectories topic",
+    "leaving": "its last progress records",
+    "replay": "the replay of committed steps",
+    "decisions": "the decisions before its start",
+    "trajectories": "its batch to be read",
+    "commit": "the acknowledgement of a commit",
+    "refusal": "the acknowledgement of a refusal",
+}
+"""What a wait is for, whatever its step or version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleAnswer:
+    """What one role does, or what it waits for."""
+
+    role: str
+    text: str
+    since_s: float | None = None
+    """How long the wait, the silence or the absence lasts."""
+    wait: str = ""
+    """Name of the wait that stops the role; `silent` for one that is not heard; else empty."""
+    alarms: tuple[str, ...] = ()
+    failing: tuple[str, ...] = ()
+    """Places of tasks of a worker that do not answer."""
+    chain: tuple[str, ...] = ()
+    """Sentences from the one it waits for to the one that blocks all of them."""
+
+    @property
+    def end(self) -> str:
+        """The end of the chain."""
+        return self.chain[-1] if self.chain else ""
+
+    @property
+    def advice(self) -> str:
+        """What to do about the wait."""
+        return ADVICE.get(self.wait, "")
+
+    @property
+    def line(self) -> str:
+        """The role, its text and how long that lasts."""
+        lasts = "" if self.since_s is None else f" ({duration(self.since_s)})"
+        return f"{self.role}: {self.text}{lasts}"
+
+
+def roles_of(stats: RunStats, at_ns: int) -> tuple[RoleAnswer, ...]:
+    """Return the answers of trainer, orchestrator and workers, in this order."""
+    present = _Present(stats, at_ns)
+    names = [TRAINER, ORCHESTRATOR, *sorted(stats.account.named)]
+    return tuple(present.role(name) for name in names)
+
+
+def batch_words(stats: RunStats) -> str:
+    """Say how much of the next batch is there."""
+    trained = [one for one in stats.account.open.values() if one.spec.purpose == "train"]
+    finished = sum(one.whole for one in trained)
+    per_step = "?" if stats.per_step is None else stats.per_step
+    words = f"step {stats.version}: {finished} of {per_step} groups finished"
+    parts = stats.account.parts
+    taken = sum(len(one.groups) for one in parts)
+    return words + (f", {taken} of them taken in {counted(len(parts), 'part')}" if parts else "")
+
+
+class _Present:
+    """Answers for the roles of a run at one moment."""
+
+    def __init__(self, stats: RunStats, at_ns: int) -> None:
+        self._stats, self._at_ns = stats, at_ns
+        self._heard = stats.heard
+        self._silent_s = silent_after_s(stats.heartbeat_s)
+        timing = {} if stats.started is None else stats.started.config.get("timing", {})
+        self._lease_s = float(timing.get("lease_s", LEASE_S))
+
+    def role(self, name: str, path: tuple[str, ...] = ()) -> RoleAnswer:
+        """Return the answer of a role; `path` has the roles that wait for it."""
+        worker, status = self._stats.account.named.get(name), self._heard.get(name)
+        if self._stats.over:
+            return RoleAnswer(role=name, text="the run is over")
+        if worker is not None and worker.gone is not None:
+            ago_s = self._ago_s(worker.gone.at_ns)
+            return RoleAnswer(role=name, text=f"is out: {worker.gone.why}", since_s=ago_s)
+        if status is None and worker is not None:
+            ago_s = self._ago_s(worker.joined.at_ns)
+            return RoleAnswer(role=name, text="has joined, and said nothing since", since_s=ago_s)
+        if status is None:
+            return RoleAnswer(role=name, text="has said nothing yet")
+        if self._ago_s(status.at_ns) > self._silent_s:
+            return self._silent(name, status)
+        return self._answer(name, status, (*path, name))
+
+    def _answer(self, name: str, status: AnyMetrics, path: tuple[str, ...]) -> RoleAnswer:
+        alarms = tuple(
+            alarm_line(name, one, self._ago_s(one.since_ns)) for one in status.waits if one.overdue
+        )
+        failing = tuple(self._failing(status))
+        if not status.waits or not status.waits[0].still:
+            text = self._work(name, status)
+            return RoleAnswer(role=name, text=text, alarms=alarms, failing=failing)
+        wait = status.waits[0]
+        if wait.name in OF_TASKS and failing:
+            chain = failing[:1]
+        else:
+            blockers = wait.blockers
+            if wait.name in FED and ORCHESTRATOR not in path:
+                blockers = (*blockers, Blocker("role", ORCHESTRATOR))
+            chain = next(filter(None, (self._blocked(one, path) for one in blockers)), ())
+        words = f"batch of {batch_words(self._stats)}" if wait.name == "batch" else wait.words
+        return RoleAnswer(
+            role=name,
+            text=f"waits for {words}",
+            since_s=self._ago_s(wait.since_ns),
+            wait=wait.name,
+            alarms=alarms,
+            failing=failing,
+            chain=chain,
+        )
+
+    def _silent(self, name: str, status: AnyMetrics) -> RoleAnswer:
+        age_s = self._ago_s(status.at_ns)
+        if self._stats.halted:
+            return RoleAnswer(role=name, text="was stopped with the run", since_s=age_s)
+        last = status.waits_for
+        text = "is silent: dead, stopped or cut off from the log"
+        if isinstance(status, WorkerStatus) and age_s <= self._lease_s:
+            text += f" (fenced after {self._lease_s:g} s)"
+        text += f"; its last word was: {f'waits for {last}' if last else self._work(name, status)}"
+        alarms = (silence_line(name, age_s, last),) if age_s > self._lease_s else ()
+        return RoleAnswer(role=name, text=text, since_s=age_s, wait="silent", alarms=alarms)
+
+    def _work(self, name: str, status: AnyMetrics) -> str:
+        """Say what a role does that does not wait."""
+        if isinstance(status, TrainerStatus):
+            return f"works: {status.phase}, step {status.step}"
+        if not isinstance(status, WorkerStatus):
+            return "works"
+        heard = self._stats.statuses.heard.get(name)
+        rate = 0.0 if heard is None else heard.tokens_per_s
+        again = status.episodes_started_again
+        counts = (
+            (status.waiting, "ahead of its slots"),
+            (status.in_environment, "at environments"),
+            (status.being_scored, "being scored"),
+            (status.with_agent, "with their agents"),
+        )
+        parts = [f"samples {counted(status.active, 'request')} of version {status.version}"]
+        parts += [f"{count} {what}" for count, what in counts if count]
+        if again:
+            parts.append(f"{counted(again, 'episode')} started again so far")
+        if status.calls_open:
+            longest = duration(self._ago_s(status.call_since_ns))
+            parts.append(f"{counted(status.calls_open, 'open call')}, the longest for {longest}")
+        return ", ".join(parts + ([f"{rate:,.0f} tok/s"] if rate else []))
+
+    def _failing(self, status: AnyMetrics) -> Iterator[str]:
+        """Name the places where a worker's tasks run and do not answer."""
+        for one in status.failing if isinstance(status, WorkerStatus) else ():
+            how = "left alone" if one.left_alone else "tried with one process"
+            yield (
+                f"task {one.task}: {one.url or 'its processes'} {how}, "
+                f"{counted(one.failures, 'failure')} in a row for "
+                f"{duration(self._ago_s(one.since_ns))}: {one.why}"
+            )
+
+    # From a wait to the one that blocks it
+
+    def _blocked(self, blocker: Blocker, path: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the sentences behind a blocker; none where it explains nothing."""
+        match blocker.kind:
+            case "role" | "worker" if blocker.id not in path:
+                answer = self.role(blocker.id, path)
+                return (answer.line, *answer.chain)
+            case "group" if (group := self._stats.account.open.get(blocker.id)) is not None:
+                return self._group(group, path)
+            case "trajectory" if found := self._stats.account.open.get(group_of(blocker.id)):
+                return self._trajectory(blocker.id, found, path)
+            case _:
+                return ()
+
+    def _group(self, group: GroupHistory, path: tuple[str, ...]) -> tuple[str, ...]:
+        spec = group.spec
+        names = [
+            trajectory_id(spec.group, one) for one in range(spec.siblings) if one not in group.left
+        ]
+        still_open = [name for name in names if not _is_logged(group, name)]
+        due = f"deadline {spec.deadline}" if spec.purpose == "train" else "evaluation"
+        what = f"{len(still_open)} of {spec.siblings} trajectories open"
+        worker = "" if group.scoring is None else group.scoring.worker
+        what = f"scored together by {worker}" if worker else what
+        ago = duration(self._ago_s(group.dispatched_ns))
+        line = f"{spec.group} (version {spec.version}, {due}): {what}, dispatched {ago} ago"
+        if worker:
+            return (line, *self._blocked(Blocker("worker", worker), path))
+        first = (self._trajectory(name, group, path) for name in still_open)
+        return (line, *next(first, ()))
+
+    def _trajectory(self, name: str, group: GroupHistory, path: tuple[str, ...]) -> tuple[str, ...]:
+        request = group.requests.get(name)
+        attempt = request.attempts[-1] if request is not None else None
+        if attempt is None or attempt.outcome:
+            again = f"; attempt {attempt.attempt} ended: {attempt.outcome}" if attempt else ""
+            return (f"{name}: queued for a slot of version {group.spec.version}{again}",)
+        line = f"{name}: on {attempt.worker} for {duration(self._ago_s(attempt.placed_ns))}"
+        line += f", attempt {attempt.attempt}" if attempt.attempt > 1 else ""
+        line += f"; moves to {attempt.move_to}" if attempt.move_to else ""
+        line += self._progress(name, self._heard.get(attempt.worker))
+        return (line, *self._blocked(Blocker("worker", attempt.worker), path))
+
+    def _progress(self, name: str, status: AnyMetrics | None) -> str:
+        """Say how far a request is, and what the open calls of a session wait for."""
+        if not isinstance(status, WorkerStatus):
+            return ""
+        known = status.progress.get(name)
+        text = f", {known.tokens} tokens at its last progress record" if known else ""
+        before = status.calls_before or (-1,) * len(status.calls_oldest)
+        pairs = zip(status.calls_oldest, before, strict=False)
+        own = [(call, ahead) for call, ahead in pairs if call.trajectory == name]
+        for call, ahead in own[:CALLS_MAX]:
+            lasts = duration(self._ago_s(call.since_ns))
+            text += f"; its call {call.call} waits for {call.waits_for}, {lasts}"
+            text += f", {ahead} before it" if ahead >= 0 else ""
+        return text
+
+    def _ago_s(self, ns: int) -> float:
+        return max(0.0, (self._at_ns - ns) / 1e9)
+
+
+def _is_logged(group: GroupHistory, name: str) -> bool:
+    request = group.requests.get(name)
+    return request is not None and request.logged is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyAnswer:
+    """What a run waits for at one moment."""
+
+    run: str
+    at_ns: int
+    """The moment, wall clock."""
+    run_s: float | None
+    """The moment, from the start of the run."""
+    step: int | None
+    """The next step to be taken; None before the start."""
+    training: int | None
+    """The step whose batch is taken and not committed."""
+    steps: int | None
+    over: bool
+    heard_s: float | None
+    """How long before the moment any role was heard last; None: never."""
+    halted: str
+    """Why the run was stopped; empty while it goes on."""
+    failed: str
+    """Share of the newest trajectories that failed, with the error; empty while few did."""
+    no_step: str
+    """Groups that ended since the last step; empty while they are few, or a step trains."""
+    alarms: tuple[str, ...]
+    roles: tuple[RoleAnswer, ...]
+
+    @property
+    def head(self) -> str:
+        """How far the run is, and when this was."""
+        if self.step is None:
+            return f"{self.run}: has not started"
+        if self.over:
+            return f"{self.run}: is over, {self.steps} steps"
+        when = "" if self.run_s is None else f", {duration(self.run_s)} after its start"
+        if self.training is not None:
+            return f"{self.run}: step {self.training} of {self.steps} is being trained{when}"
+        return f"{self.run}: step {self.step} of {self.steps} is next{when}"
+
+    def lines(self) -> Iterator[str]:
+        """Everything above the table of roles, the most important first."""
+        yield self.head
+        if self.halted:
+            yield f"STOPPED: {self.halted}; mend that, then go on with `run --resume`"
+        yield from filter(None, (self.failed, self.no_step))
+        yield from self.alarms
+        yield from (f"{one.role}: {line}" for one in self.roles for line in one.failing)
+
+    def trainer_chain(self) -> Sequence[str]:
+        """The wait of the trainer, from the trainer to the one that blocks it."""
+        trainer = self.roles[0]
+        return (trainer.line, *trainer.chain) if len(trainer.chain) > 1 else ()
+
+
+def answer_of(stats: RunStats, at_ns: int) -> WhyAnswer:
+    """Answer from a run's numbers; `at_ns` is the wall clock."""
+    roles = roles_of(stats, at_ns)
+    batch = stats.account.batch
+    heard = [one.at_ns for one in stats.heard.values()]
+    waiting = not (stats.over or stats.halted) and batch is None
+    return WhyAnswer(
+        run=stats.run,
+        at_ns=at_ns,
+        run_s=(at_ns - stats.started.at_ns) / 1e9 if stats.started else None,
+        step=stats.version if stats.started else None,
+        training=batch.take.step if batch else None,
+        steps=stats.steps_planned,
+        over=stats.over,
+        heard_s=(at_ns - max(heard)) / 1e9 if heard else None,
+        halted=stats.halted,
+        failed=stats.failed.share().words,
+        no_step=stats.since_step.words(stats.per_step) if waiting else "",
+        alarms=() if stats.halted else tuple(line for one in roles for line in one.alarms),
+        roles=roles,
+    )
+
+
+# Reading a log up to a moment
+
+
+class _Past(RunStats):
+    """A run as its log stood at a moment, or when a certain round came."""
+
+    def __init__(
+        self, run: str, ends: Callable[[Round], bool] = lambda _: False, until_ns: int | None = None
+    ) -> None:
+        """The round that `ends` names is left out, with all that follows."""
+        super().__init__(run)
+        self.ended_ns: int | None = None
+        """The moment of that round."""
+        self.until_ns = until_ns
+        self._ends = ends
+
+    def fact(self, offset: int, fact: AnyControl) -> None:
+        """See the base."""
+        later = self.until_ns is not None and fact.at_ns > self.until_ns
+        if self.ended_ns is None and not later:
+            super().fact(offset, fact)
+
+    def round(self, round_: Round, offset: int) -> None:
+        """See the base."""
+        if self.ended_ns is None and self._ends(round_):
+            self.ended_ns = round_.now_ns
+        elif self.ended_ns is None:
+            super().round(round_, offset)
+
+    def read(self, bus: Bus, topics: Topics) -> None:
+        """Read a log, then the statuses up to the same moment. Raises BusError, LogTruncated."""
+        lend = self.account.lend
+        with closing(LogFollower(bus, topics, self, lent=lend, meter=self.meter)) as follower:
+            while self.ended_ns is None and follower.advance():
+                pass
+        until_ns = self.ended_ns if self.until_ns is None else self.until_ns
+        for status in read_statuses(bus, topics, tail=TAIL_RECORDS, until_ns=until_ns):
+            self.status(status)
+
+
+def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> WhyAnswer:
+    """Say what the run waits for; `now_ns` is the wall clock. Raises BusError, LogTruncated."""
+    present = _Past(topics.run)
+    present.read(bus, topics)
+    return answer_of(present, now_ns)
+
+
+def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> WhyAnswer:
+    """Say what the run waited for at a moment of the past. Raises what `why_now` raises."""
+    past = _Past(topics.run, lambda round_: round_.now_ns > at_ns, at_ns)
+    past.read(bus, topics)
+    return answer_of(past, at_ns)
+
+
+def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
+    """Say what the run waited for last before the batch of a step was taken.
+
+    Raises UsageError for a step that was not taken yet, and what `why_now` raises.
+    """
+
+    def takes(round_: Round) -> bool:
+        return any(isinstance(one, TakeBatch) and one.step == step for one in round_.decisions)
+
+    past = _Past(topics.run, takes)
+    past.read(bus, topics)
+    if past.ended_ns is None:
+        raise UsageError(
+            f"the batch of step {step} has not been taken", hint="see `why` without it"
+        )
+    return answer_of(past, past.ended_ns)

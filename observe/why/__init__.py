@@ -1,1 +1,0 @@
-"""Pictures of a run for people; they read the log and decide nothing."""

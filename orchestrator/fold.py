@@ -12,13 +12,15 @@ Rules:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from dora_pipe.core.errors import InvariantBroken, SchemaError
+from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import is_cut
-from dora_pipe.orchestrator.slot_use import capped
+from dora_pipe.orchestrator.staleness import admissible
 from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.orchestrator.state_ops import expire, note_off_engine, note_progress, press
 from dora_pipe.schemas.control import AnyControl
@@ -123,6 +125,33 @@ def check_digest(state: State, round_: Round) -> None:
     digest = state.digest()  # Of another form too: what is touched and never settled piles up.
     if is_comparable(found) and found != digest:
         raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
+
+
+def capped(state: State) -> tuple[int, int]:
+    """Return (slots that are empty because of the limit alone, slots of all usable workers).
+
+    Both come from the index: the cost is that of the idle workers.
+    """
+    index, newest = state.index, state.version
+    slots = sum(hosts.slots for hosts in index.hosts.values())
+    held = elastic.held(state)
+    idle = sum(
+        one.slots for one in index.idle.values() if one.target != newest and one.name not in held
+    )
+    empty = index.free(newest) + idle
+    return (empty if empty and _only_the_limit(state) else 0), slots
+
+
+def _only_the_limit(state: State) -> bool:
+    """Whether a group would be admitted if more batches might be in flight."""
+    if state.config is None or state.paused or state.failures.halted:
+        return False
+    at = state.standing()
+    if admissible(state.deadlines, at):
+        return False
+    # The bound has no room beyond max_staleness + 1 batches: this leaves the limit out.
+    unlimited = dataclasses.replace(at, in_flight_batches=at.max_staleness + 1.0)
+    return bool(admissible(state.deadlines, unlimited))
 
 
 def note_slots(state: State) -> None:

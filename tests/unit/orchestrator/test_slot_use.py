@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dora_pipe.orchestrator.slot_use import capped
+from dora_pipe.orchestrator.fold import capped
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 

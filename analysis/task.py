@@ -116,9 +116,7 @@ def _stopped(
     config: Config, tokenizer: Tokenizer, chats: Mapping[str, Chat]
 ) -> Callable[[Sequence[int]], bool]:
     """Whether a turn ended by a stop token or a stop string."""
-    samplings = (config.sampling, *(one.sampling for one in config.evaluations))
-    texts = tuple(text for one in samplings for text in one.stop if text)
-
+    texts = config.sampling.stop
     stop_ids = set(tokenizer.stop_ids).union(*(one.stop_ids for one in chats.values()))
 
     def stopped(ids: Sequence[int]) -> bool:

@@ -33,9 +33,9 @@ run.name run.seed model.path model.chat_template task.name task.ratio
 task.kind task.data task.eval_data task.reward task.rewards
 task.split task.eval_split task.eval_share task.filter task.columns
 task.chat task.system_prompt task.tools task.mcp
-task.options task.turns_max task.agent task.command task.calls_max task.calls_open_max
+task.options task.turns_max task.agent
 task.special_tokens task.chat_template_kwargs task.renderer
-task.chat_date task.tool_parser task.rewritten_history sampling groups.size groups.per_step
+task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model teacher.digest

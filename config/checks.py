@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from typing import Final
 
 import msgspec
@@ -277,14 +276,6 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_dates(config: Config) -> Iterator[str]:
-    for task in config.tasks:
-        try:
-            date.fromisoformat(task.chat_date or "1970-01-01")
-        except ValueError as error:
-            yield f"task.chat_date: {task.chat_date} is no date: {error}"
-
-
 def _check_rewards(config: Config) -> Iterator[str]:
     for task in config.tasks:
         if task.reward and task.rewards:
@@ -313,18 +304,16 @@ def _check_urls(config: Config) -> Iterator[Problem]:
 
 def _check_agents(config: Config) -> Iterator[Problem]:
     for task in config.tasks:
-        if task.agent and task.command:
-            yield Problem(text="task.command: stands in place of task.agent; one has to go")
-        if task.is_agent and (task.agent or task.command):
-            key = "agent" if task.agent else "command"
-            yield Problem(text=f"task.{key}: `{task.kind}` is its own agent")
-        if task.agent and not re.fullmatch(r"[^:]+:[^:]+", task.agent):
+        if task.is_agent and task.agent:
+            yield Problem(text=f"task.agent: `{task.kind}` is its own agent")
+        agent = task.agent
+        if isinstance(agent, str) and agent and not re.fullmatch(r"[^:]+:[^:]+", agent):
             yield Problem(
-                text=f"task.agent: `{task.agent}` is not of the form module:function",
+                text=f"task.agent: `{agent}` is not of the form module:function",
                 hint='"agent:run" for the function `run` of agent.py',
             )
-        if task.command and not task.command[0]:
-            yield Problem(text="task.command: its first word is empty")
+        if isinstance(agent, tuple) and not all(agent[:1]):
+            yield Problem(text="task.agent: its first word is empty")
     if any(task.has_agent for task in config.tasks) and config.staleness.interruptible:
         yield Problem(
             text="staleness.interruptible: an agent's calls are all of one version",
@@ -533,7 +522,7 @@ def _check_telemetry(config: Config) -> Iterator[str]:
 
 
 def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
-    evaluations = [("evaluation.sampling", one.sampling) for one in config.evaluations]
+    evaluations = [("evaluation.sampling", config.eval_sampling(one)) for one in config.evaluations]
     return ("sampling", config.sampling), *evaluations
 
 
@@ -552,7 +541,6 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_lengths,
     _check_numbers,
     _check_schedule,
-    _check_dates,
     _check_rewards,
     _check_urls,
     _check_agents,

@@ -25,7 +25,7 @@ from dora_pipe.config.changes import FROZEN, LOGGED, with_settings
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import as_begun
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, EvaluationSampling
 from dora_pipe.config.section import Section
 from dora_pipe.config.several import (
     SEVERAL,
@@ -356,12 +356,13 @@ def _fill_in(table: Table, folder: Path) -> None:
     """What is not given: the folder of users' modules, and how evaluation samples."""
     for task in tables_of(table, "task"):
         task["directory"] = task.get("directory") or str(folder)
-    sampling = table.get("sampling", {})
+    sampling, own_keys = table.get("sampling", {}), set(_fields(EvaluationSampling))
     table.setdefault("evaluation", {})
     for evaluation in tables_of(table, "evaluation"):
         own = evaluation.get("sampling", {})
         if isinstance(sampling, dict) and isinstance(own, dict):
-            evaluation["sampling"] = {**sampling, **own}
+            common = {key: sampling[key] for key in sampling.keys() & own_keys}
+            evaluation["sampling"] = {**common, **own}
 
 
 # What is wrong with it.

@@ -76,6 +76,10 @@ class RewardUse(Section, frozen=True, kw_only=True):
         return self.name or self.use.rpartition(":")[2].rpartition(".")[2]
 
 
+ENVIRONMENT_TURNS, AGENT_CALLS = 8, 64
+"""`task.turns_max` where it is not given."""
+
+
 class Task(Section, frozen=True, kw_only=True):
     """What is learnt: data, environment and reward. Several of them, `[[task]]`, each with a name,
     are learnt in one run; `task.NAME.key` is a key of one."""
@@ -151,34 +155,25 @@ class Task(Section, frozen=True, kw_only=True):
     a tool timed out."""
     episode_seconds: NonNegativeFloat = 0.0
     """An episode that is longer, from its first prompt on and with all that is sampled, is ended by
-    its next step; its trajectory is invalid (`EpisodeTimeout`). 0: as long as it likes."""
+    its next step, an agent at once; its trajectory is invalid (`EpisodeTimeout`). 0: as long as it
+    likes, an agent for an hour."""
     replayable: bool = False
     """Environments and tools that are told the same turns of the model again answer with the very
     same words, so that an episode goes on where it was when its worker or its process dies, and may
     move (docs/tasks.md). Tasks may say so themselves."""
-    turns_max: Positive = 8
-    """Turns of the model in one trajectory, where there is an environment."""
-    agent: str = ""
-    """`module:run`, a function of yours that is the rollout: it gets an address of the model, calls
-    it as it likes, and every sampled token is trained. `kind` gives rows and rewards. See
-    docs/agents.md."""
-    command: tuple[str, ...] = ()
-    """The same as a command line, `["node", "agent.js"]`."""
-    calls_max: Positive = 64
-    """Calls of an agent to the model in one trajectory."""
-    calls_open_max: Positive = 8
-    """Of these, at the same time."""
-    agent_timeout_s: PositiveFloat = 3600.0
-    """An agent that runs longer is stopped; its trajectory is invalid."""
+    turns_max: NonNegative = 0
+    """Turns of the model in one trajectory of an environment, calls of an agent; 0: 8, of an agent
+    64."""
+    agent: str | tuple[str, ...] = ""
+    """`module:run`, a function of yours that is the rollout, or a command line such as
+    `["node", "agent.js"]`: it gets an address of the model, calls it as it likes, and every sampled
+    token is trained. `kind` gives rows and rewards. See docs/agents.md."""
     special_tokens: Literal["text", "parse"] = "text"
     """How control tokens that are written in prompts and observations are encoded: as the text that
     they are, or as the tokenizer's own tokens, which lets any text of the data or of a tool end a
     turn or begin another's. See docs/tasks.md."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Handed to the chat template by name, such as `enable_thinking`."""
-    chat_date: str = ""
-    """`2026-11-25`: what a chat template takes for today, in runs and in `sft`; empty: the moment
-    of `run started`, of `sft` the day on which it runs."""
     renderer: str = "auto"
     """What renders messages: `template`, the model's own; a family of the package `renderers`, such
     as `qwen3`; `auto`: the template unless it rewrites its history, then the family that fits."""
@@ -194,9 +189,14 @@ class Task(Section, frozen=True, kw_only=True):
         return (self.url,) * bool(self.url) if isinstance(self.url, str) else self.url
 
     @property
+    def most_turns(self) -> int:
+        """`turns_max` in force."""
+        return self.turns_max or (AGENT_CALLS if self.has_agent else ENVIRONMENT_TURNS)
+
+    @property
     def has_agent(self) -> bool:
         """Whether its trajectories are sessions of an agent."""
-        return bool(self.agent or self.command or self.is_agent)
+        return bool(self.agent or self.is_agent)
 
     @property
     def is_agent(self) -> bool:
@@ -232,6 +232,19 @@ class Sampling(Section, frozen=True, kw_only=True):
     def logprob_temperature(self) -> float:
         """Divisor of the logits before log-probs are taken; 1 where sampling is greedy."""
         return self.temperature or 1.0
+
+
+class EvaluationSampling(Section, frozen=True, kw_only=True):
+    """How tokens of evaluations are drawn."""
+
+    temperature: NonNegativeFloat = 1.0
+    """See [sampling]."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """See [sampling]."""
+    top_k: NonNegative = 0
+    """See [sampling]."""
+    max_tokens: Positive = 256
+    """See [sampling]."""
 
 
 class Groups(Section, frozen=True, kw_only=True):
@@ -296,8 +309,8 @@ class Evaluation(Section, frozen=True, kw_only=True):
     one; 0: it does not."""
     success: float = 1.0
     """A reward of at least so much is a success, for `pass@k` and `maj@k` (docs/observe.md)."""
-    sampling: Sampling = Sampling()
-    """Keys that are not given are as in [sampling]."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """Keys that are not given, and all others, are as in [sampling]."""
 
 
 class Bus(Section, frozen=True, kw_only=True):
@@ -495,6 +508,11 @@ class Config(Section, frozen=True, kw_only=True):
     def task_of(self, evaluation: Evaluation) -> Task:
         """Whose prompts and rewards an evaluation has; the first where it names none."""
         return next((one for one in self.tasks if one.name == evaluation.task), self.task)
+
+    def eval_sampling(self, evaluation: Evaluation | None = None) -> Sampling:
+        """How an evaluation, by default the first, is sampled; no routes are recorded of it."""
+        own = msgspec.structs.asdict((evaluation or self.evaluation).sampling)
+        return msgspec.structs.replace(self.sampling, routes=False, **own)
 
     def __post_init__(self) -> None:
         objective = self.objective

@@ -186,7 +186,7 @@ def _say_day(model: Path, now_ns: int) -> None:
     found = find_templates(model)
     if found is not None and any("strftime_now" in text for text in found.texts.values()):
         day = datetime.fromtimestamp(now_ns // 1_000_000_000, UTC).date()
-        say(f"today is {day} for the chat template; task.chat_date makes it another day")
+        say(f"today is {day} for the chat template")
 
 
 def _end_id(model: Path, stop_ids: Sequence[int]) -> int:

@@ -274,8 +274,6 @@ def _worker_setup(
         digests={source: one.digest for source, one in data.items()},
         params=params_by_source(config, made.stop_ids, {}),
         agents=frozenset(agents),
-        calls_max={source: one.calls_max for source, one in agents.items()},
-        calls_open_max={source: one.calls_open_max for source, one in agents.items()},
         versions_resident=made.engine.versions_resident,
     )
 

@@ -448,8 +448,7 @@ def _with_agents(chance: Random, config: Config) -> Config:
         msgspec.structs.replace(
             task,
             agent="sim:agent" if not place or chance.random() < 0.6 else "",
-            calls_max=chance.choice((3, 64)),
-            calls_open_max=chance.choice((1, 2, 8)),
+            turns_max=chance.choice((3, 64)),
         )
         for place, task in enumerate(config.tasks)
     ]

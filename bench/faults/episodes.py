@@ -93,7 +93,7 @@ def read_turn(text: str) -> Turn:
 
 def episode_tasks(urls: Sequence[str], token_file: str) -> list[dict[str, Any]]:
     """The tasks of a round as its configuration has them; one is played at the servers."""
-    agent = {"agent": "dora_pipe.bench.faults.agent:run", "calls_open_max": 2}
+    agent = {"agent": "dora_pipe.bench.faults.agent:run"}
     parser = f"{HERE}:read_turn"
     served = {"url": list(urls), "url_token_file": token_file, "processes": 2}
     return [

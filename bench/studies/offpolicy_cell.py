@@ -99,7 +99,7 @@ class Bench:
         stop_ids = self._tokenizer.stop_ids
         self._params: Mapping[Purpose, SamplingParams] = {
             "train": sampling_params(config.sampling, stop_ids),
-            "eval": sampling_params(config.evaluation.sampling, stop_ids),
+            "eval": sampling_params(config.eval_sampling(), stop_ids),
         }
         self._task = open_task(config.task)
         self._rows = self._task.rows("train")

@@ -97,7 +97,7 @@ class FunctionAgent:
 
 
 class CommandAgent:
-    """`task.command`, a process with a group of its own that ends with its call."""
+    """A command line of `task.agent`, a process with a group of its own that ends with its call."""
 
     def __init__(self, command: Sequence[str], directory: str) -> None:
         self._command, self._directory = tuple(command), directory or None
@@ -164,9 +164,9 @@ def open_agent(config: model.Task, task: Task) -> Agent | None:
     """The agent that a task has, if it has one. Raises as `FunctionAgent`."""
     if isinstance(task, AgentTask):
         return OwnAgent(task)
-    if config.agent:
-        return FunctionAgent(config.agent)
-    return CommandAgent(config.command, config.directory) if config.command else None
+    if isinstance(config.agent, str):
+        return FunctionAgent(config.agent) if config.agent else None
+    return CommandAgent(config.agent, config.directory) if config.agent else None
 
 
 async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:

@@ -36,6 +36,9 @@ DEFERRED_MAX: Final = 8192
 """Calls that a process has at a time, those included that go on beside the others. Calls beyond
 that wait in the pool's queue."""
 
+AGENT_S: Final = 3600.0
+"""Limit of an agent without `task.episode_seconds`."""
+
 WAITING_S: Final = 600.0
 """How long a call may wait for a thread of its process."""
 
@@ -280,7 +283,7 @@ def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
     if isinstance(call, RewardCall | GroupCall):
         return task.reward_timeout_s
     if isinstance(call, AgentCall):
-        return task.agent_timeout_s
+        return task.episode_seconds or AGENT_S
     seconds = task.environment_timeout_s
     return 2 * seconds if tools else seconds
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -86,9 +85,7 @@ def digest_of(chats: Mapping[str, Chat]) -> str:
 
 
 def chat_options(task: Task, started_ns: int) -> ChatOptions:
-    """What a task says about its chat; `started_ns` is now where no `task.chat_date` says so."""
-    date = task.chat_date
-    day = datetime.fromisoformat(date).replace(tzinfo=UTC) if date else None
+    """Read a task's keys about its chat; `started_ns` is now for its template."""
     return ChatOptions(
         kwargs=task.chat_template_kwargs,
         renderer=task.renderer,
@@ -96,7 +93,7 @@ def chat_options(task: Task, started_ns: int) -> ChatOptions:
         rewritten_history=task.rewritten_history,
         parse=task.special_tokens == "parse",
         directory=task.directory,
-        now_ns=started_ns if day is None else int(day.timestamp()) * 1_000_000_000,
+        now_ns=started_ns,
     )
 
 

@@ -117,10 +117,6 @@ class WorkerSetup:
     """Sampling settings, stop token ids included."""
     agents: frozenset[str] = frozenset()
     """Sources whose requests are sessions of an agent."""
-    calls_max: Mapping[str, int] = field(default_factory=dict)
-    """Calls of one session to the model, of every source in `agents`."""
-    calls_open_max: Mapping[str, int] = field(default_factory=dict)
-    """Of these, at the same time."""
     interruptible: bool = False
     """Training requests go on under every version that is loaded; see
     `Requests.weights_replaced`."""

@@ -231,16 +231,13 @@ def params_by_source(
 def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
     """The section that says how each source is sampled."""
     train = [(source_of("train", one.name), config.sampling) for one in config.tasks]
-    apart = [
-        (source_of("eval", one.name), msgspec.structs.replace(one.sampling, routes=False))
-        for one in config.evaluations
-    ]
+    apart = [(source_of("eval", one.name), config.eval_sampling(one)) for one in config.evaluations]
     return dict((*train, *apart))
 
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
     """Turns of the model in one trajectory of each source, at most."""
-    return {source: one.task.turns_max for one in pool_specs(config) for source in one.sources}
+    return {source: one.task.most_turns for one in pool_specs(config) for source in one.sources}
 
 
 def agents_by_source(config: model.Config) -> dict[str, model.Task]:
@@ -444,8 +441,6 @@ def _setup(
         digests={source: one.data(source).digest for source, one in facts.items()},
         params=params,
         agents=frozenset(agents),
-        calls_max={source: one.calls_max for source, one in agents.items()},
-        calls_open_max={source: one.calls_open_max for source, one in agents.items()},
         interruptible=config.staleness.interruptible,
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s

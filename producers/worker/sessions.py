@@ -59,7 +59,10 @@ from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.rounds import PlacedRequest
 
 TOO_LONG: Final = "context_length_exceeded"
-TOO_MANY_CALLS: Final = "calls_max"
+CALLS_OPEN_MAX: Final = 8
+"""Calls of one session that may wait for an answer."""
+
+TOO_MANY_CALLS: Final = "turns_max"
 TOO_MANY_TOKENS: Final = "tokens_max"
 TOO_MANY_OPEN: Final = "too_many_open"
 ENGINE_FAILED: Final = "engine_error"
@@ -220,15 +223,15 @@ class Sessions:
         if not 1 <= tokens < context_tokens:
             message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
             return Refusal(400, TOO_LONG, f"{message}: send a shorter one")
-        most = setup.calls_max[request.source]
+        most = setup.turns_max[request.source]
         if len(session.numbers) >= most:
             message = f"this session has made {most} calls, which is all that a run allows"
             return Refusal(429, TOO_MANY_CALLS, f"{message}: wait for nothing, and end")
         if session.tokens >= request.params.max_tokens:
             message = f"this session has sampled {session.tokens} tokens, which is all that a run"
             return Refusal(429, TOO_MANY_TOKENS, f"{message} allows: wait for nothing, and end")
-        most, waiting = setup.calls_open_max[request.source], self._waiting(session)
-        if waiting >= most:
+        waiting = self._waiting(session)
+        if waiting >= CALLS_OPEN_MAX:
             message = f"this session waits for {waiting} answers, as many as it may"
             return Refusal(429, TOO_MANY_OPEN, f"{message}: wait for one of them")
         return None

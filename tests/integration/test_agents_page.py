@@ -47,7 +47,7 @@ def test_the_agents_of_the_page(
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     agent: dict[str, Any] = {"agent": "agent:run"}
     if block == 1:
-        agent = {"command": (sys.executable, "agent.py")}
+        agent = {"agent": (sys.executable, "agent.py")}
     task = Task(
         kind="dataset",
         data=str(tmp_path / "rows.jsonl"),

@@ -86,7 +86,7 @@ def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
     config = cluster.config
     params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, stop_ids),
-        "eval": sampling_params(config.evaluation.sampling, stop_ids),
+        "eval": sampling_params(config.eval_sampling(), stop_ids),
     }
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root

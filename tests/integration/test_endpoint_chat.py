@@ -246,14 +246,14 @@ def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) 
             request=asked.request,
             call=asked.call,
             status=429,
-            code="calls_max",
+            code="turns_max",
             message="64 calls were made: no more is sampled",
         )
 
     with stage(assets, refuse) as one, client_of(one.open("g-0/0")) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             create(client.with_options(max_retries=2))
-        assert caught.value.code == "calls_max"
+        assert caught.value.code == "turns_max"
         assert len(one.calls) == 1, "what is refused for good is not asked again"
 
 

@@ -98,7 +98,7 @@ def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regene
     config, stop_ids = cluster.config, cluster.parts.stop_ids(cluster.assets)
     params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, stop_ids),
-        "eval": sampling_params(config.evaluation.sampling, stop_ids),
+        "eval": sampling_params(config.eval_sampling(), stop_ids),
     }
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:

@@ -104,7 +104,7 @@ def regenerated(cluster: Cluster) -> list[Regenerated]:
     stop_ids = cluster.parts.stop_ids(cluster.assets)
     params: dict[str, SamplingParams] = {
         "train": sampling_params(cluster.config.sampling, stop_ids),
-        "eval": sampling_params(cluster.config.evaluation.sampling, stop_ids),
+        "eval": sampling_params(cluster.config.eval_sampling(), stop_ids),
     }
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root

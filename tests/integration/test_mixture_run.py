@@ -170,7 +170,7 @@ def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     stop_ids = cluster.parts.stop_ids(cluster.assets)
-    settings = {"train": cluster.config.sampling, "eval": cluster.config.evaluation.sampling}
+    settings = {"train": cluster.config.sampling, "eval": cluster.config.eval_sampling()}
     params: dict[str, SamplingParams] = {
         source: sampling_params(one, stop_ids) for source, one in settings.items()
     }

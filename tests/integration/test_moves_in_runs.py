@@ -135,7 +135,7 @@ def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> Non
     cluster, config = moved.cluster, moved.cluster.config
     params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, (END_TOKEN,)),
-        "eval": sampling_params(config.evaluation.sampling, (END_TOKEN,)),
+        "eval": sampling_params(config.eval_sampling(), (END_TOKEN,)),
     }
     engine = SimulatedEngine(slots=5, context_tokens=768, lengths=_lengths)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root

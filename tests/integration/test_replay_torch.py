@@ -86,7 +86,7 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
     config = cluster.config
     params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, stop_ids),
-        "eval": sampling_params(config.evaluation.sampling, stop_ids),
+        "eval": sampling_params(config.eval_sampling(), stop_ids),
     }
     moved = [
         entry.trajectory

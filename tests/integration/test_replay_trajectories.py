@@ -58,7 +58,7 @@ def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: Re
 def _params(config: Config) -> dict[str, SamplingParams]:
     return {
         "train": sampling_params(config.sampling, (END_TOKEN,)),
-        "eval": sampling_params(config.evaluation.sampling, (END_TOKEN,)),
+        "eval": sampling_params(config.eval_sampling(), (END_TOKEN,)),
     }
 
 

@@ -130,7 +130,7 @@ def test_what_is_not_the_agents_fault_loses_its_episode(folder: Path, name: str)
 def test_an_agent_that_is_late_is_stopped_and_one_that_is_forgotten_says_nothing(
     folder: Path,
 ) -> None:
-    with pool_of(folder, agent="agent:waits", agent_timeout_s=0.3) as pool:
+    with pool_of(folder, agent="agent:waits", episode_seconds=0.3) as pool:
         pool.submit(call("g-0/0"))
         pool.submit(call("g-0/1"))
         pool.forget("g-0/1")
@@ -161,10 +161,10 @@ esac
 def test_a_command_line_has_all_in_its_environment(folder: Path) -> None:
     (folder / "agent.sh").write_text(SCRIPT)
     for word, wanted in (("text", "it is numbers"), ("none", None)):
-        with pool_of(folder, command=("sh", "agent.sh", word)) as pool:
+        with pool_of(folder, agent=("sh", "agent.sh", word)) as pool:
             pool.submit(call())
             assert events(pool) == [AgentEnded(request="g-0/0", text=wanted)]
-    with pool_of(folder, command=("sh", "agent.sh", "reward")) as pool:
+    with pool_of(folder, agent=("sh", "agent.sh", "reward")) as pool:
         pool.submit(call())
         (ended,) = events(pool)
     assert isinstance(ended, AgentEnded)
@@ -174,7 +174,7 @@ def test_a_command_line_has_all_in_its_environment(folder: Path) -> None:
 
 def test_a_command_that_fails_says_what_it_wrote_last(folder: Path) -> None:
     (folder / "agent.sh").write_text(SCRIPT)
-    with pool_of(folder, command=("sh", "agent.sh", "fails")) as pool:
+    with pool_of(folder, agent=("sh", "agent.sh", "fails")) as pool:
         pool.submit(call())
         (failed,) = events(pool)
     assert isinstance(failed, TaskFailed)
@@ -185,7 +185,7 @@ def test_a_command_that_fails_says_what_it_wrote_last(folder: Path) -> None:
 
 def test_a_command_that_is_forgotten_ends_with_all_that_it_started(folder: Path) -> None:
     (folder / "agent.sh").write_text(SCRIPT)
-    with pool_of(folder, command=("sh", "agent.sh", "waits")) as pool:
+    with pool_of(folder, agent=("sh", "agent.sh", "waits")) as pool:
         pool.submit(call())
         pid = _written(pool, folder / "pid")
         pool.forget("g-0/0")

@@ -22,6 +22,7 @@ from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import AgentCall
 from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, Phase, WorkerSetup
+from dora_pipe.producers.worker.sessions import CALLS_OPEN_MAX
 from dora_pipe.producers.worker.status import Situation, waits
 from dora_pipe.schemas.contexts import call_fault, contexts_of, prompt_digest
 from dora_pipe.schemas.control import (
@@ -287,9 +288,9 @@ def test_prompt_that_fills_a_context_is_refused_and_the_trajectory_ends_by_lengt
     assert trajectory.meta.finish == "length"
 
 
-def test_call_beyond_calls_max_is_refused() -> None:
-    stage, worker = refused(turns([1], [41], [42], [43]), calls_max={"train": 2})
-    assert codes(worker) == [(429, "calls_max")]
+def test_call_beyond_turns_max_is_refused() -> None:
+    stage, worker = refused(turns([1], [41], [42], [43]), turns_max={"train": 2})
+    assert codes(worker) == [(429, "turns_max")]
     assert len(stage.trajectory().meta.calls) == 2
     assert stage.trajectory().meta.finish == "length"
 
@@ -317,15 +318,15 @@ def test_agent_s_own_limit_of_tokens_is_no_end_by_length() -> None:
 
 def test_too_many_calls_at_once_are_refused_and_may_be_made_again() -> None:
     def play(call: AgentCall) -> Agent:
-        yield [Ask([1, 2])] * 3
+        yield [Ask([1, 2])] * (CALLS_OPEN_MAX + 1)
         yield [Ask([1, 2])]
         return None
 
-    stage, worker = refused(play, calls_open_max={"train": 2})
+    stage, worker = refused(play, slots=CALLS_OPEN_MAX)
     assert codes(worker) == [(429, "too_many_open")]
     trajectory = stage.trajectory()
     check_record(stage, worker, trajectory)
-    assert {one.occurrence for one in trajectory.meta.calls} == {0, 1, 2}
+    assert {one.occurrence for one in trajectory.meta.calls} == set(range(CALLS_OPEN_MAX + 1))
     assert trajectory.meta.finish == "environment"
 
 

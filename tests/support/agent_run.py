@@ -63,7 +63,6 @@ CALL_TOKENS_MAX = 6
 
 CONFIG = """
 agent = "agent:run"
-calls_open_max = 4
 [model]
 path = "model"
 chat_template = "own.jinja"

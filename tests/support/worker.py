@@ -55,11 +55,7 @@ TOPICS = Topics("r")
 PARTITIONS = 2
 DATASET = "d" * 64
 EVAL_DATASET = "e" * 64
-OF_AGENTS = {
-    "agents": frozenset({"train"}),
-    "calls_max": {"train": 64},
-    "calls_open_max": {"train": 8},
-}
+OF_AGENTS = {"agents": frozenset({"train"}), "turns_max": {"train": 64}}
 """What a worker is told of agents."""
 TICK_NS = 5_000_000
 HEARTBEAT_NS = 500_000_000

@@ -87,7 +87,7 @@ def test_a_run_with_one_has_the_plain_values_that_it_had(tmp_path: Path) -> None
 def test_overrides_name_one(file: Path) -> None:
     words = ("task.tools.turns_max=3", "evaluation.easy.sampling.top_k=7", "task.add.options.a=1")
     config = load_config(file, words)
-    assert [one.turns_max for one in config.tasks] == [8, 3]
+    assert [one.most_turns for one in config.tasks] == [8, 3]
     assert config.task.options == {"n_max": 9, "a": 1}
     assert config.evaluation.sampling.top_k == 7
     moved = load_config(file, ("evaluation.hard.data=other.jsonl",))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, masking_utils
 
 from dora_pipe.config.load import from_plain
-from dora_pipe.config.model import Config, Task
+from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, rows_of, train_sft
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
@@ -322,13 +322,6 @@ def test_templates_that_name_the_day_have_that_of_a_run(
     today = datetime.now(UTC)
     assert text().startswith(f"{today:%d %b %Y}<|im_start|>user")
     assert f"today is {today:%Y-%m-%d} for the chat template" in capsys.readouterr().err
-    assert text(chat_date="2026-02-01").startswith("01 Feb 2026<|im_start|>user")
-    given = chat_options(Task(kind="dataset", chat_date="2026-02-01"), started_ns=1)
-    chat = Chat.open(folder, Tokenizer(folder), given)
-    prompt = chat.start([USER]).prompt_ids
-    assert Tokenizer(folder).full_text(list(prompt)).startswith("01 Feb 2026<|im_start|>user")
-    with pytest.raises(ConfigError, match=r"task\.chat_date: 2026-02-30 is no date"):
-        config_of(folder, chat_date="2026-02-30")
 
 
 def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> None:

@@ -115,7 +115,7 @@ kafka-cluster: setup ## Three brokers on localhost:29092, 39092 and 49092, in th
 	@$(BIN)/python -m infra.kafka --brokers 3 $(ARGS)
 
 kafka-tools: setup ## Kafka's own commands of docs/ from Maven's jars: prints the PATH to set
-	@$(BIN)/python -m infra.kafka.tools $(ARGS)
+	@$(BIN)/python -m infra.kafka --tools $(ARGS)
 
 demo-kafka: setup ## The demo on a real broker, which is started before it and stopped behind it
 	@$(BIN)/python -m infra.kafka -- $(BIN)/dora-pipe demo -o 'bus.url=kafka://{bootstrap}' $(ARGS)

@@ -46,9 +46,7 @@ class Brokers:
     def __init__(self, folder: Path, count: int) -> None:
         """Raises ResourceError where brokers cannot be started."""
         _find_infra()
-        from infra.kafka.broker import KafkaBroker
-        from infra.kafka.cluster import KafkaCluster
-        from infra.kafka.jars import missing_tools
+        from infra.kafka.broker import KafkaBroker, KafkaCluster, missing_tools
 
         missing = missing_tools()
         if missing:
@@ -69,13 +67,11 @@ class Brokers:
     @property
     def nodes(self) -> Sequence[KafkaBroker]:
         """Every broker."""
-        from infra.kafka.broker import KafkaBroker
-
-        return (self._group,) if isinstance(self._group, KafkaBroker) else self._group.nodes
+        return self._group.nodes
 
     def start(self) -> None:
         """Start all and return when they answer. Raises ResourceError."""
-        from infra.kafka.jars import BrokerError
+        from infra.kafka.broker import BrokerError
 
         try:
             self._group.start()
@@ -124,7 +120,7 @@ class Brokers:
 
     def heal(self) -> None:
         """Start what is down and return when every broker answers. Raises ResourceError."""
-        from infra.kafka.jars import BrokerError
+        from infra.kafka.broker import BrokerError
 
         with self._lock:
             self._down.clear()

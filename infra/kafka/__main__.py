@@ -1,57 +1,48 @@
-"""`make kafka`, `make kafka-cluster`, `make demo-kafka`: brokers in the foreground of a terminal.
+"""Brokers in the foreground of a terminal: `make kafka`, `make kafka-cluster`, `make demo-kafka`.
 
-python -m infra.kafka [--host NAME] [--port 9092] [--folder DIR] [-- COMMAND {bootstrap} ...]
-python -m infra.kafka --brokers 3 [--port 29092] [--folder DIR] [-- COMMAND {bootstrap} ...]
-python -m infra.kafka --brokers 3 [--folder DIR] --start 2
+python -m infra.kafka [--brokers 3] [--host NAME] [--port 9092] [--folder DIR] [-- COMMAND ...]
+python -m infra.kafka --tools [--folder DIR]    # Kafka's own commands as scripts for a PATH
+
+`{bootstrap}` in COMMAND becomes the brokers' addresses. Their data is kept for the next time.
 """
 
 import argparse
-import select
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
-from infra.kafka.broker import HOST, KafkaBroker
-from infra.kafka.cluster import NODES, KafkaCluster
-from infra.kafka.jars import CACHE, BrokerError, missing_tools
-from infra.kafka.launcher import Launcher, ask_to_start
+from infra.kafka.broker import (
+    CACHE,
+    HOST,
+    NODES,
+    BrokerError,
+    KafkaBroker,
+    KafkaCluster,
+    end_all,
+    missing_tools,
+    write_tools,
+)
 
-PORT = 9092
-CLUSTER_PORT = 29092
-"""The ports of infra/docker-compose.yml."""
+LOOK_S, RESTART_S = 0.2, 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run brokers until Ctrl-C, or until COMMAND ends; their data is kept for the next time.
-
-    `{bootstrap}` in COMMAND becomes their addresses. A broker that dies is told, the others go on.
-    With --start N nothing is run: the program that runs the brokers starts that one again.
-    """
+    """Run brokers until Ctrl-C or the end of COMMAND; return the exit status."""
     options = _parser().parse_args(arguments)
-    missing = missing_tools()
-    if missing:
+    if missing := missing_tools():
         sys.stderr.write(f"error: {' and '.join(missing)} not found\n")
-        sys.stderr.write("hint: a broker without containers needs Java 17 and Maven\n")
+        sys.stderr.write("hint: Kafka without containers needs Java 17 and Maven\n")
         return 1
-    signal.signal(signal.SIGTERM, _interrupt)
-    single = options.brokers == 1
-    folder = options.folder or CACHE / ("single" if single else "cluster")
-    port = options.port or (PORT if single else CLUSTER_PORT)
-    if not single and options.host != HOST:
-        sys.stderr.write("error: --host is for one broker\n")
-        sys.stderr.write("hint: three brokers on one machine are there to be tried on it\n")
-        return 2
-    brokers: KafkaBroker | KafkaCluster = KafkaCluster(folder, port=port)
-    if single:
-        brokers = KafkaBroker(folder, port=port, host=options.host)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if options.start:
-            ask_to_start(folder, options.start, say)
+        if options.tools:
+            folder = (options.folder or CACHE / "bin").resolve()
+            _say(f"{', '.join(write_tools(folder))}\nexport PATH={folder}:$PATH")
             return 0
-        with Launcher(brokers, folder, say) as launcher:
-            return launcher.run(options.command, _pressed if _is_terminal() else None)
+        return _run(options)
     except KeyboardInterrupt:
         return 0
     except BrokerError as error:
@@ -62,34 +53,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infra.kafka", description=main.__doc__)
     parser.add_argument("--brokers", type=int, choices=(1, NODES), default=1)
-    parser.add_argument("--port", type=int, help=f"the first; {PORT}, a cluster's {CLUSTER_PORT}")
-    parser.add_argument(
-        "--host", default=HOST, help=f"this machine's name where others are to come; {HOST}"
-    )
-    parser.add_argument("--folder", type=Path, help="where data lies")
-    parser.add_argument("--start", type=int, metavar="N", help="start broker N again, that died")
+    parser.add_argument("--port", type=int, help="first port; 9092, of three brokers 29092")
+    parser.add_argument("--host", default=HOST, help="name of this machine for other machines")
+    parser.add_argument("--folder", type=Path, help="folder of the data")
+    parser.add_argument("--tools", action="store_true", help="write Kafka's own commands")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     return parser
 
 
-def say(line: str) -> None:
-    """A line for whoever looks on."""
+def _run(options: argparse.Namespace) -> int:
+    single = options.brokers == 1
+    folder = options.folder or CACHE / ("single" if single else "cluster")
+    brokers: KafkaBroker | KafkaCluster = KafkaCluster(folder, port=options.port or 29_092)
+    if single:
+        brokers = KafkaBroker(folder, port=options.port or 9_092, host=options.host)
+    try:
+        brokers.start()
+        _say(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it")
+        for node in brokers.nodes:
+            _say(f"broker {node.node} at {node.bootstrap} is process {node.pid}")
+        if not options.command:
+            return _watch(brokers.nodes, lambda: None)
+        words = [word.replace("{bootstrap}", brokers.bootstrap) for word in options.command]
+        with subprocess.Popen(words) as process:
+            return _watch(brokers.nodes, process.poll)
+    finally:
+        for node in end_all(brokers.nodes, signal.SIGTERM):
+            _say(f"broker {node.node} did not stop in time: killed")
+
+
+def _watch(nodes: Sequence[KafkaBroker], ended: Callable[[], int | None]) -> int:
+    """Start a broker that died again after a while, until `ended` gives a status."""
+    due: dict[int, float] = {}
+    while (code := ended()) is None:
+        for node in nodes:
+            if node.ended is not None:
+                _say(f"broker {node.node} ended ({node.ended}); it starts again in {RESTART_S:g} s")
+                node.join()
+                due[node.node] = time.monotonic() + RESTART_S
+            if due.get(node.node, float("inf")) < time.monotonic():
+                del due[node.node]
+                node.launch()
+                _say(f"broker {node.node} at {node.bootstrap} is process {node.pid}")
+        time.sleep(LOOK_S)
+    return code
+
+
+def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
-def _pressed() -> bool:
-    """Whether a line was typed, or nobody can type any more."""
-    ready, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(ready)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

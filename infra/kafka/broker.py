@@ -1,18 +1,10 @@
-"""Runs a real Kafka broker from Maven's jars as a plain process, and decides nothing about its use.
+"""Real Kafka brokers from Maven's jars (Java 17) as processes of this machine, one or three.
 
-with KafkaBroker(tmp_path) as broker:
-    broker.kill()      # SIGKILL
-    broker.start()     # same ports, same data
+    with KafkaBroker(folder) as broker: broker.kill(); broker.start()  # Same ports and data.
+    with KafkaCluster(folder) as cluster: cluster.leader("topic").kill()
 
-A broker always has a listener PLAINTEXT, which `bootstrap` names, for its peers and for those who
-watch over it. What is tested on another protocol gets a listener of its own, at `address(NAME)`:
-
-KafkaBroker(
-    tmp_path,
-    listeners=[Listener(name="SECURE", protocol="SASL_SSL")],
-    settings={"sasl.enabled.mechanisms": "SCRAM-SHA-256", "ssl.keystore.location": ...},
-    format_with=["--add-scram", "SCRAM-SHA-256=[name=w0,password=secret]"],
-)
+A broker dies with the thread that started it. `settings` add to or replace lines of
+server.properties; `format_with` are arguments of `kafka-storage format`.
 """
 
 import base64
@@ -20,6 +12,7 @@ import fcntl
 import gc
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -27,58 +20,48 @@ import subprocess
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar
 
-from infra.kafka.jars import (
-    CACHE,
-    HERE,
-    TOOL_LIMIT_S,
-    BrokerError,
-    class_archive,
-    java,
-    run_bounded,
-)
-
-START_LIMIT_S = 60.0
-"""A broker is up in 2 to 3 s; a loaded machine may take ten times that."""
-STOP_LIMIT_S = 20.0
+HERE = Path(__file__).resolve().parent
+CACHE = HERE.parents[1] / "build" / "kafka"
+HOST, NODES, PORT_STEP = "127.0.0.1", 3, 10_000
+START_LIMIT_S, STOP_LIMIT_S, TOOL_LIMIT_S, JARS_LIMIT_S, ELECTION_LIMIT_S = 60, 20, 60, 300, 30
 POLL_S = 0.05
-MAX_STARTS = 3
-"""Another process may take a free port between our looking and the broker's binding."""
-HOST = "127.0.0.1"
-LOWEST_PORT = 10_000
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The ports that the system gives to connections going out; where it is not: 32768 and above."""
-MAX_DRAWS = 1_000
+PORTS = range(10_000, 32_000)
+"""Ports below those of outgoing connections, which could take one while a broker is down."""
+JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+TOOLS: Mapping[str, str] = {
+    "kafka-acls.sh": "org.apache.kafka.tools.AclCommand",
+    "kafka-configs.sh": "kafka.admin.ConfigCommand",
+    "kafka-delete-records.sh": "org.apache.kafka.tools.DeleteRecordsCommand",
+    "kafka-features.sh": "org.apache.kafka.tools.FeatureCommand",
+    "kafka-reassign-partitions.sh": "org.apache.kafka.tools.reassign.ReassignPartitionsCommand",
+    "kafka-topics.sh": "org.apache.kafka.tools.TopicCommand",
+}
+_Found = TypeVar("_Found")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """One more door of a broker, on a port of its own."""
+class BrokerError(RuntimeError):
+    """A broker or tool failed; the message ends with the end of its log."""
+
+
+class Listener(NamedTuple):
+    """One more listener of a broker; `advertised` is `host:port` of a proxy in front of it."""
 
     name: str
     protocol: str = "PLAINTEXT"
-    """PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL."""
     advertised: str = ""
-    """`host:port` that clients are sent to, e.g. a proxy's; empty: the listener itself."""
 
 
 class KafkaBroker:
-    """One broker that is a controller too, with its data in a folder that the caller owns.
-
-    Ports are drawn once, at the first start, so `start` after `kill` or `stop` comes back under
-    the same address with the same data. The process dies with the thread that started it.
-    `settings` are lines of server.properties that are added or replace ours; `format_with` are
-    words for `kafka-storage format`; `port` fixes the ports (this one and those above it), and
-    then data that is in the folder already is used. `host` is where other machines find it; its
-    peers and controllers are on this one.
-    """
+    """A broker that is a controller too. Ports are drawn at the first start; with `port` they are
+    fixed, and data in the folder is used again. `host` is its name for other machines."""
 
     def __init__(
         self,
@@ -92,61 +75,54 @@ class KafkaBroker:
         jvm: Sequence[str] = (),
         host: str = HOST,
     ) -> None:
-        self.folder = folder
-        self.host = host
-        self.node = node
-        self.listeners = (Listener(name="PLAINTEXT"), *listeners)
-        self.settings = dict(settings or {})
-        self.format_with = tuple(format_with)
         self.jvm = tuple(jvm)
-        self.peers: Sequence[KafkaBroker] = (self,)
-        self._wanted_port = port
-        self._ports: list[int] = []
+        self.folder, self.node, self.host = folder, node, host
+        self.data = folder / "data"
+        self.listeners = (Listener("PLAINTEXT"), *listeners)
+        self.nodes: Sequence[KafkaBroker] = (self,)
+        self._settings, self._format_with = dict(settings or {}), tuple(format_with)
+        self._fixed, self._port = port is not None, port or 0
+        self.formatted = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def bootstrap(self) -> str:
-        """`host:port` for `bootstrap_servers`; known once the broker was started."""
+        """`host:port` of the listener without security; known once the broker was started."""
         return self.address("PLAINTEXT")
 
     @property
-    def data(self) -> Path:
-        """Where its log lies."""
-        return self.folder / "data"
-
-    @property
     def pid(self) -> int:
-        """The broker's process; it must be running."""
+        """Process id of the running broker."""
         assert self._process is not None, "the broker is not running"
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended, by itself or by us; a paused one runs."""
+        """Whether its process exists; a paused one runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def ended(self) -> int | None:
+        """Exit status of a process that ended by itself; negative for a signal."""
+        return None if self._process is None else self._process.poll()
+
     def address(self, listener: str) -> str:
-        """`host:port` where a listener itself listens; known once the broker was started."""
-        assert self._ports, "the broker was never started"
+        """`host:port` of a listener."""
+        assert self._port, "the broker was never started"
         names = [one.name for one in self.listeners]
-        return f"{self.host}:{self._ports[1 + names.index(listener)]}"
+        return f"{self.host}:{self._port + names.index(listener)}"
 
     def start(self) -> None:
-        """Start and return when the broker answers; a stopped or killed one comes back as it was.
-
-        Raises BrokerError when it does not answer within `START_LIMIT_S`.
-        """
+        """Start, and return when the broker answers. Raises BrokerError."""
         start_all([self])
 
     def stop(self) -> None:
-        """Ask the broker to shut down cleanly and wait for it; nothing happens if it is down."""
-        self.signal(signal.SIGTERM)
-        self.join()
+        """Shut down cleanly."""
+        end_all([self], signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL: what was acknowledged must survive this."""
-        self.signal(signal.SIGKILL)
-        self.join()
+        """SIGKILL: what was acknowledged must survive it."""
+        end_all([self], signal.SIGKILL)
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nothing answers, until `resume`."""
@@ -157,7 +133,7 @@ class KafkaBroker:
         os.kill(self.pid, signal.SIGCONT)
 
     def log(self) -> str:
-        """Everything that the broker wrote so far."""
+        """Everything that the broker printed."""
         path = self.folder / "broker.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -168,35 +144,26 @@ class KafkaBroker:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    # The steps of a start, for a cluster that takes each with all its brokers.
-
     def draw(self) -> None:
-        """Decide the ports: the controller's, then one for each listener."""
-        count = 1 + len(self.listeners)
-        first = self._wanted_port
-        # With a port of the caller's choice all are fixed, so that old data is found again.
-        self._ports = [first + count - 1, *range(first, first + count - 1)] if first else []
-        self._ports = self._ports or free_ports(count)
+        """Choose the ports: one per listener, then the controller's."""
+        if not self._fixed:
+            self._port = free_ports(len(self.listeners) + 1)[0]
 
     def format(self, cluster: str) -> None:
-        """Write server.properties, and the data folder of a new member of the cluster."""
-        if self.data.exists() and self._wanted_port is None:
+        """Write server.properties, and the data folder of a new member. Raises BrokerError."""
+        if self.data.exists() and not self._fixed:
             shutil.rmtree(self.data)
         self.folder.mkdir(parents=True, exist_ok=True)
-        properties = self.folder / "server.properties"
-        lines = [f"{name}={value}\n" for name, value in self._properties().items()]
-        properties.write_text("".join(lines))
-        if self.data.exists():
-            return
-        words = ["format", "-t", cluster, "-c", str(properties), *self.format_with]
-        done = run_bounded(java("kafka.tools.StorageTool", *words), TOOL_LIMIT_S)
-        if done.returncode:
-            raise BrokerError(f"the data folder was not formatted:\n{done.stdout}{done.stderr}")
+        path = self.folder / "server.properties"
+        path.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
+        if not self.data.exists():
+            words = ("format", "-t", cluster, "-c", str(path), *self._format_with)
+            tool("kafka.tools.StorageTool", *words)
+        self.formatted = True
 
     def launch(self) -> None:
-        """Start the process; it may not answer yet."""
-        assert self._process is None, "the broker is running already"
-        for port in self._ports:
+        """Start the process; it may not answer yet. Raises BrokerError."""
+        for port in range(self._port, self._port + len(self.listeners) + 1):
             if not _free(port):
                 raise BrokerError(f"somebody has {HOST}:{port} already")
         with (self.folder / "broker.log").open("ab") as log:
@@ -205,11 +172,11 @@ class KafkaBroker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the tests, which then stop the broker
+                start_new_session=True,  # Ctrl-C is for the program that started it.
             )
 
     def await_ready(self) -> None:
-        """Return when the broker takes part; one that does not is killed. Raises BrokerError."""
+        """Return when the broker takes part. Raises BrokerError, and then it does not run."""
         limit = time.monotonic() + START_LIMIT_S
         with tidied_client():
             while not _answers(self.bootstrap, self.node):
@@ -218,137 +185,244 @@ class KafkaBroker:
                     raise BrokerError(f"no broker at {self.bootstrap}:\n{self.log()[-2000:]}")
                 time.sleep(POLL_S)
 
-    def signal(self, how: signal.Signals) -> None:
-        """Tell a running broker to end; `join` waits for it."""
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to a running broker, also to a paused one."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)  # a paused one hears nothing
-            self._process.send_signal(how)
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(number)
 
     def join(self, limit_s: float = STOP_LIMIT_S) -> bool:
-        """Wait for the end of a broker that was told to, and make sure of it: whether in time."""
-        process = self._process
+        """Wait for its end, and kill it after the limit; return whether it ended in time."""
+        process, self._process = self._process, None
         if process is None:
             return True
-        in_time = True
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            in_time = False
-            process.kill()
-            process.wait(STOP_LIMIT_S)
-        self._process = None
-        return in_time
-
-    @property
-    def ended(self) -> int | None:
-        """The exit status of a broker that ended and was not waited for; negative: a signal."""
-        return None if self._process is None else self._process.poll()
+            return True
+        process.kill()
+        process.wait()
+        return False
 
     def _properties(self) -> dict[str, str]:
-        own = [(one, self.address(one.name)) for one in self.listeners]
-        protocols = {"CONTROLLER": "PLAINTEXT"} | {one.name: one.protocol for one, _ in own}
-        controller = f"{HOST}:{self._ports[0]}"
-        doors = [f"{one.name}://{address}" for one, address in own]
-        outside = [f"{one.name}://{one.advertised or address}" for one, address in own]
-        voters = [f"{peer.node}@{HOST}:{peer._ports[0]}" for peer in self.peers]
-        drawn = {
+        controller = self._port + len(self.listeners)
+        doors = {one: f"{one.name}://{self.address(one.name)}" for one in self.listeners}
+        shown = [f"{one.name}://{one.advertised or self.address(one.name)}" for one in doors]
+        protocols = {"CONTROLLER": "PLAINTEXT"} | {one.name: one.protocol for one in doors}
+        voters = [f"{one.node}@{HOST}:{one._port + len(one.listeners)}" for one in self.nodes]
+        return {
+            **read_properties(HERE / "server.properties"),
             "node.id": str(self.node),
             "controller.quorum.voters": ",".join(voters),
-            "listeners": ",".join([*doors, f"CONTROLLER://{controller}"]),
-            "advertised.listeners": ",".join(outside),
+            "listeners": ",".join([*doors.values(), f"CONTROLLER://{HOST}:{controller}"]),
+            "advertised.listeners": ",".join(shown),
             "listener.security.protocol.map": ",".join(f"{k}:{v}" for k, v in protocols.items()),
             "log.dirs": str(self.data),
+            **self._settings,
         }
-        return {**read_properties(HERE / "server.properties"), **drawn, **self.settings}
+
+
+class KafkaCluster:
+    """Brokers 1 to 3: topics have 3 replicas, of which 2 must answer. See `KafkaBroker`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int | None = None,
+        listeners: Sequence[Listener] = (),
+        settings: Mapping[str, str] | None = None,
+        format_with: Sequence[str] = (),
+    ) -> None:
+        self.nodes = tuple(
+            KafkaBroker(
+                folder / f"node-{node}",
+                node=node,
+                port=port and port + (node - 1) * PORT_STEP,
+                listeners=listeners,
+                settings=read_properties(HERE / "cluster.properties") | dict(settings or {}),
+                format_with=format_with,
+            )
+            for node in range(1, NODES + 1)
+        )
+        for node in self.nodes:
+            node.nodes = self.nodes
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port,host:port,host:port`."""
+        return self.addresses("PLAINTEXT")
+
+    def addresses(self, listener: str) -> str:
+        """`host:port` of a listener of each broker."""
+        return ",".join(node.address(listener) for node in self.nodes)
+
+    def start(self) -> None:
+        """Start every broker that does not run. Raises BrokerError."""
+        start_all(self.nodes)
+
+    def stop(self) -> None:
+        """Shut all down cleanly."""
+        end_all(self.nodes, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL for all at once."""
+        end_all(self.nodes, signal.SIGKILL)
+
+    def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
+        """The broker that leads a partition. Raises BrokerError."""
+
+        def look() -> KafkaBroker | None:
+            number = self._partition(topic, partition)["leader_id"]
+            return next((one for one in self.nodes if one.node == number and one.running), None)
+
+        return _until(look, f"{topic} has no leader")
+
+    def in_sync(self, topic: str, partition: int = 0) -> list[int]:
+        """Node numbers of the replicas that are in sync."""
+        return sorted(self._partition(topic, partition)["isr_nodes"])
+
+    def await_in_sync(self, topic: str, partition: int = 0, count: int = NODES) -> None:
+        """Return when `count` replicas are in sync. Raises BrokerError."""
+        words = f"{topic} has no {count} replicas in sync"
+        _until(lambda: len(self.in_sync(topic, partition)) >= count or None, words)
+
+    @contextmanager
+    def admin(self) -> Iterator[Any]:
+        """Open a kafka-python admin client on the brokers that run."""
+        from kafka import KafkaAdminClient
+
+        alive = [node.bootstrap for node in self.nodes if node.running]
+        with tidied_client():
+            admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
+            try:
+                yield admin
+            finally:
+                admin.close()
+
+    def __enter__(self) -> "KafkaCluster":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _partition(self, topic: str, partition: int) -> Any:
+        with self.admin() as admin:
+            partitions = admin.describe_topics([topic])[0]["partitions"]
+        return next(one for one in partitions if one["partition_index"] == partition)
 
 
 def start_all(nodes: Sequence[KafkaBroker]) -> None:
-    """Start the brokers of a cluster that do not run, and return when all take part.
-
-    Raises BrokerError when one does not in time; then none of them runs.
-    """
-    again = bool(nodes[0]._ports)
-    for attempt in range(1, MAX_STARTS + 1):
-        if not again:
-            for node in nodes:
-                node.draw()
-            with ThreadPoolExecutor(len(nodes)) as pool:
-                list(pool.map(KafkaBroker.format, nodes, [new_cluster()] * len(nodes)))
-        try:
-            for node in nodes:
-                if not node.running:
-                    node.launch()
-            for node in nodes:
-                node.await_ready()
-            return
-        except BrokerError:
-            end_all(nodes, signal.SIGKILL)
-            if again or nodes[0]._wanted_port or attempt == MAX_STARTS:
-                raise
+    """Start the brokers that do not run, and return when all take part. Raises BrokerError."""
+    if not all(node.formatted for node in nodes):
+        for node in nodes:
+            node.draw()
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            list(pool.map(KafkaBroker.format, nodes, [new_cluster()] * len(nodes)))
+    try:
+        for node in nodes:
+            if not node.running:
+                node.launch()
+        for node in nodes:
+            node.await_ready()
+    except BrokerError:
+        end_all(nodes, signal.SIGKILL)
+        raise
 
 
-def end_all(nodes: Sequence[KafkaBroker], how: signal.Signals) -> list[KafkaBroker]:
-    """Tell all to end, then wait; those that did not in time, and were killed."""
+def end_all(nodes: Sequence[KafkaBroker], number: signal.Signals) -> list[KafkaBroker]:
+    """Signal all, then wait; return those that had to be killed."""
     for node in nodes:
-        node.signal(how)
+        node.signal(number)
     until_s = time.monotonic() + STOP_LIMIT_S
     return [node for node in nodes if not node.join(max(0.0, until_s - time.monotonic()))]
 
 
+def missing_tools() -> list[str]:
+    """Programs that a broker needs and this machine lacks."""
+    return [name for name in ("java", "mvn") if shutil.which(name) is None]
+
+
+def jars() -> Path:
+    """The folder of the broker's jars, copied once by Maven and kept. Raises BrokerError."""
+    pom = HERE / "pom.xml"
+    folder = CACHE / f"lib-{uuid.uuid5(uuid.NAMESPACE_OID, pom.read_text()).hex[:12]}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # Several processes may ask at once.
+        if not folder.is_dir():
+            part = folder.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            command = ["mvn", "-q", "-B", "-f", str(pom), "dependency:copy-dependencies"]
+            _run([*command, f"-DoutputDirectory={part}"], JARS_LIMIT_S)
+            part.rename(folder)
+    return folder
+
+
+def java(*arguments: str, jvm: Sequence[str] = ()) -> list[str]:
+    """The command line of a class of the jars; it dies with the thread that starts it."""
+    tie = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    logging = f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}"
+    archive = jars().with_suffix(".jsa")
+    shared = [f"-XX:SharedArchiveFile={archive}"] if archive.exists() else []
+    return [*tie, "java", *JVM, *shared, *jvm, logging, "-cp", f"{jars()}/*", *arguments]
+
+
 @cache
 def archive_classes() -> None:
-    """Let a broker start and stop once, and keep what classes it has loaded for those after it.
-
-    A Java that cannot keep them starts brokers as before. Raises BrokerError.
-    """
-    target = class_archive()
+    """Keep the loaded classes of one broker, which halves the start of those after it."""
+    archive = jars().with_suffix(".jsa")
     with (CACHE / "classes.lock").open("w") as lock, TemporaryDirectory(dir=CACHE) as folder:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several pytest processes ask at once
-        if target.exists():
-            return
-        part = target.with_suffix(".part")
-        first = KafkaBroker(Path(folder), jvm=[f"-XX:ArchiveClassesAtExit={part}"])
-        first.start()
-        first.signal(signal.SIGTERM)
-        if first.join(START_LIMIT_S) and part.exists():  # whole, unless it had to be killed
-            part.rename(target)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not archive.exists():
+            part = Path(folder) / "part.jsa"
+            broker = KafkaBroker(Path(folder), jvm=[f"-XX:ArchiveClassesAtExit={part}"])
+            broker.start()
+            broker.stop()
+            if part.exists():  # Not where it had to be killed.
+                part.rename(archive)
+
+
+def tool(*arguments: str) -> str:
+    """Run a class of the jars to its end; return what it printed. Raises BrokerError."""
+    return _run(java(*arguments), TOOL_LIMIT_S)
+
+
+def write_tools(folder: Path) -> list[str]:
+    """Write Kafka's own commands as scripts for a PATH; return their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, started in TOOLS.items():
+        words = shlex.join([word for word in java(started) if word not in ("--pdeathsig", "KILL")])
+        (folder / name).write_text(f'#!/bin/sh\nexec {words.removeprefix("setpriv ")} "$@"\n')
+        (folder / name).chmod(0o755)
+    return list(TOOLS)
 
 
 def read_properties(path: Path) -> dict[str, str]:
-    """The settings of a properties file, in their order."""
+    """Read the settings of a properties file."""
     lines = path.read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def new_cluster() -> str:
-    """A cluster id; like Kafka's own it does not look like an option."""
+    """Make a cluster id; it never looks like an option."""
     while (drawn := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()).startswith("-"):
         pass
     return drawn.rstrip("=")
 
 
 def free_ports(count: int) -> list[int]:
-    """That many TCP ports of the loopback in a row, which nobody has now. Raises BrokerError.
-
-    They lie below those of connections going out: such a connection could take the port of a
-    broker that starts, or of one that is down for a moment. Where the system leaves too few there,
-    they are any.
-    """
-    ceiling = int(PORT_RANGE.read_text().split()[0]) if PORT_RANGE.exists() else 32_768
-    if ceiling < LOWEST_PORT + MAX_DRAWS:
-        ceiling = 65_536
-    starts = range(LOWEST_PORT, ceiling - count)
-    for _ in range(MAX_DRAWS):
-        first = secrets.choice(starts)
+    """Draw free TCP ports of the loopback in a row."""
+    while True:
+        first = secrets.choice(PORTS)
         ports = list(range(first, first + count))
         if all(map(_free, ports)):
             return ports
-    raise BrokerError(f"no {count} free ports in a row between {LOWEST_PORT} and {ceiling}")
 
 
 @contextmanager
 def tidied_client() -> Iterator[None]:
-    """The client leaves the sockets of refused connections to the collector; here it is asked."""
+    """Collect the sockets of refused connections, which kafka-python leaves to the collector."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         try:
@@ -357,16 +431,37 @@ def tidied_client() -> Iterator[None]:
             gc.collect()
 
 
+def _run(command: Sequence[str], limit_s: float) -> str:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
+    )
+    if done.returncode:
+        raise BrokerError(f"{command[-1]} failed:\n{done.stdout[-2000:]}{done.stderr}")
+    return done.stdout
+
+
+def _until(look: Callable[[], _Found | None], words: str) -> _Found:
+    from kafka.errors import KafkaError
+
+    limit = time.monotonic() + ELECTION_LIMIT_S
+    while time.monotonic() < limit:
+        with suppress(KafkaError):
+            if (found := look()) is not None:
+                return found
+        time.sleep(POLL_S)
+    raise BrokerError(f"{words} after {ELECTION_LIMIT_S} s")
+
+
 def _answers(bootstrap: str, node: int) -> bool:
     """Whether the broker lists itself as serving: before that it refuses new topics."""
     from kafka import KafkaAdminClient
     from kafka.errors import KafkaError
 
-    if not _listens(bootstrap):
-        return False  # ask the client only when somebody listens: its own retries are slow
-    try:
+    host, port = bootstrap.split(":")
+    try:  # The client's own retries are slow.
+        socket.create_connection((host, int(port)), timeout=POLL_S).close()
         admin = KafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
-    except KafkaError:
+    except (OSError, KafkaError):
         return False
     try:
         brokers = admin.describe_cluster()["brokers"]
@@ -379,18 +474,9 @@ def _answers(bootstrap: str, node: int) -> bool:
 
 def _free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a broker binds
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As a broker binds.
         try:
             probe.bind((HOST, port))
         except OSError:
             return False
-    return True
-
-
-def _listens(address: str) -> bool:
-    host, port = address.split(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=POLL_S).close()
-    except OSError:
-        return False
     return True

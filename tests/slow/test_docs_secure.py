@@ -18,7 +18,7 @@ from kafka.admin import ACLResourcePatternType as Pattern
 
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from infra.kafka.tools import write_scripts
+from infra.kafka.broker import write_tools
 from tests.support import docs_commands
 from tests.support.kafka_broker import ROOT, KafkaBroker
 from tests.support.kafka_secure import (
@@ -67,7 +67,7 @@ def rights_of(secure_kafka: KafkaBroker, user: str) -> set[tuple[str, str, str]]
 def test_the_acl_example_grants_a_worker_what_the_table_says(
     desk: Path, secure_kafka: KafkaBroker
 ) -> None:
-    write_scripts(desk / "bin")
+    write_tools(desk / "bin")
     lines = docs_commands.commands("docs/kafka.md", "kafka-acls.sh")
     path = f"{desk / 'bin'}:{os.environ['PATH']}"
     docs_commands.run("\n".join(lines), desk, {ADDRESS: secure_kafka.address("SECURE")}, path)
@@ -80,7 +80,7 @@ def test_the_acl_example_grants_a_worker_what_the_table_says(
 
 
 def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, secure_kafka: KafkaBroker) -> None:
-    write_scripts(desk / "bin")
+    write_tools(desk / "bin")
     (line,) = docs_commands.commands("docs/kafka.md", "--entity-type users")
     replaced = {ADDRESS: secure_kafka.address("SECURE"), "...": "new-one", "worker": "newcomer"}
     docs_commands.run(line, desk, replaced, f"{desk / 'bin'}:{os.environ['PATH']}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infra.kafka.tools import write_scripts
+from infra.kafka.broker import write_tools
 from tests.support import docs_commands
 from tests.support.kafka_broker import ROOT, KafkaBroker
 from tests.support.user_run import WAIT_S, answer, call, furnish
@@ -145,7 +145,7 @@ def test_the_docs_ask_the_broker_for_its_replicas_as_they_say(
     kafka_broker: KafkaBroker, tmp_path: Path
 ) -> None:
     scripts = tmp_path / "bin"
-    write_scripts(scripts)
+    write_tools(scripts)
     path = f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     replaced = {"broker-1:9092": kafka_broker.bootstrap}
     for line in docs_commands.commands("docs/operations.md", "kafka-topics.sh"):

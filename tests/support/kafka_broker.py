@@ -9,9 +9,16 @@ from contextlib import closing
 
 from kafka import KafkaConsumer, TopicPartition
 
-from infra.kafka.broker import KafkaBroker, Listener, archive_classes, free_ports
-from infra.kafka.cluster import KafkaCluster
-from infra.kafka.jars import BrokerError, missing_tools, tool
+from infra.kafka.broker import (
+    BrokerError,
+    KafkaBroker,
+    KafkaCluster,
+    Listener,
+    archive_classes,
+    free_ports,
+    missing_tools,
+    tool,
+)
 from tests.support.tidy import ROOT
 
 __all__ = [

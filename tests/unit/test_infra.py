@@ -1,17 +1,13 @@
 """The broker in a container and the broker from jars are the same, and say the same things."""
 
 import re
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from infra.kafka.broker import read_properties
-from infra.kafka.launcher import Launcher
 from tests.support.cli_words import parsed
 from tests.support.compose import ADDRESSES, IMAGE_ONLY, Service, read
 from tests.support.tidy import FOLDERS, ROOT
@@ -176,28 +172,3 @@ def test_image_with_torch_holds_what_developers_have_and_nothing_for_development
     assert not {"pytest", "mypy", "ruff"} & {pin.split("==")[0] for pin in _pins("torch")}
     versions = {pin.split(" ")[0] for pin in _pins("dev")}
     assert {pin.split(" ")[0] for pin in _pins("torch")} <= versions
-
-
-@pytest.mark.parametrize(
-    ("presses", "code", "said"),
-    [
-        (None, 0, []),
-        (2, 0, ["kafka://127.0.0.1:9092 runs on for the log; Enter stops it"]),
-        (2, 3, []),
-    ],
-)
-def test_broker_runs_on_until_a_key_is_pressed_or_says_how_to_start_it_again(
-    tmp_path: Path, presses: int | None, code: int, said: list[str]
-) -> None:
-    node = SimpleNamespace(
-        bootstrap="127.0.0.1:9092", running=True, ended=None, folder=tmp_path, node=1
-    )
-    brokers: Any = SimpleNamespace(nodes=(node,), bootstrap=node.bootstrap)
-    lines: list[str] = []
-    looks = iter([False] * (presses or 0) + [True])
-    launcher = Launcher(brokers, tmp_path, lines.append)
-    pressed = None if presses is None else lambda: next(looks)
-    assert launcher.run([sys.executable, "-c", f"exit({code})"], pressed) == code
-    again = f"python -m infra.kafka --folder {tmp_path} --port 9092"
-    last = f"the log stays in {tmp_path}; to read it, start the broker again: {again}"
-    assert lines == [*said, last]

@@ -13,7 +13,7 @@ from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, fetch_proble
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.config.model import Bus
 from dora_pipe.core.errors import BusError
-from infra.kafka.tools import CLASSES
+from infra.kafka.broker import TOOLS
 
 SPEC = TopicSpec(name="r.t", partitions=4)
 
@@ -106,7 +106,7 @@ def test_a_command_in_a_hint_can_be_pasted() -> None:
     facts = replace(topic(retention_ms="1"), servers="k1.example:9092,k2.example:9092")
     (found,) = problems_of(facts)
     command = found.hint[found.hint.index("kafka-configs.sh") :]
-    assert command.split()[0] in CLASSES
+    assert command.split()[0] in TOOLS
     assert command == (
         "kafka-configs.sh --bootstrap-server k1.example:9092,k2.example:9092 --alter "
         "--topic r.t --add-config retention.ms=-1"

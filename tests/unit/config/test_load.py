@@ -230,7 +230,7 @@ def test_missing_file_and_broken_toml_name_the_file(tmp_path: Path) -> None:
         ("kindd = 1", "unknown key `task.kindd`", "did you mean `task.kind`?"),
         ("max_tokens = 1", "unknown key `task.max_tokens`", "`sampling.max_tokens`"),
         ("[trainer]\nrate = 1", "unknown key `trainer.rate`", "`learning_rate`"),
-        ("[evaluation.sampling]\ntop = 1", "unknown key `evaluation.sampling.top`", "top_k"),
+        ("[evaluation.sampling]\ntop = 1", "unknown key `evaluation.sampling.top`", "top_p"),
         ("[trainr]\nx = 1", "unknown section `trainr`", "did you mean `trainer`?"),
         ("[timing]\nzzz = 1", "unknown key `timing.zzz`", "`heartbeat_s`"),
     ],

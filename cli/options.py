@@ -54,13 +54,6 @@ ParadigmOption = Annotated[
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
 
-BesideOption = Annotated[
-    str, typer.Option("--beside", metavar="RUN", help="A second run to compare with the first.")
-]
-ReplayedOption = Annotated[
-    Path | None,
-    typer.Option("--replay", metavar="FILE", help="Output of `replay RUN --json` to compare."),
-]
 RedactOption = Annotated[
     bool, typer.Option("--redact", help="Hide texts, token ids and messages of tasks.")
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dora_pipe.cli.options import may_write_file
@@ -13,35 +13,21 @@ from dora_pipe.launch.run_dir import find_run, opened
 from dora_pipe.observe.web.export import export_file
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.query_worker import Opener, QueryWorker
-from dora_pipe.observe.web.samples import read_replay
 
 
-@contextmanager
-def page_workers(
-    run: str, beside: str, root: Path, *, replay: Path | None, redact: bool
-) -> Iterator[list[QueryWorker]]:
-    """Workers that answer the queries of a run's pages, and of the run `beside` it."""
-    replayed = None if replay is None else read_replay(replay)
-    with ExitStack() as stack:
-        workers = []
-        for place, name in enumerate(filter(None, (run, beside))):
-            find_run(name, root)
-            opener = source_opener(name, root, redact=redact)
-            workers.append(QueryWorker(opener, None if place else replayed))
-            stack.callback(workers[-1].close)
-        yield workers
-
-
-def export_html(
-    run: str, file: Path, beside: str, root: Path, *, replay: Path | None, redact: bool, force: bool
-) -> None:
+def export_html(run: str, file: Path, root: Path, *, redact: bool, force: bool) -> None:
     """Write the pages of a run into one HTML file."""
     may_write_file(file, force=force)
-    with page_workers(run, beside, root, replay=replay, redact=redact) as workers:
-        for worker in workers:
-            worker.read_all()
-        done = export_file(workers, file)
+    with page_worker(run, root, redact=redact) as worker:
+        worker.read_all()
+        done = export_file(worker, file)
     say(f"{file}: {done.bytes / 1e6:.1f} MB, {done.pages} pages")
+
+
+def page_worker(run: str, root: Path, *, redact: bool) -> closing[QueryWorker]:
+    """Open a worker that answers the queries of a run's pages."""
+    find_run(run, root)
+    return closing(QueryWorker(source_opener(run, root, redact=redact)))
 
 
 def source_opener(name: str, root: Path, *, redact: bool = False) -> Opener:

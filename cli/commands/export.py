@@ -9,10 +9,8 @@ import typer
 
 from dora_pipe.cli.lazy import lazy_app
 from dora_pipe.cli.options import (
-    BesideOption,
     ForceOption,
     RedactOption,
-    ReplayedOption,
     RunArgument,
     RunsOption,
 )
@@ -116,8 +114,6 @@ def wandb(
 def html(
     run: RunArgument,
     file: Annotated[Path, typer.Argument(help="The HTML file to write.")],
-    beside: BesideOption = "",
-    replay: ReplayedOption = None,
     redact: RedactOption = False,
     force: ForceOption = False,
     root: RunsOption = RUNS,
@@ -125,7 +121,7 @@ def html(
     """Write the pages of `ui` into one HTML file."""
     from dora_pipe.cli.pages import export_html
 
-    export_html(run, file, beside, root, replay=replay, redact=redact, force=force)
+    export_html(run, file, root, redact=redact, force=force)
 
 
 export = lazy_app(

@@ -9,10 +9,8 @@ import typer
 
 from dora_pipe.cli.options import (
     RUN_HELP,
-    BesideOption,
     JsonOption,
     RedactOption,
-    ReplayedOption,
     RunArgument,
     RunsOption,
 )
@@ -121,24 +119,21 @@ def top(
 
 def ui(
     run: RunArgument,
-    beside: BesideOption = "",
-    replay: ReplayedOption = None,
     redact: RedactOption = False,
     port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
     """Look at a run in a browser, while it goes on or afterwards: http://127.0.0.1:8765."""
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port} is none", hint="0 to 65535")
-    from dora_pipe.cli.pages import page_workers
+        raise UsageError(f"--port must be 0 to 65535, got {port}")
+    from dora_pipe.cli.pages import page_worker
     from dora_pipe.observe.web.server import PageServer
 
     with (
-        page_workers(run, beside, root, replay=replay, redact=redact) as workers,
-        PageServer(workers, port=port) as server,
+        page_worker(run, root, redact=redact) as worker,
+        PageServer(worker, port=port) as server,
     ):
-        for worker in workers:
-            worker.start()
+        worker.start()
         emit_line(server.address)
         say("open it in a browser; Ctrl-C ends this")
         server.serve_forever()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.core.errors import ResourceError
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import static_files
@@ -33,7 +33,7 @@ SHARES: Final = {
     "version": 0.06,
     "trajectory": 0.3,
 }
-"""Of the file, for pages of one kind, of all runs together."""
+"""Of the file, for pages of one kind."""
 
 STEPS_MAX: Final = 120
 """Steps whose groups are in the file."""
@@ -46,6 +46,7 @@ SIBLINGS_MAX: Final = 2
 ROWS_MAX: Final = 6000
 """Of groups, and of trajectories, in the lists."""
 DECISIONS_MAX: Final = 4000
+VERSIONS_MAX: Final = 400
 
 MODULES: Final = (
     "dom.js",
@@ -93,14 +94,20 @@ class _Room:
         return True
 
 
-def export_file(workers: Sequence[QueryWorker], path: Path) -> ExportedFile:
-    """Write the pages of runs that were read, all or nothing. Raises ResourceError."""
+def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
+    """Write the pages of a run that was read, all or nothing. Raises ResourceError."""
     room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
-    room.put("runs", {"runs": [worker.ask(Query(path=("run",), fields={})) for worker in workers]})
-    for number, worker in enumerate(workers):
-        for name in ("run", "overview", "mismatch", "times", "replay"):
-            room.put(f"{number}/{name}", worker.ask(Query(path=(name,), fields={})))
-        _fill(worker, str(number), room, len(workers))
+    for name in ("run", "overview", "mismatch", "times"):
+        room.put(name, worker.ask(Query(path=(name,), fields={})))
+    chosen, siblings = worker.work(_chosen)
+    for name, listed in worker.work(lambda view: _lists(view, chosen)).items():
+        room.put(name, listed)
+    steps, newest = worker.work(lambda view: (view.steps(), view.version))
+    _offer(worker, "step", [str(step) for step, _ in steps], room)
+    _offer(worker, "version", [str(one) for one in spaced(range(newest + 1), VERSIONS_MAX)], room)
+    with _narrowed(worker, chosen):
+        _offer(worker, "group", chosen, room)
+        _offer(worker, "trajectory", siblings, room)
     page = file_of(msgspec.json.encode({"pages": room.pages}))
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
@@ -110,21 +117,6 @@ def export_file(workers: Sequence[QueryWorker], path: Path) -> ExportedFile:
         unfinished.unlink(missing_ok=True)
         raise ResourceError(f"{path} cannot be written: {error.strerror}") from None
     return ExportedFile(bytes=len(page), pages=len(room.pages))
-
-
-def _fill(worker: QueryWorker, run: str, room: _Room, runs: int) -> None:
-    """One run's lists, and pages of single things for as long as there is room."""
-    chosen, siblings = worker.work(_chosen)
-    lists = worker.work(lambda view: _lists(view, chosen, ROWS_MAX // runs))
-    for name, listed in lists.items():
-        room.put(f"{run}/{name}", listed)
-    steps = worker.work(lambda view: view.steps())
-    versions = range(worker.ask(_RUN)["version"] + 1)
-    _offer(worker, run, "step", [str(step) for step, _ in steps], room, runs)
-    _offer(worker, run, "version", [str(one) for one in spaced(versions, 400)], room, runs)
-    with _narrowed(worker, chosen):
-        _offer(worker, run, "group", chosen, room, runs)
-        _offer(worker, run, "trajectory", siblings, room, runs)
 
 
 @contextmanager
@@ -138,12 +130,7 @@ def _narrowed(worker: QueryWorker, groups: list[str]) -> Iterator[None]:
         worker.work(lambda view: block.close())
 
 
-_RUN: Final = Query(path=("run",), fields={})
-
-
-def _offer(
-    worker: QueryWorker, run: str, kind: str, names: list[str], room: _Room, runs: int
-) -> None:
+def _offer(worker: QueryWorker, kind: str, names: list[str], room: _Room) -> None:
     """As many evenly spaced pages of a kind as there is room for, by the size of the first few."""
 
     def ask(name: str) -> dict[str, Any]:
@@ -152,13 +139,10 @@ def _offer(
     probe = [len(msgspec.json.encode(ask(name))) for name in spaced(names, 5)]
     if not probe:
         return
-    fitting = int(room.left[kind] / runs / (sum(probe) / len(probe)))
+    fitting = int(room.left[kind] / (sum(probe) / len(probe)))
     for name in spaced(names, max(1, fitting)):
-        try:
-            if not room.offer(kind, f"{run}/{kind}/{name}", ask(name)):
-                return
-        except UsageError:
-            continue  # a step that was told of and is not there: its pages are not either
+        if not room.offer(kind, f"{kind}/{name}", ask(name)):
+            return
 
 
 def _chosen(view: RunView) -> tuple[list[str], list[str]]:
@@ -193,7 +177,7 @@ def _names(view: RunView, source: str, *values: Any) -> list[str]:
     return [name for (name,) in view.rows(f"select group_id from {source}", *values)]
 
 
-def _lists(view: RunView, chosen: list[str], rows_max: int) -> dict[str, Any]:
+def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
     """The lists with all rows that are in the file; `of` says how many there are."""
     siblings = view.rows(
         "select trajectory_id from trajectories where group_id in (select unnest(?::varchar[]))",
@@ -203,8 +187,8 @@ def _lists(view: RunView, chosen: list[str], rows_max: int) -> dict[str, Any]:
     newest = tables.DECISIONS.rows(view, limit=DECISIONS_MAX)
     return {
         "steps": _listed(view, tables.STEPS, tables.STEPS.rows(view)),
-        "groups": _sampled(view, tables.GROUPS, "g.group_id", chosen, rows_max),
-        "trajectories": _sampled(view, tables.TRAJECTORIES, "t.trajectory_id", inside, rows_max),
+        "groups": _sampled(view, tables.GROUPS, "g.group_id", chosen),
+        "trajectories": _sampled(view, tables.TRAJECTORIES, "t.trajectory_id", inside),
         "decisions": {
             **_listed(view, tables.DECISIONS, newest),
             "counts": tables.decision_counts(view),
@@ -212,12 +196,10 @@ def _lists(view: RunView, chosen: list[str], rows_max: int) -> dict[str, Any]:
     }
 
 
-def _sampled(
-    view: RunView, listing: tables.Listing, key: str, chosen: list[str], rows_max: int
-) -> dict[str, Any]:
+def _sampled(view: RunView, listing: tables.Listing, key: str, chosen: list[str]) -> dict[str, Any]:
     """Evenly spaced rows of a list, and those that are chosen."""
     found = view.rows(f"select {key} from {listing.source} order by {listing.order}")
-    names = {*spaced([name for (name,) in found], rows_max), *chosen}
+    names = {*spaced([name for (name,) in found], ROWS_MAX), *chosen}
     rows = listing.rows(view, [(f"{key} in (select unnest(?::varchar[]))", list(names))])
     return _listed(view, listing, rows)
 

@@ -20,7 +20,7 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web import pages, tables
 from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource
-from dora_pipe.observe.web.samples import ReplayLine, mismatch, replay_page, sampled_times
+from dora_pipe.observe.web.samples import mismatch, sampled_times
 from dora_pipe.observe.web.timeline import timeline
 from dora_pipe.observe.web.view import Query, RunView, view_of
 
@@ -92,11 +92,10 @@ class _Tables:
 class QueryWorker:
     """One run. Example: ``worker.ask(parse_query("/overview"))``; close it."""
 
-    def __init__(self, opener: Opener, replayed: list[ReplayLine] | None = None) -> None:
+    def __init__(self, opener: Opener) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ui-query")
         self._stack = ExitStack()
         self._opener = opener
-        self._replayed = replayed
         self._closing = False
         self._whole = False
         self._looked_s = 0.0
@@ -179,12 +178,10 @@ class QueryWorker:
     def _whole_run(self, view: RunView, name: str, asked: Query) -> dict[str, Any]:
         match name:
             case "run":
-                return run_of(view) | {"replay": self._replayed is not None}
+                return run_of(view)
             case "timeline":
                 window = timeline(view, asked.number("from"), asked.number("until"))
                 return {"timeline": window}
-            case "replay":
-                return replay_page(self._replayed or [])
             case "overview":
                 return self._kept(name, view.revision, lambda: overview(view))
             case "mismatch":
@@ -216,5 +213,5 @@ LISTS: Final = {
     "decisions": tables.decisions,
 }
 
-WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times", "replay"})
+WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times"})
 """Figures of a whole run."""

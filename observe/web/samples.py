@@ -1,7 +1,7 @@
 """Figures of a whole run that its tables do not have; it decides which steps and records it opens.
 
-How far ratios were from 1, from the steps' contributions; where the time of trajectories on their
-workers went, from records; and what `dora-pipe replay --json` said of the run.
+How far ratios were from 1, from the steps' contributions; and where the time of trajectories on
+their workers went, from records.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
-
-import msgspec
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
 from dora_pipe.catalogue.database import COUNTS, LoggedRecord, logged_records
-from dora_pipe.core.errors import SchemaError, UsageError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView, quantile, short, spaced
 from dora_pipe.schemas.fast_validate import FastValidator
@@ -38,33 +35,25 @@ A trajectory that was placed again counts from its last placement on."""
 _OF_TRAINING: Final = f"{COUNTS} and starts_with(trajectory_id, 'g')"
 """Records of training groups that count."""
 
-LINES_MAX: Final = 1_000_000
-
 
 def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
     """Per staleness: trajectories, and quantiles of |ln(mean ratio)| and of the clipped share.
 
-    Also [step, staleness, median] for the course over the run. Trajectories without a gradient have
-    no ratio and are left out.
+    Trajectories without a gradient have no ratio and are left out.
     """
     sizes: dict[int, list[float]] = {}
     clipped: dict[int, list[float]] = {}
-    course: list[list[float | None]] = []
     chosen = spaced(view.steps(), STEPS_MAX)
     looked = 0
-    for step, digest in chosen:
-        own: dict[int, list[float]] = {}
+    for _, digest in chosen:
         rows = source.contributions(digest)
         looked += bool(rows)
         for row in rows:
             ratio, stale = row["ratio_mean"], row["staleness"]
             if ratio is None or ratio <= 0:
                 continue
-            own.setdefault(stale, []).append(abs(math.log(ratio)))
+            sizes.setdefault(stale, []).append(abs(math.log(ratio)))
             clipped.setdefault(stale, []).append(row["clipped_share"] or 0.0)
-        for stale, values in sorted(own.items()):
-            course.append([step, stale, short(quantile(sorted(values), 0.5))])
-            sizes.setdefault(stale, []).extend(values)
     return {
         "steps": len(chosen),
         "looked": looked,
@@ -74,13 +63,12 @@ def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
                 "n": len(values),
                 **{
                     name: short(quantile(sorted(values), share))
-                    for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("max", 1.0))
+                    for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))
                 },
                 "clipped": short(sum(clipped[stale]) / len(values)),
             }
             for stale, values in sorted(sizes.items())
         ],
-        "course": course,
     }
 
 
@@ -137,53 +125,3 @@ def _parts(times: Times) -> list[float] | None:
         return None
     known.append(times.rewarded if times.rewarded is not None else known[-1])
     return [max(0, b - a) / 1e9 for a, b in pairwise(known)]
-
-
-class ReplayLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One replayed step, as far as it is shown."""
-
-    step: int
-    wanted: bool
-    equal: bool
-    digest_committed: str
-    digest_replayed: str
-    tensor: str | None
-    compute_s_committed: float
-    compute_s_replayed: float
-    other_numerics: Any = None
-
-
-def read_replay(path: Path) -> list[ReplayLine]:
-    """The lines of a file that `replay RUN --json` wrote. Raises UsageError."""
-    hint = "write it with: dora-pipe replay RUN --json > FILE"
-    decode = msgspec.json.Decoder(ReplayLine).decode
-    found: list[ReplayLine] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if number > LINES_MAX:
-                    raise UsageError(f"{path} has more than {LINES_MAX} lines")
-                if line.strip():
-                    found.append(decode(line))
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{path} is no replay: {error}", hint=hint) from None
-    return found
-
-
-def replay_page(lines: list[ReplayLine]) -> dict[str, Any]:
-    """Every replayed step: bits and times, then and now."""
-    rows = [
-        [
-            one.step,
-            one.equal,
-            one.digest_committed[:16],
-            one.digest_replayed[:16],
-            one.tensor or None,
-            short(one.compute_s_committed),
-            short(one.compute_s_replayed),
-        ]
-        for one in lines
-        if one.wanted
-    ]
-    columns = ["step", "bit-equal", "committed", "replayed", "differs first in", "then s", "now s"]
-    return {"equal": sum(row[1] for row in rows), "columns": columns, "rows": rows}

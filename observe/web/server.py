@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final
@@ -23,7 +23,7 @@ import msgspec
 from dora_pipe.core.errors import DoraError, UsageError
 from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.view import Query, parse_query
+from dora_pipe.observe.web.view import parse_query
 
 REQUESTS_MAX: Final = 32
 """At once; more are refused."""
@@ -70,10 +70,10 @@ def static_files() -> dict[str, bytes]:
 
 
 class PageServer(LocalServer):
-    """The pages of some runs. Example: ``PageServer([worker], port=0).serve_forever()``."""
+    """The pages of a run. Example: ``PageServer(worker, port=0).serve_forever()``."""
 
-    def __init__(self, workers: Sequence[QueryWorker], *, port: int) -> None:
-        self.workers = workers
+    def __init__(self, worker: QueryWorker, *, port: int) -> None:
+        self.worker = worker
         self.static = static_files()
         super().__init__(_Handler, host=LOOPBACK, port=port, requests_max=REQUESTS_MAX)
 
@@ -106,7 +106,7 @@ class _Handler(LocalHandler):
 
     def _api(self) -> None:
         try:
-            found = _ask(self.server.workers, parse_query(self.path.removeprefix("/api")))
+            found = self.server.worker.ask(parse_query(self.path.removeprefix("/api")))
         except UsageError as error:
             self._send_json(HTTPStatus.NOT_FOUND, _said(error))
         except DoraError as error:
@@ -132,15 +132,6 @@ class _Handler(LocalHandler):
         status = HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus(code)
         self.close_connection = True
         self.say(status, "only GET and HEAD" if method else status.phrase)
-
-
-def _ask(workers: Sequence[QueryWorker], asked: Query) -> dict[str, Any]:
-    """``/runs``, or ``/N/...`` of the N-th run."""
-    if asked.path == ("runs",):
-        return {"runs": [worker.ask(Query(path=("run",), fields={})) for worker in workers]}
-    if not asked.path or not asked.path[0].isdecimal() or int(asked.path[0]) >= len(workers):
-        raise UsageError("no such run")
-    return workers[int(asked.path[0])].ask(Query(path=asked.path[1:], fields=asked.fields))
 
 
 def _said(error: DoraError) -> dict[str, str]:

@@ -213,8 +213,8 @@ def check_pages(words: Sequence[str], place: Path) -> None:
         until(lambda: ask("runs")["runs"][0]["read"] == 1.0, LIMIT_S)
         (shown,) = ask("runs")["runs"]
         assert (shown["name"], shown["state"]) == ("recorded", "finished")
-        assert [row[0] for row in ask("0/steps")["rows"]] == list(reversed(range(STEPS)))
-        first = ask("0/trajectories?fate=trained")["rows"][0][0]
-        page = ask(f"0/trajectory/{first}")
+        assert [row[0] for row in ask("steps")["rows"]] == list(reversed(range(STEPS)))
+        first = ask("trajectories?fate=trained")["rows"][0][0]
+        page = ask(f"trajectory/{first}")
         assert page["record"]["tokens"], "the record itself was read from Kafka"
         assert page["lineage"]

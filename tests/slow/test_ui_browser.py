@@ -52,14 +52,13 @@ OVERVIEW_S = 0.2
 EXPORT_BYTES = 10_000_000
 MANY = 100_000
 PLACES = (
-    "#/0/overview",
-    "#/0/steps",
-    "#/0/step/5",
-    "#/0/version/3",
-    "#/0/groups?fate=trained",
-    "#/0/trajectories?sort=-tokens",
-    "#/0/decisions",
-    "#/0/compare",
+    "#/overview",
+    "#/steps",
+    "#/step/5",
+    "#/version/3",
+    "#/groups?fate=trained",
+    "#/trajectories?sort=-tokens",
+    "#/decisions",
 )
 
 
@@ -83,9 +82,9 @@ def _nothing_goes_wrong(page: Page) -> Iterator[None]:
 
 
 @contextmanager
-def served(*workers: QueryWorker) -> Iterator[str]:
-    """The address of a server of these."""
-    with PageServer(list(workers), port=0) as server:
+def served(worker: QueryWorker) -> Iterator[str]:
+    """The address of a server of its pages."""
+    with PageServer(worker, port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
@@ -105,17 +104,15 @@ def _worker(recorded: RecordedRun, *, redact: bool = False) -> QueryWorker:
 
 @pytest.fixture(scope="module")
 def address(recorded: RecordedRun) -> Iterator[str]:
-    """The run beside itself."""
-    workers = closing(_worker(recorded)), closing(_worker(recorded))
-    with workers[0] as first, workers[1] as second, served(first, second) as found:
+    with closing(_worker(recorded)) as worker, served(worker) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def file(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("file") / "run.html"
-    with closing(_worker(recorded)) as first, closing(_worker(recorded)) as second:
-        export_file([first, second], path)
+    with closing(_worker(recorded)) as worker:
+        export_file(worker, path)
     return path.as_uri()
 
 
@@ -127,19 +124,19 @@ def test_from_the_first_page_to_a_token_and_back(
     page.settle()
     assert f"{STEPS} of {STEPS} steps" in page.text("h1")
     page.until("document.querySelectorAll('figure svg').length > 10")
-    page.click("header a[href='#/0/steps']")
+    page.click("header a[href='#/steps']")
     assert page.text("h1") == "Steps"
-    page.click(f"td a[href='#/0/step/{STEPS - 2}']")
+    page.click(f"td a[href='#/step/{STEPS - 2}']")
     assert page.text("h1") == f"Step {STEPS - 2}"
-    page.click("td a[href^='#/0/group/']")
+    page.click("td a[href^='#/group/']")
     assert page.text("h1").startswith("Group g")
-    page.click("td a[href^='#/0/trajectory/']")
+    page.click("td a[href^='#/trajectory/']")
     assert page.text("h1").startswith("Trajectory g")
     page.click(".tokens .t:last-child")
     assert "log-prob -" in page.text("#chosen")
     page.click("input[value='advantage']")
     assert "whole trajectory" in page.text("#shading")
-    page.click(f".lineage a[href='#/0/step/{STEPS - 2}']")
+    page.click(f".lineage a[href='#/step/{STEPS - 2}']")
     assert page.text("h1") == f"Step {STEPS - 2}"
 
 
@@ -147,7 +144,7 @@ def test_from_the_first_page_to_a_token_and_back(
 def test_lists_are_filtered_by_form_and_by_address(
     page: Page, request: pytest.FixtureRequest, kind: str
 ) -> None:
-    page.open(request.getfixturevalue(kind) + "#/0/trajectories")
+    page.open(request.getfixturevalue(kind) + "#/trajectories")
     whole = page.text("#range")
     page.run("document.querySelector('#f-fate').value = 'trained'")
     page.run("document.querySelector('#f-tokens_min').value = '20'")
@@ -168,8 +165,8 @@ def test_keyboard_alone_leads_to_the_content_and_through_the_tokens(
     page.open(address)
     page.press("Tab")
     assert page.run("document.activeElement.className") == "skip"
-    page.go("#/0/trajectories?fate=trained&sort=-tokens")
-    page.click("td a[href^='#/0/trajectory/']")
+    page.go("#/trajectories?fate=trained&sort=-tokens")
+    page.click("td a[href^='#/trajectory/']")
     assert page.run("document.activeElement.tagName") == "H1"
     page.run("document.querySelector('.tokens').focus()")
     for _ in range(3):
@@ -186,10 +183,10 @@ def test_every_page_can_be_used_by_all(
     page.open(request.getfixturevalue(kind))
     for place in (*PLACES, "group", "trajectory"):
         if place in ("group", "trajectory"):
-            page.go("#/0/trajectories?fate=trained&sort=-tokens")
-            page.click("td a[href^='#/0/trajectory/']")
+            page.go("#/trajectories?fate=trained&sort=-tokens")
+            page.click("td a[href^='#/trajectory/']")
             if place == "group":
-                page.click(".lineage a[href^='#/0/group/']")
+                page.click(".lineage a[href^='#/group/']")
         else:
             page.go(place)
         page.until("!document.body.innerText.includes('Records are being read.')")
@@ -254,8 +251,8 @@ def test_areas_differ_in_pattern_where_they_differ_in_colour(page: Page, address
 
 def test_redacted_pages_show_no_text(page: Page, recorded: RecordedRun) -> None:
     with closing(_worker(recorded, redact=True)) as worker, served(worker) as address:
-        page.open(address + "#/0/trajectories?fate=trained")
-        page.click("td a[href^='#/0/trajectory/']")
+        page.open(address + "#/trajectories?fate=trained")
+        page.click("td a[href^='#/trajectory/']")
         assert "Texts are hidden" in page.text()
         assert "null" not in page.text("body")
         assert set(page.text(".tokens").split()) == {"▒"}
@@ -303,7 +300,7 @@ def test_run_of_a_hundred_thousand_trajectories(
     began_s = time.monotonic()
     with closing(QueryWorker(lambda: source_of(recorded))) as worker:
         worker.read_all()
-        done = export_file([worker], path)
+        done = export_file(worker, path)
     export_s = time.monotonic() - began_s
     page.open(path.as_uri())
     page.until("document.querySelectorAll('figure svg').length > 8")

@@ -49,11 +49,11 @@ def place(
     with closing(_worker(run)) as worker:
         if request.param == "file":
             path = tmp_path_factory.mktemp("file") / "run.html"
-            export_file([worker], path)
-            yield f"{path.as_uri()}#/0/trajectory/{name}"
+            export_file(worker, path)
+            yield f"{path.as_uri()}#/trajectory/{name}"
             return
         with served(worker) as address:
-            yield f"{address}#/0/trajectory/{name}"
+            yield f"{address}#/trajectory/{name}"
             page.leave()
 
 
@@ -107,7 +107,7 @@ def test_redacted_contexts_show_no_text(
 ) -> None:
     run, name = branched
     with closing(_worker(run, redact=True)) as worker, served(worker) as address:
-        page.open(f"{address}#/0/trajectory/{name}")
+        page.open(f"{address}#/trajectory/{name}")
         page.run("document.querySelectorAll('.shared').forEach((one) => { one.open = true; })")
         assert set(page.text(".prefix").split()) == {"▒"}
         assert "searcher" not in page.text("body")

@@ -35,7 +35,7 @@ def served(run: str) -> Iterator[tuple[QueryWorker, str]]:
     """The pages of a run, and where they are."""
     with closing(QueryWorker(source_opener(run, RUNS))) as worker:
         worker.read_all()
-        with PageServer([worker], port=0) as server:
+        with PageServer(worker, port=0) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             try:
@@ -50,19 +50,18 @@ def shots(run: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with served(run) as (worker, address), tempfile.TemporaryDirectory() as own:
         row = _first(worker, "/trajectories?fate=trained&sort=-contexts&limit=1")
-        if row["contexts"]:
-            _tree(own, f"{address}#/0/trajectory/{row['trajectory']}", folder)
+        if row["contexts"] > 1:
+            _tree(own, f"{address}#/trajectory/{row['trajectory']}", folder)
             return
         row = _first(worker, "/trajectories?fate=trained&sort=-tokens&limit=1")
         pages = {
             "ui-overview": ("overview", WIDTH),
-            "ui-step": (f"step/{row['step']}", WIDTH),
             "ui-trajectory": (f"trajectory/{row['trajectory']}", WIDTH),
             "ui-narrow": ("overview", NARROW),
         }
         with browser(Path(own)) as page:
             for name, (place, width) in pages.items():
-                _shot(page, f"{address}#/0/{place}", width, folder / f"{name}.webp")
+                _shot(page, f"{address}#/{place}", width, folder / f"{name}.webp")
             page.leave()
 
 

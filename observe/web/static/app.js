@@ -3,31 +3,30 @@
 import { embedded, get } from "./data.js";
 import { addressOf, h, newPage } from "./dom.js";
 import { listPage } from "./lists.js";
-import { comparePage, overviewPage, stateOf } from "./overview.js";
+import { overviewPage, stateOf } from "./overview.js";
 import { groupPage, stepPage, trajectoryPage, versionPage } from "./pages.js";
 
 const FOLLOW_MS = 2000, READING_MS = 400;
 const PAGES = ["overview", "steps", "groups", "trajectories", "decisions"];
 const main = document.getElementById("main");
 const news = document.getElementById("news");
-let runs = [], shown = "", turn = 0, follow = true;
+let run = null, shown = "", turn = 0, follow = true;
 
 function place() {
-  const [path, fields = ""] = (location.hash.slice(1) || "/0/overview").split("?");
-  const [, run = "0", page = "overview", id = ""] = path.split("/");
-  return { run, page, id: decodeURIComponent(id), fields };
+  const [path, fields = ""] = (location.hash.slice(1) || "/overview").split("?");
+  const [, page = "overview", id = ""] = path.split("/");
+  return { page, id: decodeURIComponent(id), fields };
 }
 
-async function drawn({ run, page, id, fields }) {
+async function drawn({ page, id, fields }) {
   switch (page) {
-    case "overview": return overviewPage(run);
-    case "compare": return comparePage(runs);
-    case "step": return stepPage(run, id);
-    case "group": return groupPage(run, id);
-    case "version": return versionPage(run, id);
-    case "trajectory": return trajectoryPage(run, id, fields);
+    case "overview": return overviewPage();
+    case "step": return stepPage(id);
+    case "group": return groupPage(id);
+    case "version": return versionPage(id);
+    case "trajectory": return trajectoryPage(id, fields);
     default:
-      if (PAGES.includes(page)) return listPage(run, page, fields);
+      if (PAGES.includes(page)) return listPage(page, fields);
       throw new Error(`there is no page ${page}`);
   }
 }
@@ -66,31 +65,22 @@ function restore({ open, id, y }) {
   window.scrollTo(0, y);
 }
 
-function head({ run, page }) {
-  const beside = runs.length > 1 || runs.some((one) => one.replay);
-  const item = (name, address, now) => h("li", null,
-    h("a", { href: address, "aria-current": now ? "page" : null }, name));
-  const same = runs.some((one, at) => at && one.name === runs[0].name);
-  const names = runs.map((one, at) => item(same && at ? `${one.name} (beside)` : one.name,
-    `#/${at}/overview`,
-    page !== "compare" && String(at) === run));
-  document.getElementById("head").replaceChildren(...[
-    h("div", { class: "brand" }, h("a", { href: "#/0/overview" }, "dora-pipe")),
-    h("nav", { "aria-label": "pages" }, h("ul", null,
-      PAGES.map((one) => item(one, `#/${run}/${one}`, one === page)),
-      beside ? item("side by side", "#/0/compare", page === "compare") : null)),
-    runs.length > 1 ? h("nav", { "aria-label": "runs" }, h("ul", null, names)) : null,
-    goTo(run), embedded ? h("p", { class: "note" }, "a file, not a live page") : live(),
-  ].filter(Boolean));
+function head({ page }) {
+  const item = (name) => h("li", null,
+    h("a", { href: `#/${name}`, "aria-current": name === page ? "page" : null }, name));
+  document.getElementById("head").replaceChildren(
+    h("div", { class: "brand" }, h("a", { href: "#/overview" }, "dora-pipe")),
+    h("nav", { "aria-label": "pages" }, h("ul", null, PAGES.map(item))),
+    goTo(), embedded ? h("p", { class: "note" }, "a file, not a live page") : live());
 }
 
-function goTo(run) {
+function goTo() {
   const input = h("input", { id: "goto", type: "search", size: 16, placeholder: "step or id",
     maxlength: 40 });
   const go = (event) => {
     event.preventDefault();
     const text = input.value.trim();
-    location.hash = addressOf(run, text) || `#/${run}/trajectories?q=${encodeURIComponent(text)}`;
+    location.hash = addressOf(text) || `#/trajectories?q=${encodeURIComponent(text)}`;
   };
   return h("form", { class: "goto", role: "search", "aria-label": "go to", onsubmit: go },
     h("label", { for: "goto" }, "go to "), input);
@@ -106,14 +96,13 @@ function live() {
 async function watch() {
   let wait = FOLLOW_MS;
   try {
-    const found = (await get("runs")).runs;
-    const changed = found.some((one, at) => one.revision !== runs[at]?.revision ||
-      one.read !== runs[at]?.read);
-    runs = found;
-    if (found.some((one) => one.read < 1)) wait = READING_MS;
+    const found = await get("run");
+    const changed = found.revision !== run.revision || found.read !== run.read;
+    run = found;
+    if (found.read < 1) wait = READING_MS;
     if (changed && follow && !writing()) {
       await draw(true);
-      news.textContent = found.map((one) => `${one.name}: ${stateOf(one)}`).join("; ");
+      news.textContent = `${found.name}: ${stateOf(found)}`;
     }
     document.body.classList.remove("lost");
   } catch {
@@ -127,15 +116,15 @@ async function watch() {
 function writing() {
   const active = document.activeElement;
   const form = active && main.contains(active) && active.closest("form");
-  return Boolean(form) || !["overview", "steps", "decisions", "compare"].includes(place().page);
+  return Boolean(form) || !["overview", "steps", "decisions"].includes(place().page);
 }
 
 async function begin() {
-  runs = (await get("runs")).runs;
+  run = await get("run");
   window.addEventListener("hashchange", () => draw());
   await draw();
   document.documentElement.dataset.ready = "yes";
-  if (!embedded) setTimeout(watch, runs.some((one) => one.read < 1) ? READING_MS : FOLLOW_MS);
+  if (!embedded) setTimeout(watch, run.read < 1 ? READING_MS : FOLLOW_MS);
 }
 
 begin();

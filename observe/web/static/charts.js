@@ -34,7 +34,8 @@ function extent(values, floor = null, ceiling = null) {
   let high = there.length ? Math.max(...there) : 1;
   if (floor !== null) low = Math.min(low, floor);
   if (ceiling !== null) high = Math.max(high, ceiling);
-  return high > low ? [low, high] : [low, low + 1];
+  if (high > low) return [low, high];
+  return low ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : [0, 1];
 }
 
 // A range that ends at ticks.
@@ -253,8 +254,8 @@ function linesTable(title, xLabel, xs, named, band) {
     ...(band ? [`${band.name}: low`, `${band.name}: high`] : [])];
   const rows = xs.map((at, place) => [at, ...shared.map((one) => one.y[place]),
     ...(band ? [band.low[place], band.high[place]] : [])]);
-  return h("div", null, rows.length ? table(0, { columns, rows }, { caption: title }) : null,
-    apart.map((one) => table(0, { columns: [xLabel, one.name],
+  return h("div", null, rows.length ? table({ columns, rows }, { caption: title }) : null,
+    apart.map((one) => table({ columns: [xLabel, one.name],
       rows: one.x.map((at, place) => [at, one.y[place]]) },
     { caption: one.name, name: `${title}: ${one.name}` })));
 }
@@ -313,7 +314,7 @@ export function bars(spec) {
     }))];
   };
   const columns = [spec.rowsAre || "row", ...parts, ...(spec.afterIs ? [spec.afterIs] : [])];
-  const tabled = () => table(0, { columns, rows: rows.map((row) =>
+  const tabled = () => table({ columns, rows: rows.map((row) =>
     [row.name, ...row.values, ...(spec.afterIs ? [row.after] : [])]) }, { caption: title });
   return figure(title, note, draw, tabled);
 }
@@ -361,8 +362,8 @@ export function timeline(spec) {
   const rows = data.rows.flatMap((row) => row.pieces.map((one) => [row.worker, ...one]));
   const work = ["from s", "waited s", "until s", "part", "step", "groups", "tokens"];
   return figure(title, note, draw, () => h("div", null,
-    table(0, { columns, rows }, { caption: title }),
-    data.trainer && table(0, { columns: work, rows: data.trainer }, { caption: "The trainer", name: `${title}: the trainer` })));
+    table({ columns, rows }, { caption: title }),
+    data.trainer && table({ columns: work, rows: data.trainer }, { caption: "The trainer", name: `${title}: the trainer` })));
 }
 
 // The trainer's line: parts of a batch side by side in the step's colour, each other one hatched.

@@ -33,7 +33,7 @@ function callerName(caller) {
 }
 
 // Who called, and when: a row per context, a bar per call from when it was asked to its answer.
-export function callsOf(run, tree) {
+export function callsOf(tree) {
   const { columns, rows } = tree.calls;
   if (!rows.length) return null;
   const who = callersIn(rows), all = inOrder(tree.contexts).map(([number]) => number);
@@ -68,7 +68,7 @@ export function callsOf(run, tree) {
     s("svg", { width: 18, height: 12, "aria-hidden": "true" }, callBox(0, 1, 18, 10, at)), " ",
     callerName(one))));
   return h("div", null, figure("Who called, and when", note, draw, null), keys,
-    table(run, { columns, rows }, { caption: "Calls, as they were answered" }));
+    table({ columns, rows }, { caption: "Calls, as they were answered" }));
 }
 
 function callBox(x, y, width, height, at) {

@@ -11,18 +11,18 @@ export async function get(path) {
   return found;
 }
 
-// Whether there is a page at an address such as #/0/step/7: in a file, not everything is.
+// Whether there is a page at an address such as #/step/7: in a file, not everything is.
 export function has(address) {
   if (!embedded) return true;
-  const [, run, page, id] = address.split("?")[0].split("/");
-  return id === undefined || `${run}/${page}/${decodeURIComponent(id)}` in embedded.pages;
+  const [, page, id] = address.split("?")[0].split("/");
+  return id === undefined || `${page}/${decodeURIComponent(id)}` in embedded.pages;
 }
 
 const LISTS = new Set(["steps", "groups", "trajectories", "decisions"]);
 
 function fromFile(path) {
   const [place, query] = path.split("?");
-  const name = place.split("/")[1];
+  const name = place.split("/")[0];
   const found = embedded.pages[decodeURIComponent(place)];
   if (found === undefined) {
     throw new Error("this page is not in the file: it holds a sample; the log has everything");

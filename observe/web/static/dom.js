@@ -56,10 +56,10 @@ const IDS = [
 ];
 
 // The address of the page of an id; null where it is none.
-export function addressOf(run, id) {
+export function addressOf(id) {
   for (const [pattern, page] of IDS) {
     const found = pattern.exec(id);
-    if (found) return `#/${run}/${page}/${found[1] || id}`;
+    if (found) return `#/${page}/${found[1] || id}`;
   }
   return null;
 }
@@ -68,10 +68,10 @@ export const LINKED = {
   step: "step", group: "group", trajectory: "trajectory", version: "version", subject: "",
 };
 
-function cell(run, column, value, has) {
+function cell(column, value, has) {
   if (value === null || value === undefined || !(column in LINKED)) return show(value);
   const page = LINKED[column];
-  const address = page ? `#/${run}/${page}/${value}` : addressOf(run, String(value));
+  const address = page ? `#/${page}/${value}` : addressOf(String(value));
   if (!address || (page === "" && /^\d+$/.test(String(value))) || !has(address)) {
     return typeof value === "number" && page ? String(value) : show(value);
   }
@@ -95,7 +95,7 @@ export function region(name, attributes, ...children) {
 }
 
 // A table that scrolls by itself; `has` says which pages there are, `name` what the caption leaves out.
-export function table(run, listed, { caption = "", name = caption || "table",
+export function table(listed, { caption = "", name = caption || "table",
   has = () => true, headers = null } = {}) {
   const numeric = listed.columns.map((_, at) =>
     listed.rows.every((row) => row[at] === null || typeof row[at] === "number"));
@@ -106,15 +106,15 @@ export function table(run, listed, { caption = "", name = caption || "table",
     h("th", { scope: "col", class: numeric[at] ? "n" : null },
       headers ? headers(column) : column.replaceAll("_", " ")));
   const body = listed.rows.map((row) => h("tr", null, row.map((value, at) =>
-    h("td", { class: kind(at) }, cell(run, listed.columns[at], value, has)))));
+    h("td", { class: kind(at) }, cell(listed.columns[at], value, has)))));
   return region(name, { class: "scroll" },
     h("table", null, caption ? h("caption", null, caption) : null,
       h("thead", null, h("tr", null, head)), h("tbody", null, body)));
 }
 
-export function facts(pairs, run = null, has = () => true) {
+export function facts(pairs, has = null) {
   return h("dl", { class: "facts" }, Object.entries(pairs).map(([name, value]) => {
-    const address = run === null ? null : addressOf(run, String(value));
+    const address = has && addressOf(String(value));
     const linked = address && !/^\d+$/.test(String(value)) && has(address);
     return h("div", null, h("dt", null, name.replaceAll("_", " ")),
       h("dd", null, linked ? h("a", { href: address }, value) : show(value)));

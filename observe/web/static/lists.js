@@ -39,19 +39,19 @@ function fieldsOf(name, found) {
 }
 
 // A heading sorts by its column: descending first, then ascending.
-function heading(run, name, asked) {
+function heading(name, asked) {
   return (column) => {
     const now = asked.get("sort"), next = new URLSearchParams(asked);
     next.set("sort", now === `-${column}` ? column : `-${column}`);
     next.delete("offset");
     const mark = now === column ? " \u2191" : now === `-${column}` ? " \u2193" : "";
-    return h("a", { href: `#/${run}/${name}?${next}` }, column.replaceAll("_", " ") + mark);
+    return h("a", { href: `#/${name}?${next}` }, column.replaceAll("_", " ") + mark);
   };
 }
 
-export async function listPage(run, name, fields) {
+export async function listPage(name, fields) {
   const asked = new URLSearchParams(fields);
-  const found = await get(`${run}/${name}?${asked}`);
+  const found = await get(`${name}?${asked}`);
   const last = Math.min(found.offset + found.rows.length, found.total);
   const range = found.total ? `${show(found.offset + 1)} to ${show(last)} of ${show(found.total)}` :
     "none";
@@ -61,16 +61,16 @@ export async function listPage(run, name, fields) {
       h("h1", { tabindex: -1 }, TITLES[name]),
       embedded && found.of > found.total ? h("p", { class: "note" },
         `This file holds a sample of ${show(found.kept)} of ${show(found.of)}.`) : null,
-      FIELDS[name].length ? filters(run, name, asked, found) : null,
+      FIELDS[name].length ? filters(name, asked, found) : null,
       h("p", { role: "status", id: "range" }, `${TITLES[name]}: ${range}`),
-      table(run, found, { caption: TITLES[name], has, headers: heading(run, name, asked) }),
-      turns(run, name, asked, found),
-      name === "decisions" ? counts(run, found.counts) : null,
+      table(found, { caption: TITLES[name], has, headers: heading(name, asked) }),
+      turns(name, asked, found),
+      name === "decisions" ? counts(found.counts) : null,
     ],
   };
 }
 
-function filters(run, name, asked, found) {
+function filters(name, asked, found) {
   const go = (event) => {
     event.preventDefault();
     const chosen = new URLSearchParams();
@@ -78,7 +78,7 @@ function filters(run, name, asked, found) {
     for (const [field, value] of new FormData(event.target)) {
       if (String(value).trim()) chosen.set(field, String(value).trim());
     }
-    location.hash = `#/${run}/${name}?${chosen}`;
+    location.hash = `#/${name}?${chosen}`;
   };
   return h("form", { class: "filters", onsubmit: go, role: "search" },
     fieldsOf(name, found).map(([field, label, kind]) => {
@@ -93,15 +93,15 @@ function filters(run, name, asked, found) {
       return h("div", null, h("label", { for: `f-${field}` }, label), input);
     }),
     h("div", { class: "buttons" }, h("button", { type: "submit" }, "Filter"),
-      h("a", { href: `#/${run}/${name}` }, "Clear")));
+      h("a", { href: `#/${name}` }, "Clear")));
 }
 
-function turns(run, name, asked, found) {
+function turns(name, asked, found) {
   const limit = Number(asked.get("limit") || 50);
   const at = (offset) => {
     const next = new URLSearchParams(asked);
     next.set("offset", Math.max(0, offset));
-    return `#/${run}/${name}?${next}`;
+    return `#/${name}?${next}`;
   };
   const before = found.offset > 0, after = found.offset + found.rows.length < found.total;
   if (!before && !after) return null;
@@ -110,7 +110,7 @@ function turns(run, name, asked, found) {
     after ? h("a", { href: at(found.offset + limit) }, "Older") : h("span", null, "Older"));
 }
 
-function counts(run, all) {
+function counts(all) {
   return h("details", { "data-key": "counts" }, h("summary", null, "How many of each kind"),
-    table(run, { columns: ["kind", "count"], rows: Object.entries(all) }, { caption: "By kind" }));
+    table({ columns: ["kind", "count"], rows: Object.entries(all) }, { caption: "By kind" }));
 }

@@ -1,4 +1,4 @@
-// The first page, and two runs side by side.
+// The first page.
 
 import { bars, empty, lines, timeline } from "./charts.js";
 import { get, has } from "./data.js";
@@ -13,8 +13,8 @@ let marks = [];
 const curve = (spec) => lines({ marks, ...spec });
 const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
 
-export async function overviewPage(run) {
-  const found = await get(`${run}/overview`);
+export async function overviewPage() {
+  const found = await get(`overview`);
   const own = found.run;
   marks = found.marks;
   return {
@@ -27,16 +27,16 @@ export async function overviewPage(run) {
         reward(found), passed(found), rewardParts(found.parts), ...learning(found.learning),
         withoutReward(found.invalid),
         staleness(found),
-        h("div", { class: "wide" }, workers(run, found.timeline)),
-        bars(times(found.times)), later(run, "times", sampled),
+        h("div", { class: "wide" }, workers(found.timeline)),
+        bars(times(found.times)), later("times", sampled),
         fates(found.fates), lengths(found.lengths),
         utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
-        later(run, "mismatch", mismatch), histogram(found.staleness)),
-      found.waits.rows.length ? table(run, found.waits, { caption: "Waits of the trainer" }) : null,
+        later("mismatch", mismatch), histogram(found.staleness)),
+      found.waits.rows.length ? table(found.waits, { caption: "Waits of the trainer" }) : null,
       happened(found.marks),
       h("h2", null, "Newest decisions"),
-      decisions(run, found.decisions.newest),
-      h("p", null, h("a", { href: `#/${run}/decisions` }, "All decisions with their reasons")),
+      decisions(found.decisions.newest),
+      h("p", null, h("a", { href: "#/decisions" }, "All decisions with their reasons")),
     ],
   };
 }
@@ -74,10 +74,10 @@ function factsOf({ run, totals, bubble: idle, decisions: told }) {
 }
 
 // A chart whose figures come later, because records are opened for them.
-function later(run, name, draw) {
+function later(name, draw) {
   const place = h("div", null, empty(name === "times" ? "Time on a worker" :
     "Mismatch against staleness", "Records are being read."));
-  get(`${run}/${name}`).then((found) => place.replaceChildren(draw(found)))
+  get(`${name}`).then((found) => place.replaceChildren(draw(found)))
     .catch((error) => place.replaceChildren(empty(name, error.message)));
   return place;
 }
@@ -158,7 +158,7 @@ function histogram(own) {
     rowsAre: "staleness", note: "How old the policy was that a trained group was sampled from." });
 }
 
-function workers(run, data) {
+function workers(data) {
   const place = h("div", null), shown = marks;
   const draw = (window) => place.replaceChildren(timeline({
     title: "Workers by version", data: window, marks: shown,
@@ -171,10 +171,10 @@ function workers(run, data) {
   const high = h("input", { type: "number", step: "any", id: "until", value: data.until });
   const look = async (event) => {
     event.preventDefault();
-    const found = await get(`${run}/timeline?from=${low.value}&until=${high.value}`);
+    const found = await get(`timeline?from=${low.value}&until=${high.value}`);
     draw(found.timeline);
   };
-  const form = has(`#/${run}/timeline/any`) && h("form", { class: "inline", onsubmit: look },
+  const form = has(`#/timeline/any`) && h("form", { class: "inline", onsubmit: look },
     h("label", { for: "from" }, "from s "), low, h("label", { for: "until" }, "until s "), high,
     h("button", { type: "submit" }, "Look closer"));
   return h("div", null, place, form);
@@ -271,58 +271,11 @@ function mismatch(data) {
   });
 }
 
-export function decisions(run, rows) {
+export function decisions(rows) {
   return h("ol", { class: "decisions" }, rows.map((one) => {
-    const address = /^\d+$/.test(one.subject) ? null : addressOf(run, one.subject);
+    const address = /^\d+$/.test(one.subject) ? null : addressOf(one.subject);
     const subject = address && has(address) ? h("a", { href: address }, one.subject) : one.subject;
     return h("li", null, h("time", null, `${show(one.at)} s`), " ", h("strong", null, one.kind),
       " ", subject, one.reason ? `: ${one.reason}` : "");
   }));
-}
-
-// Two runs on the same axes, and what differs in figures.
-export async function comparePage(runs) {
-  const found = await Promise.all(runs.map((_, at) => get(`${at}/overview`)));
-  const replays = await Promise.all(runs.map((one, at) =>
-    (one.replay ? get(`${at}/replay`) : null)));
-  const names = found.map((one, at) => `${one.run.name} (${at ? "beside" : "first"})`);
-  const series = (part, column, over = "step") => found.map((one, at) =>
-    ({ name: names[at], x: one[part][over], y: one[part][column], thick: at === 0 }));
-  const chart = (title, part, column, yLabel, xLabel = "step", over = "step") => curve({ title,
-    xs: [], series: series(part, column, over), xLabel, yLabel, time: over !== "step" });
-  marks = found.flatMap((one, at) => one.marks.map((own) =>
-    ({ ...own, words: `${names[at]}: ${own.words}` })));
-  const pairs = found.map((one) => factsOf(one));
-  const columns = ["what", ...names];
-  const rows = ["state", ...Object.keys(pairs[0])].map((name) => [name, ...found.map((one, at) =>
-    show(name === "state" ? stateOf(one.run) : pairs[at][name]))]);
-  return {
-    title: "Side by side",
-    body: [
-      h("h1", { tabindex: -1 }, "Side by side"),
-      found.length > 1 ? table(0, { columns, rows }, { caption: "In figures" }) : null,
-      h("div", { class: "charts" }, found.length < 2 ? null : [
-        chart("Reward", "reward", "valid", "valid reward"),
-        curve({ title: "Evaluation", xs: [], xLabel: "version", yLabel: "reward",
-          series: found.flatMap((one, at) => one.evaluations.map((own) => ({
-            name: `${names[at]} ${own.name}`.trim(), x: own.version, y: own.reward }))) }),
-        chart("Staleness", "staleness", "mean", "mean staleness"),
-        chart("Bubble", "bubble", "waited", "seconds the trainer waited"),
-        chart("Computing", "bubble", "compute", "seconds"),
-        chart("Length", "lengths", "p50", "median of sampled tokens"),
-        chart("Utilisation", "utilisation", "mean", "share of slots", "seconds of the run", "at"),
-        found.map((one, at) => h("div", { class: "wide" }, timeline({
-          title: `Workers by version: ${names[at]}`, data: one.timeline, note: "", marks: one.marks }))),
-      ], replays.map((one, at) => (one ? replay(at, names[at], one) : null))),
-    ],
-  };
-}
-
-function replay(run, name, found) {
-  const column = (at) => found.rows.map((row) => row[at]);
-  return h("div", { class: "wide" },
-    h("h2", null, `${name} and its replay: ${found.equal} of ${found.rows.length} steps bit-equal`),
-    curve({ title: "Computing, then and now", xs: column(0), xLabel: "step", yLabel: "seconds",
-      series: [{ name: "committed", y: column(5) }, { name: "replayed", y: column(6) }] }),
-    table(run, found, { caption: "Replayed steps", has }));
 }

@@ -7,17 +7,17 @@ import { bars } from "./charts.js";
 import { callsOf } from "./contexts.js";
 import { tokensOf } from "./tokens.js";
 
-function link(run, page, id, text) {
-  const address = `#/${run}/${page}/${id}`;
+function link(page, id, text) {
+  const address = `#/${page}/${id}`;
   return has(address) ? h("a", { href: address }, text) : text;
 }
 
-function listLink(run, name, fields, text) {
-  return h("a", { href: `#/${run}/${name}?${new URLSearchParams(fields)}` }, text);
+function listLink(name, fields, text) {
+  return h("a", { href: `#/${name}?${new URLSearchParams(fields)}` }, text);
 }
 
-export async function stepPage(run, id) {
-  const found = await get(`${run}/step/${id}`);
+export async function stepPage(id) {
+  const found = await get(`step/${id}`);
   const number = found.step.step;
   const { step, reward, ...rest } = found.step;
   return {
@@ -25,22 +25,22 @@ export async function stepPage(run, id) {
     body: [
       h("h1", { tabindex: -1 }, `Step ${number}`),
       h("nav", { class: "turns", "aria-label": "neighbouring steps" },
-        number > 0 ? link(run, "step", number - 1, `Step ${number - 1}`) : null,
-        link(run, "step", number + 1, `Step ${number + 1}`)),
+        number > 0 ? link("step", number - 1, `Step ${number - 1}`) : null,
+        link("step", number + 1, `Step ${number + 1}`)),
       lineage([
         ["sampled from", found.versions.map(([version, count], at) => [at ? ", " : "",
-          link(run, "version", version, `version ${version}`), ` (${count} groups)`])],
+          link("version", version, `version ${version}`), ` (${count} groups)`])],
         ["this step", `step ${number}: ${rest.groups} groups`],
-        ["made", link(run, "version", number + 1, `version ${number + 1}`)],
-        ["from which", [listLink(run, "groups", { version: number + 1 },
+        ["made", link("version", number + 1, `version ${number + 1}`)],
+        ["from which", [listLink("groups", { version: number + 1 },
           `${show(found.sampled_from)} groups`), " were sampled"]],
       ]),
-      facts({ reward, ...rest, ...found.facts }, run, has),
-      h("p", null, listLink(run, "trajectories", { step: number }, "Its trajectories as a list")),
+      facts({ reward, ...rest, ...found.facts }, has),
+      h("p", null, listLink("trajectories", { step: number }, "Its trajectories as a list")),
       ...(found.parts ? [h("h2", null, "Parts of the batch"),
-        table(run, found.parts, { caption: `Parts of step ${number}`, has })] : []),
+        table(found.parts, { caption: `Parts of step ${number}`, has })] : []),
       h("h2", null, "Groups of the batch"),
-      table(run, found.groups, { caption: `Groups of step ${number}`, has }),
+      table(found.groups, { caption: `Groups of step ${number}`, has }),
       h("h2", null, "Figures"), facts(found.figures),
       h("details", { "data-key": "settings" }, h("summary", null, "Settings in force"),
         facts(found.settings)),
@@ -53,39 +53,39 @@ function lineage(items) {
     h("li", null, h("span", { class: "what" }, name), h("span", null, what))));
 }
 
-function cameFrom(run, own, here) {
+function cameFrom(own, here) {
   const items = [
     ["made by", own.made_by === null ? "the model the run started with" :
-      link(run, "step", own.made_by, `step ${own.made_by}`)],
-    ["version", link(run, "version", own.version, `version ${own.version}`)],
+      link("step", own.made_by, `step ${own.made_by}`)],
+    ["version", link("version", own.version, `version ${own.version}`)],
     ["sampled", here],
   ];
   if (own.step !== null) {
-    items.push(["trained in", link(run, "step", own.step, `step ${own.step}`)],
-      ["which made", link(run, "version", own.makes, `version ${own.makes}`)],
-      ["from which", [listLink(run, "groups", { version: own.makes },
+    items.push(["trained in", link("step", own.step, `step ${own.step}`)],
+      ["which made", link("version", own.makes, `version ${own.makes}`)],
+      ["from which", [listLink("groups", { version: own.makes },
         `${show(own.sampled_from_it)} groups`), " were sampled"]]);
   }
   return lineage(items);
 }
 
-export async function groupPage(run, id) {
-  const found = await get(`${run}/group/${id}`);
+export async function groupPage(id) {
+  const found = await get(`group/${id}`);
   const { group, ...rest } = found.group;
   return {
     title: `Group ${group}`,
     body: [
       h("h1", { tabindex: -1 }, `Group ${group}`),
-      cameFrom(run, found.lineage, `group ${group}`),
-      facts({ ...rest, ...found.facts }, run, has),
+      cameFrom(found.lineage, `group ${group}`),
+      facts({ ...rest, ...found.facts }, has),
       h("h2", null, "Siblings"),
-      table(run, found.siblings, { caption: `Siblings of ${group}`, has }),
+      table(found.siblings, { caption: `Siblings of ${group}`, has }),
     ],
   };
 }
 
-export async function versionPage(run, id) {
-  const found = await get(`${run}/version/${id}`);
+export async function versionPage(id) {
+  const found = await get(`version/${id}`);
   const number = found.version;
   return {
     title: `Version ${number}`,
@@ -93,41 +93,41 @@ export async function versionPage(run, id) {
       h("h1", { tabindex: -1 }, `Version ${number}`),
       lineage([
         ["made by", found.made_by === null ? "the model the run started with" :
-          link(run, "step", found.made_by, `step ${found.made_by}`)],
+          link("step", found.made_by, `step ${found.made_by}`)],
         ["this version", `version ${number}`],
         ["its groups were trained in", found.steps.length ? found.steps.map(([step, count], at) =>
-          [at ? ", " : "", link(run, "step", step, `step ${step}`), ` (${count})`]) : "no step yet"],
+          [at ? ", " : "", link("step", step, `step ${step}`), ` (${count})`]) : "no step yet"],
       ]),
-      h("p", null, listLink(run, "groups", { version: number }, "Groups that were sampled from it")),
+      h("p", null, listLink("groups", { version: number }, "Groups that were sampled from it")),
       h("h2", null, "What became of its groups"), facts(found.fates),
-      h("h2", null, "Who hosted it"), table(run, found.hosts, { caption: "Hosts" }),
+      h("h2", null, "Who hosted it"), table(found.hosts, { caption: "Hosts" }),
     ],
   };
 }
 
-export async function trajectoryPage(run, id, fields) {
+export async function trajectoryPage(id, fields) {
   const from = new URLSearchParams(fields).get("from") || "0";
-  const found = await get(`${run}/trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
+  const found = await get(`trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
   const { trajectory, ...rest } = found.row;
   const record = found.record;
   return {
     title: `Trajectory ${trajectory}`,
     body: [
       h("h1", { tabindex: -1 }, `Trajectory ${trajectory}`),
-      cameFrom(run, found.lineage, [link(run, "group", found.group, `group ${found.group}`),
+      cameFrom(found.lineage, [link("group", found.group, `group ${found.group}`),
         `, ${trajectory}`]),
-      facts({ ...rest, ...found.facts }, run, has),
-      record.tree ? [h("h2", null, "Calls of its agent"), callsOf(run, record.tree)] : null,
+      facts({ ...rest, ...found.facts }, has),
+      record.tree ? [h("h2", null, "Calls of its agent"), callsOf(record.tree)] : null,
       h("h2", null, record.tree ? "Contexts" : "Tokens"),
       record.missing ? h("p", { class: "note" }, record.missing) :
-        tokensOf(run, trajectory, found),
+        tokensOf(trajectory, found),
       record.missing ? null : [
         h("div", { class: "charts" }, course(record, found)),
         h("h2", null, "Its record"), facts(recordFacts(record)),
-        table(run, record.segments, { caption: "Segments", has }),
+        table(record.segments, { caption: "Segments", has }),
       ],
       h("h2", null, "What it did to the weights"), contribution(found.contribution),
-      h("h2", null, "Attempts"), table(run, found.attempts, { caption: "Attempts", has }),
+      h("h2", null, "Attempts"), table(found.attempts, { caption: "Attempts", has }),
       found.errors.length ? [h("h2", null, "Errors"),
         h("ul", null, found.errors.map((one) => h("li", null, one)))] : null,
     ],

@@ -48,7 +48,7 @@ function visible(text) {
   return text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥");
 }
 
-export function tokensOf(run, trajectory, found) {
+export function tokensOf(trajectory, found) {
   const tokens = found.record.tokens;
   const place = region("tokens", { class: "tokens" });
   const note = h("p", { class: "note", id: "shading" });
@@ -82,7 +82,7 @@ export function tokensOf(run, trajectory, found) {
   return h("div", null,
     h("fieldset", { class: "modes" }, h("legend", null, "Shade tokens by"), radios, shades),
     note, found.redacted ? h("p", { class: "note" }, "Texts are hidden (--redact).") : null,
-    place, chosen, parts(run, trajectory, tokens), listed(tokens, found.contribution));
+    place, chosen, parts(trajectory, tokens), listed(tokens, found.contribution));
 }
 
 function figuresOf(tokens, at, row) {
@@ -112,10 +112,10 @@ function walk(event, place, tokens, chosen, found) {
   chosen.textContent = figuresOf(tokens, at, found.contribution);
 }
 
-function parts(run, trajectory, tokens) {
+function parts(trajectory, tokens) {
   const size = tokens.mask.length, end = tokens.from + size;
   if (!tokens.from && end >= tokens.total) return null;
-  const at = (from, text) => h("a", { href: `#/${run}/trajectory/${trajectory}?from=${from}` }, text);
+  const at = (from, text) => h("a", { href: `#/trajectory/${trajectory}?from=${from}` }, text);
   return h("nav", { class: "turns", "aria-label": "parts of the sequence" },
     tokens.from ? at(Math.max(0, tokens.from - size), "Earlier tokens") : null,
     h("span", null, `tokens ${tokens.from} to ${end} of ${tokens.total}`),

@@ -6,15 +6,12 @@ import base64
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import is_own_name
 from dora_pipe.observe.web.export import MODULES, file_of, joined
-from dora_pipe.observe.web.samples import read_replay, replay_page
 from dora_pipe.observe.web.server import static_files
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
@@ -85,26 +82,3 @@ def test_pages_name_no_other_place() -> None:
 )
 def test_only_names_of_this_machine_are_answered(host: str, own: bool) -> None:
     assert is_own_name(host) is own
-
-
-def test_replay_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "replay.jsonl"
-    line = {
-        "step": 3,
-        "wanted": True,
-        "equal": False,
-        "digest_committed": "a" * 64,
-        "digest_replayed": "b" * 64,
-        "tensor": "head",
-        "compute_s_committed": 1.0,
-        "compute_s_replayed": 2.0,
-        "other_numerics": [],
-        "distances": [],
-    }
-    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "wanted": False}) + "\n")
-    found = replay_page(read_replay(path))
-    assert found["rows"] == [[3, False, "a" * 16, "b" * 16, "head", 1.0, 2.0]]
-    assert found["equal"] == 0
-    path.write_text("step 3 equal\n")
-    with pytest.raises(UsageError):
-        read_replay(path)

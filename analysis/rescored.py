@@ -25,10 +25,8 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages
 
 Rewards = Sequence[float | None]
 
-EXAMPLES: Final = 20
-
 GROUPS: Final = """
-    select group_id, g.version, size, fate, step, ended_ns, evaluation,
+    select group_id, g.version, size, fate, step, ended_ns,
            list(trajectory_id order by sibling), list(t.reward order by sibling)
     from groups g join trajectories t using (group_id)
     where own_fate is null and record_offset is not null
@@ -47,7 +45,6 @@ class ScoredGroup:
     """`trained`, `filtered`, `failed` or `evaluated`, as logged."""
     step: int
     """The step that trained it; else the first one whose batch was taken after its end."""
-    evaluation: str
     trajectories: tuple[str, ...]
     old: tuple[float | None, ...]
     new: tuple[float | None, ...]
@@ -65,37 +62,18 @@ class ChangedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedTrajectory:
-    """A trajectory with another reward. Example: ``ChangedTrajectory(
-    trajectory="g0000000042-003", old=1.0, new=0.0)``"""
+class ScoredStep:
+    """The two rewards of a step's trained trajectories."""
 
-    trajectory: str
-    old: float | None
-    new: float | None
-
-    @property
-    def distance(self) -> float:
-        """Distance of the rewards; infinite where one is missing."""
-        if self.old is None or self.new is None:
-            return math.inf
-        return abs(self.new - self.old)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardMeans:
-    """Mean rewards of a step's trained trajectories, or of an evaluation of a version."""
-
-    name: str
-    """Name of the evaluation; empty for a step."""
-    at: int
-    """The step, or the version."""
+    step: int
     trajectories: int
     old: float | None
+    """Mean reward as logged."""
     new: float | None
-    signs: int = 0
-    """Advantages of the step with another sign."""
-    outcomes: int = 0
-    """Groups of the step with another outcome."""
+    signs: int
+    """Advantages with another sign."""
+    outcomes: int
+    """Groups with another outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +84,8 @@ class Comparison:
     """Trajectories that count and were scored."""
     left_out: int
     """Groups with a trajectory that was not scored."""
-    differ: Sequence[ChangedTrajectory]
-    """Trajectories with another reward, largest distance first."""
+    differ: Sequence[tuple[str, float | None, float | None]]
+    """Trajectories with another reward, and both rewards; largest distance first."""
     old: float | None
     """Mean training reward as logged."""
     new: float | None
@@ -117,23 +95,13 @@ class Comparison:
     """Advantages of trained trajectories."""
     signs: Sequence[str]
     """Trajectories whose advantage has another sign: positive, zero, negative."""
-    steps: Sequence[RewardMeans]
-    evaluations: Sequence[RewardMeans]
+    steps: Sequence[ScoredStep]
     first: int | None
     """The first step with another outcome or advantage."""
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values for JSON, with the first examples."""
-        return {
-            **asdict(self),
-            "differ": len(self.differ),
-            "examples": [*map(asdict, self.examples)],
-        }
-
-    @property
-    def examples(self) -> Sequence[ChangedTrajectory]:
-        """The trajectories whose rewards are farthest apart."""
-        return self.differ[:EXAMPLES]
+        """Return plain values for JSON."""
+        return asdict(self)
 
 
 def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Comparison:
@@ -147,12 +115,11 @@ def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Com
             size=size,
             outcome=outcome,
             step=bisect_left(taken, ended_ns) if step is None else step,
-            evaluation=evaluation,
             trajectories=tuple(names),
             old=tuple(old),
             new=tuple(rewards[name] for name in names),
         )
-        for group, version, size, outcome, step, ended_ns, evaluation, names, old in rows
+        for group, version, size, outcome, step, ended_ns, names, old in rows
         if all(name in rewards for name in names)
     ]
     settings = {
@@ -177,36 +144,35 @@ def compare(
 ) -> Comparison:
     """Compare both rewards of these groups; `settings` are the logged ones of each step."""
     train = [one for one in groups if one.outcome != "evaluated"]
-    outcomes = sorted(
-        (
-            ChangedGroup(group=one.group, step=one.step, old=one.outcome, new=new)
-            for one in train
-            if (new := outcome_of(one.new, one.size, rules)) != one.outcome
-        ),
-        key=lambda one: (one.step, one.group),
-    )
+    outcomes = [
+        ChangedGroup(group=one.group, step=one.step, old=one.outcome, new=new)
+        for one in sorted(train, key=lambda one: (one.step, one.group))
+        if (new := outcome_of(one.new, one.size, rules)) != one.outcome
+    ]
     changed = Counter(one.step for one in outcomes)
-    steps, signs, differing, advantages = [], list[str](), [one.step for one in outcomes], 0
-    for step, trained in _by(train, lambda one: one.step, only="trained"):
-        pairs = _advantages(trained, settings.get(step, {}))
+    trained: defaultdict[int, list[ScoredGroup]] = defaultdict(list)
+    for one in train:
+        if one.outcome == "trained":
+            trained[one.step].append(one)
+    steps, signs, differing, advantages = [], list[str](), [*changed], 0
+    for step, some in sorted(trained.items()):
+        pairs = _advantages(some, settings.get(step, {}))
         other = [name for name, old, new in pairs if _sign(old) != _sign(new)]
-        if any(not _close(old, new) for _, old, new in pairs) or other:
+        if other or any(not _close(old, new) for _, old, new in pairs):
             differing.append(step)
         advantages += len(pairs)
         signs += other
-        steps.append(_means(trained, at=step, signs=len(other), outcomes=changed[step]))
-    evaluated = _by(groups, lambda one: (one.evaluation, one.version), only="evaluated")
+        steps.append(_scored_step(step, some, signs=len(other), outcomes=changed[step]))
     return Comparison(
         trajectories=sum(len(one.trajectories) for one in groups),
         left_out=left_out,
-        differ=_farthest_first(groups),
+        differ=sorted(_differing(groups), key=_distance, reverse=True),
         old=_mean(reward for one in train for reward in one.old),
         new=_mean(reward for one in train for reward in one.new),
         outcomes=outcomes,
         advantages=advantages,
         signs=signs,
         steps=steps,
-        evaluations=[_means(some, name=name, at=version) for (name, version), some in evaluated],
         first=min(differing, default=None),
     )
 
@@ -233,35 +199,33 @@ def _advantages(
     return list(zip(names, chain(*old), chain(*new), strict=True))
 
 
-def _farthest_first(groups: Sequence[ScoredGroup]) -> list[ChangedTrajectory]:
-    """Return the trajectories whose rewards differ; of equals, training before evaluations."""
-    both = (
-        (one.outcome == "evaluated", ChangedTrajectory(trajectory=name, old=old, new=new))
+def _differing(
+    groups: Iterable[ScoredGroup],
+) -> list[tuple[str, float | None, float | None]]:
+    return [
+        (name, old, new)
         for one in groups
         for name, old, new in zip(one.trajectories, one.old, one.new, strict=True)
         if old != new
-    )
-    return [each for _, each in sorted(both, key=lambda one: (-one[1].distance, one[0]))]
+    ]
 
 
-def _by(
-    groups: Iterable[ScoredGroup], key: Any, *, only: str
-) -> list[tuple[Any, list[ScoredGroup]]]:
-    found: defaultdict[Any, list[ScoredGroup]] = defaultdict(list)
-    for one in groups:
-        if one.outcome == only:
-            found[key(one)].append(one)
-    return sorted(found.items())
+def _distance(one: tuple[str, float | None, float | None]) -> float:
+    """Return the distance of two rewards; infinite where one is missing."""
+    _, old, new = one
+    return math.inf if old is None or new is None else abs(new - old)
 
 
-def _means(groups: Sequence[ScoredGroup], *, at: int, name: str = "", **counts: int) -> RewardMeans:
-    return RewardMeans(
-        name=name,
-        at=at,
+def _scored_step(
+    step: int, groups: Sequence[ScoredGroup], *, signs: int, outcomes: int
+) -> ScoredStep:
+    return ScoredStep(
+        step=step,
         trajectories=sum(len(one.trajectories) for one in groups),
         old=_mean(reward for one in groups for reward in one.old),
         new=_mean(reward for one in groups for reward in one.new),
-        **counts,
+        signs=signs,
+        outcomes=outcomes,
     )
 
 

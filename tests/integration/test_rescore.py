@@ -7,6 +7,7 @@ Method: recorded runs whose tasks answer in process; other rewards are other fun
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -143,7 +144,6 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
         run__name="together",
         run__steps=3,
         task__rewards=[{"use": "exact"}, {"use": "judge:rank", "group": True}],
-        task__answer_column="answer",
         groups__min_valid_siblings=3,
     )
     directory = tmp_path_factory.mktemp("together") / "together"
@@ -166,8 +166,8 @@ def lines(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def assert_nothing_differs(found: dict[str, Any]) -> None:
-    assert (found["differ"], found["outcomes"], found["signs"]) == (0, [], [])
-    assert (found["first"], found["left_out"], found["different"]) == (None, 0, [])
+    assert (found["differ"], found["outcomes"], found["signs"]) == ([], [], [])
+    assert (found["first"], found["left_out"], found["differences"]) == (None, 0, {})
     assert found["old"] == found["new"] is not None
 
 
@@ -179,7 +179,7 @@ def test_the_runs_own_reward_changes_nothing(copy: RecordedRun, call: Call) -> N
     assert Path(found["file"]) == copy.directory / "rescored" / "own.jsonl"
     code, out, _ = call("rescore", copy.directory)
     assert code == 0
-    assert "239 of 239 trajectories as recorded" in out
+    assert re.search(r"compared +\d+ of 239 trajectories as recorded", out)
     assert "equal for every group" in out
     assert copy.log.read_bytes() == before
 
@@ -226,7 +226,7 @@ def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
     assert set(found["signs"]) == signs != set()
     changed = {one["group"] for one in found["outcomes"]}
     assert changed == outcomes != set()
-    steps = [one["at"] for one in found["steps"] if one["signs"]]
+    steps = [one["step"] for one in found["steps"] if one["signs"]]
     assert found["first"] == min(*steps, *(one["step"] for one in found["outcomes"]))
 
 
@@ -244,38 +244,22 @@ def test_a_forged_reward_that_audit_cannot_see_is_named(
     assert "the reward's code differs: " in err
 
 
-def test_so_many_random_groups_are_scored_and_the_next_command_continues(
-    copy: RecordedRun, call: Call
-) -> None:
-    words = ("--reward", "new:inverted")
-    few = rescored(call, copy, *words, "--random", 5)
-    assert len({group_of(name) for name in lines(few)}) == 5
-    file = Path(few["file"])
-    cut = file.read_bytes()[:-9]
-    file.write_bytes(cut)  # the last line was being written
-    there = cut.count(b"\n")
-    scored.clear()
-    rest = rescored(call, copy, *words)
-    assert rest["scored"] == rest["trajectories"] - there
-    assert len(scored) <= rest["scored"]
-    assert rescored(call, copy, *words)["scored"] == 0
+def test_so_many_random_groups_are_scored(copy: RecordedRun, call: Call) -> None:
+    found = rescored(call, copy, "--reward", "new:inverted", "--random", 5)
+    assert Path(found["file"]).name == "new-inverted.jsonl"
+    assert len({group_of(name) for name in lines(found)}) == 5
+    assert len(scored) <= found["trajectories"]
 
 
-def test_lost_answers_are_named_left_out_and_asked_again(
-    copy: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_answers_are_named_and_left_out(copy: RecordedRun, call: Call) -> None:
     code, _, err = call("rescore", copy.directory, "--reward", "new:busy")
     assert code == 0
     assert "Retry: the judge is full" in err
     assert "groups are left out: not all their trajectories are scored" in err
-    monkeypatch.setitem(ALONE, "new:busy", inverted)
-    again = rescored(call, copy, "--reward", "new:busy")
-    assert 0 < again["scored"] < again["trajectories"]
-    assert again["left_out"] == 0
 
 
 def test_a_group_is_compared_by_its_trajectories_rewards_within_it(
-    together: RecordedRun, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
     found = rescored(call, together, "--reward", GROUP % "backwards")
     rows = lines(found)
@@ -295,10 +279,6 @@ def test_a_group_is_compared_by_its_trajectories_rewards_within_it(
     assert {one["new"] for one in trained} == {"failed"}
     lost = rescored(call, together, "--reward", GROUP % "busy")
     assert lost["left_out"] > 0
-    monkeypatch.setitem(TOGETHER, "judge:busy", backwards)
-    again = rescored(call, together, "--reward", GROUP % "busy")
-    assert 0 < again["scored"] < found["scored"]
-    assert again["left_out"] == 0
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from dora_pipe.orchestrator.fold import (
     fold_records,
 )
 from dora_pipe.orchestrator.planner import PLANNER, decide
-from dora_pipe.orchestrator.state import State, is_comparable
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import AnyDecision, Dispatch, Round
 
@@ -100,21 +100,11 @@ class FoldCheck:
             self._findings.add("rounds", who, f"cannot be folded: {why}")
             self.state = self._anchor = None
             return
-        self._compared(round_.state_digest)
+        self.digests += round_.state_digest is not None
         assert self.state is not None
         self.state.chain = round_.chain
         if self._since_bytes > ANCHOR_BYTES:
             self.go_on(self.state)
-
-    def _compared(self, digest: str | None) -> None:
-        if digest is None:
-            return
-        if is_comparable(digest):
-            self.digests += 1
-        elif (note := "states recorded in another form were not compared") not in (
-            notes := self._findings.notes
-        ):
-            notes.append(note)
 
     def _started(self, planner: str) -> None:
         self.planner = planner

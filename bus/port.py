@@ -37,8 +37,7 @@ HELD_LIMIT_S: Final = 120.0
 left open within 42 s with its own defaults (docs/kafka.md)."""
 
 TRIMMED_TOPICS: Final = ("metrics",)
-"""Last parts of the names of topics whose old records may be deleted. By name, because no log keeps
-more of a topic that would say so, and older logs have none of it."""
+"""Last parts of the names of topics whose old records may be deleted."""
 
 
 class TopicPartition(NamedTuple):

@@ -24,7 +24,6 @@ from dora_pipe.config.batches import with_parts
 from dora_pipe.config.changes import FROZEN, LOGGED, with_settings
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
-from dora_pipe.config.logged import as_begun
 from dora_pipe.config.model import Config, EvaluationSampling
 from dora_pipe.config.section import Section
 from dora_pipe.config.several import (
@@ -118,24 +117,18 @@ def load_config(
     overrides: Sequence[str],
     *,
     paradigm: str = "",
-    begun: Table | None = None,
     another: bool = False,
 ) -> Config:
     """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
 
     Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``), and so
-    does any value of a key that is a text (``-o run.name=1``). `begun` is the stored table of the
-    run that a file is to go on with: keys that are filled in where it says nothing are as they were
-    then (`as_begun`). Where `another` kind of objective may be named, its keys begin at its own
-    defaults. Raises ConfigError.
+    does any value of a key that is a text (``-o run.name=1``). Where `another` kind of objective
+    may be named, its keys begin at its own defaults. Raises ConfigError.
     """
     if paradigm:
         overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
     table = read_table(path)
     take_apart(table)
-    if begun is not None:
-        take_apart(begun)
-        as_begun(table, begun)
     if another:
         _settle_objective(table, overrides)
     folder = path.resolve().parent

@@ -390,8 +390,7 @@ class Objective(Section, frozen=True, kw_only=True):
     """Which objective: grpo, dapo, dr-grpo, decoupled-ppo, tis, cispo, topr, weighted-topr, gspo,
     distill (a teacher in place of rewards), or `module:attribute` of your own (docs/extending.md).
     Another kind than before starts from its own defaults. Those of `grpo` are DAPO's (token-mean,
-    clip_high 0.28), as older logs have it; GRPO as published is loss = "sequence-mean",
-    clip_high = 0.2, kl = 0.04."""
+    clip_high 0.28); GRPO as published is loss = "sequence-mean", clip_high = 0.2, kl = 0.04."""
     clip_low: PositiveFloat | None = None
     """The ratio is clipped below 1 - clip_low. 0.2; cispo: 1, gspo: 0.0003."""
     clip_high: PositiveFloat | None = None

@@ -165,7 +165,7 @@ def refused_kind(before: str, after: Any) -> str:
     """Why a run whose objective is `before` cannot go on with `after`; empty if it can.
 
     The source of a user's own is in the fingerprint of a run from its beginning on, so it neither
-    comes nor goes while the run lasts. The words are older than that: state digests cover them.
+    comes nor goes while the run lasts.
     """
     if after == before or not isinstance(after, str):
         return ""

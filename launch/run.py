@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.config.load import load_config, read_table
+from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.clock import SystemClock
@@ -33,7 +33,7 @@ from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.local_roles import need_gpus
 from dora_pipe.launch.plan import Plan
 from dora_pipe.launch.processes import RoleStart, start_role
-from dora_pipe.launch.run_dir import RunDir, locked, run_dir
+from dora_pipe.launch.run_dir import RunDir, locked
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
@@ -187,17 +187,12 @@ def load_wanted(config: Path, overrides: Sequence[str], paradigm: str = "") -> C
 
 
 def load_again(config: Path, overrides: Sequence[str], paradigm: str, root: Path) -> Config:
-    """The same for a run that exists: what is filled in where a file says nothing is as the run
-    began, perhaps under another version of this package.
+    """The same for a run that exists.
 
     Raises ConfigError for the copy of a run's directory under another name.
     """
     _refuse_copy(RunDir(config), root)
-    wanted = load_wanted(config, overrides, paradigm)
-    stored = run_dir(wanted, root).config_file
-    if config.is_dir() or not stored.is_file():
-        return wanted
-    return load_config(config, overrides, paradigm=paradigm, begun=read_table(stored))
+    return load_wanted(config, overrides, paradigm)
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from dora_pipe.orchestrator.state import State, Worker
     from dora_pipe.schemas.control import TakenGroup
 
-STATE_FORM: Final = "4"
-"""What a digest covers and how, by name: another form with every field that comes or goes, so that
-a later version can go on with a log whose digests it cannot make again (ADR 0014)."""
-
 BUCKETS: Final = 4096
 """A bucket in which a leaf changed is hashed again: with few they are long, with many they are
 many."""
@@ -174,10 +170,10 @@ class Leaves:
         self._left = len(self._stale)
 
     def digest(self, state: State) -> str:
-        """Form and hex digest of the state that these belong to."""
+        """Return the hex digest of the state that these belong to."""
         self.settle(state)
         rest = sha256(canonical(rest_of(state))).digest()
-        return f"{STATE_FORM}:{sha256(rest + b''.join(self._digests)).hexdigest()}"
+        return sha256(rest + b"".join(self._digests)).hexdigest()
 
     def settled(self, state: State) -> list[dict[str, bytes]]:
         """The canonical JSON of every entity's leaf as it is now, by bucket.

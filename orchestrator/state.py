@@ -24,7 +24,7 @@ from typing import Final, Literal
 import msgspec
 
 from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.orchestrator.digest import STATE_FORM, Leaves
+from dora_pipe.orchestrator.digest import Leaves
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
 from dora_pipe.orchestrator.in_flight import InFlight
@@ -477,15 +477,10 @@ class State:
         self.index.remove(worker)
 
     def digest(self) -> str:
-        """Form and hex digest; costs what has changed since the last one."""
+        """Return the hex digest; its cost grows with what has changed since the last one."""
         return self.leaves.digest(self)
 
     def _touch_leaves(self, worker: Worker) -> None:
         self.leaves.touch("worker", worker.name)
         if worker.name in self.residents:
             self.leaves.touch("resident", worker.name)
-
-
-def is_comparable(digest: str) -> bool:
-    """Whether a recorded digest covers what the digests of this version cover."""
-    return digest.partition(":")[0] == STATE_FORM

@@ -363,7 +363,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     planned: bool = True
     """Whether a plan was made; none is while the log is still read, nor beside much other work."""
     state_digest: str | None = None
-    """Form and digest of the state after this round, every `STATE_DIGEST_EVERY`-th and the last."""
+    """Digest of the state after this round, every `STATE_DIGEST_EVERY`-th and the last."""
     chain: str = ""
     """sha256 of the chain before, the control bytes folded, this round without it (`chain_of`)."""
 

@@ -73,12 +73,10 @@ def canonical(value: Any) -> bytes:
 
 BLAKE3: Final = "blake3-"
 """How a digest begins that is not sha256 but BLAKE3; 64 hex digits follow. That is a tree, and goes
-through a large value some five times as fast. The form is read from the digest: what was logged as
-sha256 stays that, whatever its size."""
+through a large value some five times as fast. The form is read from the digest."""
 
 BLAKE3_BYTES_MIN: Final = 256 * 1024
-"""From which size on a value that is written now gets that form. Smaller ones have the digests that
-they had, and stay readable to everyone who knows sha256 alone."""
+"""Size of a value from which on its digest has that form."""
 
 DIGEST: Final = re.compile(rf"(?:{BLAKE3})?[0-9a-f]{{64}}")
 """A digest of either form, whole."""

@@ -5,18 +5,13 @@ python -m tests.golden.make
 
 from __future__ import annotations
 
-import re
 import sys
-import typing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from dora_pipe.schemas import control, metrics, rounds
 from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.headers import header_pairs
-from dora_pipe.schemas.trajectory import Meta
 from dora_pipe.schemas.trajectory_codec import (
     encode_episode_progress,
     encode_progress,
@@ -50,34 +45,6 @@ def pairs_from_bytes(data: bytes) -> tuple[tuple[str, bytes], ...]:
     """The headers in such a file."""
     split = [line.split(b": ", 1) for line in data.splitlines()]
     return tuple((name.decode(), value) for name, value in split)
-
-
-def field_lines() -> list[str]:
-    """Every field of every JSON record: name, type, whether a writer must give it."""
-    kinds: dict[str, type[msgspec.Struct]] = {}
-    for union in (control.AnyControl, metrics.AnyMetrics, rounds.Round, Meta):
-        _collect(union, kinds)
-    return [
-        f"{name}.{field.encode_name}: {_type_name(field.type)} "
-        f"{'required' if field.required else 'optional'}"
-        for name, kind in sorted(kinds.items())
-        for field in msgspec.structs.fields(kind)
-    ]
-
-
-def _collect(kind: Any, kinds: dict[str, type[msgspec.Struct]]) -> None:
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        kinds[kind.__name__] = kind
-        for field in msgspec.structs.fields(kind):
-            _collect(field.type, kinds)
-    for part in typing.get_args(kind):
-        _collect(part, kinds)
-
-
-def _type_name(kind: Any) -> str:
-    """A type as it is written in the code, without modules."""
-    text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
-    return re.sub(r"\b(\w+\.)+", "", text)
 
 
 COMMITTED = {
@@ -120,7 +87,6 @@ def files() -> dict[str, bytes]:
         arrow_values.DEAD_LETTER, record_bytes_max=RECORD_BYTES_MAX
     )
     return {
-        "fields.txt": "".join(f"{line}\n" for line in field_lines()).encode(),
         **{f"control/{kind_of(one)}.json": encode(one) for one in values.CONTROL},
         **{f"metrics/{kind_of(one)}.json": encode(one) for one in values.METRICS},
         "control/step-committed-dropped.json": encode(values.COMMITTED_DROPPED),

@@ -1,20 +1,19 @@
-"""A state whose digest is known: its leaves, the rest, and the digest of the form that they have.
+"""A state whose digest is known: its leaves, the rest, and the digest.
 
-Another form writes another folder: `python -m tests.golden.state`. The old one goes, since nobody
-can make its digests any more.
+`python -m tests.golden.state` records it again.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from dora_pipe.orchestrator.digest import STATE_FORM, Leaves, rest_of
+from dora_pipe.orchestrator.digest import Leaves, rest_of
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.wire import canonical
 from tests.golden.make import FOLDER as RECORDS
 from tests.support.orchestrator_stage import Stage
 
-FOLDER: Final = RECORDS.parent / f"state-{STATE_FORM}"
+FOLDER: Final = RECORDS.parent / "state"
 
 
 def golden_state() -> State:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.orchestrator.digest import BUCKETS, PAIRS, STATE_FORM, TABLES, rest_of
+from dora_pipe.orchestrator.digest import BUCKETS, PAIRS, TABLES, rest_of
 from dora_pipe.orchestrator.rows import RowStats
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.dataset import DatasetTask
@@ -52,14 +52,13 @@ def state_figures() -> dict[str, Any]:
     kinds = [f"| `{kind}` | {IDS[kind]} | {_named(values[kind])} |" for kind in TABLES]
     return {
         "state_digest_every": STATE_DIGEST_EVERY,
-        "form": STATE_FORM,
         "buckets": BUCKETS,
         "kinds": "\n".join(kinds),
         "rest": _named(sorted(rest_of(State()))),
         "pairs": _named(PAIRS),
         "first": [json.loads(one)[:2] for one in leaves[:2]],
         "count": len(leaves),
-        "hex": (STATE / "digest.txt").read_text("utf-8").strip().partition(":")[2],
+        "hex": (STATE / "digest.txt").read_text("utf-8").strip(),
     }
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import doctest
 import json
+import typing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from dora_pipe.schemas import control, metrics
+from dora_pipe.schemas import control, metrics, rounds
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Meta
 from dora_pipe.schemas.wire import canonical, kebab
 from tests.golden import make
 from tests.support import records_page, records_words
@@ -70,20 +74,32 @@ def test_every_topic_and_kind_is_on_the_page() -> None:
 
 
 def test_every_json_field_is_on_the_page_under_its_record() -> None:
-    page, lines = PAGE.read_text(), make.field_lines()
+    page = PAGE.read_text()
+    kinds: dict[str, type[msgspec.Struct]] = {}
+    for union in (control.AnyControl, metrics.AnyMetrics, rounds.Round, Meta):
+        _collect(union, kinds)
     headings = {
         "Meta": "### The object in `meta_json`",
         **{name: f"### {name}" for name in ("Round", *(one for one, _ in records_words.PARTS))},
     }
+    fields = [(name, field) for name, kind in kinds.items() for field in kind.__struct_fields__]
     missing = []
-    for line in lines:
-        record, field = line.split(":")[0].split(".")
+    for record, field in fields:
         heading = headings.get(record, f"### {kebab(record)}")
         section = page.split(f"{heading}\n", 1)[1].split("\n#", 1)[0]
         if f"| `{field}` |" not in section:
-            missing.append(line)
-    assert len(lines) > 300
+            missing.append(f"{record}.{field}")
+    assert len(fields) > 300
     assert missing == []
+
+
+def _collect(kind: Any, kinds: dict[str, type[msgspec.Struct]]) -> None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        kinds[kind.__name__] = kind
+        for field in msgspec.structs.fields(kind):
+            _collect(field.type, kinds)
+    for part in typing.get_args(kind):
+        _collect(part, kinds)
 
 
 def test_no_common_meaning_is_left_over() -> None:

@@ -129,13 +129,6 @@ def terminal_columns() -> int | None:
     return None
 
 
-def terminal_rows() -> int | None:
-    """Height of the terminal, or as LINES says; None for a pipe."""
-    if sys.stdout.isatty() or os.environ.get("LINES", "").isdigit():
-        return shutil.get_terminal_size().lines
-    return None
-
-
 def styled(stream: TextIO) -> bool:
     """Whether bold and colours are wanted there."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -27,7 +27,6 @@ from dora_pipe.cli.output import (
     flow,
     show,
     terminal_columns,
-    terminal_rows,
 )
 from dora_pipe.cli.texts import decoder_in
 from dora_pipe.core.console import say
@@ -46,17 +45,11 @@ CURVE_MAX: Final = 60
 LABEL: Final = 40
 """Columns that the curve's line needs beside the curve."""
 
-WORST: Final = 5
+WORST: Final = 3
 """Trajectories with the largest ratios that are listed."""
 
-LINES_ELSE: Final = 3 + 1 + 2 + 1
-"""What the step is, the title of the groups, what is said behind it, and the next prompt."""
-
-GAPS: Final = 4
-"""Empty lines between the parts, where the screen is high enough for them."""
-
-GROUP_LINES_MIN: Final = 3
-"""Of the groups: for less, rather no gaps."""
+GROUP_LINES: Final = 3
+"""Lines of groups of a step; `--all` has every group."""
 
 FIGURES: Final = (
     *("reward_mean", "loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "clipped_share"),
@@ -413,7 +406,7 @@ def _steps(steps: list[StepStats]) -> str:
 
 
 def print_step(description: Description, run: str) -> None:
-    """The step, so that it fits; `--all` is the whole description."""
+    """Print the step on one screen; `--all` is the whole description."""
     step, groups, rows = description["step"], description["groups"], description["trajectories"]
     figures = description["figures"]
     count = f"{figures.get('trajectories', len(rows)):.0f}"
@@ -430,44 +423,13 @@ def print_step(description: Description, run: str) -> None:
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
     shown = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
     versions, worst = _by_version(groups), _worst(rows)
-    named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
-    taken = (
-        LINES_ELSE
-        + bool(invalid)
-        + ("parts" in step)
-        + len(shown)
-        + 1
-        + len(versions)
-        + 2
-        + len(worst)
-    )
-    room, gaps = _room(taken, len(named))
-    _part(gaps)
     emit_flow(shown)
-    _part(gaps)
     _print_versions(versions)
-    _part(gaps)
-    _print_groups(named[:room], len(groups))
-    _part(gaps)
+    named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
+    _print_groups(named[:GROUP_LINES], len(groups))
     _print_worst(worst)
     if DAMAGE not in description:
         say("--all has every trajectory, the settings, the lineage and the trace")
-
-
-def _part(gap: bool) -> None:
-    if gap:
-        emit_line()
-
-
-def _room(taken: int, wanted: int) -> tuple[int | None, bool]:
-    """How many lines the groups may have, None where nobody counts them; whether there are gaps."""
-    height = terminal_rows()
-    if height is None:
-        return None, True
-    left = height - taken - GAPS
-    if left >= min(GROUP_LINES_MIN, wanted):
-        return left, True
-    return max(1, left + GAPS), False
 
 
 def _by_version(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:

@@ -91,22 +91,19 @@ def test_no_identifier_is_folded_or_cut(
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
-@pytest.mark.parametrize("lines", [24, 32, 60])
 @pytest.mark.parametrize("count", [8, 32, 512])
 def test_a_step_of_any_size_fits_the_screen(
     count: int,
-    lines: int,
     columns: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The prompt that follows is on the screen, too."""
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("LINES", str(lines))
     print_step(_step(count, versions=3), "x")
     seen = capsys.readouterr()
-    assert len((seen.out + seen.err).splitlines()) < lines
-    assert "the 5 trajectories with the worst ratios" in seen.out
+    assert len((seen.out + seen.err).splitlines()) < 24
+    assert "the 3 trajectories with the worst ratios" in seen.out
     named = re.findall(r"g\d{10}(?!-)", seen.out)
     assert 0 < len(named) <= count
     said = f"({len(named)} of {count}; --all has every one)"
@@ -198,7 +195,7 @@ def test_the_worst_ratios_are_those_farthest_from_1_either_way(
         "x",
     )
     worst = re.findall(r"^(g\d{10})-000", capsys.readouterr().out, re.MULTILINE)
-    assert [int(one[1:]) for one in worst] == [1, 4, 5, 2, 0]
+    assert [int(one[1:]) for one in worst] == [1, 4, 5]
 
 
 def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(

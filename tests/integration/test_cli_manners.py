@@ -176,20 +176,6 @@ def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, call: Ca
     ]
 
 
-def test_every_command_is_where_it_is_said_to_be_and_has_help_of_a_full_sentence(
-    call: Call,
-) -> None:
-    names: list[tuple[str, ...]] = [(one,) for panel in COMMANDS.values() for one in panel]
-    names += [("log", "cat")]
-    code, listed, _ = call("--help")
-    assert code == 0
-    for name in names:
-        code, out, _ = call(*name, "--help")
-        assert code == 0
-        assert re.search(r"^\s*[A-Z][^\n]{15,}", out, re.MULTILINE), name
-        assert len(name) > 1 or re.search(rf"^  {name[0]}  ", listed, re.MULTILINE), name
-
-
 def test_what_each_command_does_stands_on_one_line_of_the_list(call: Call) -> None:
     code, out, _ = call("--help")
     assert code == 0

@@ -139,7 +139,7 @@ def write_rewards(file: Path, rows: Iterable[RewardLine]) -> None:
 def read_rewards(file: Path) -> dict[str, float | None]:
     """Read a rewards file. Raises UsageError."""
     found: dict[str, float | None] = {}
-    for number, line in enumerate(_lines(file), 1):
+    for number, line in enumerate(_text(file).splitlines(), 1):
         try:
             row = msgspec.json.decode(line, type=RewardLine)
         except msgspec.DecodeError as error:
@@ -172,9 +172,12 @@ def read_weights(file: Path) -> dict[str, float]:
 
 
 def _lines(file: Path) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in _text(file).splitlines())
+    return [line for line in lines if line]
+
+
+def _text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from error
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]

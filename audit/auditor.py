@@ -30,7 +30,6 @@ from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.audit.retrained import RetrainedReport
 from dora_pipe.audit.round_reader import FoldedRound, RoundReader, folded_rounds
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.database import Catalogue
@@ -331,7 +330,7 @@ def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditRe
         auditor.close()
 
 
-def raise_if_broken(found: AuditReport | RetrainedReport) -> None:
+def raise_if_broken(found: AuditReport) -> None:
     """Raise InvariantBroken, naming the first violation, unless everything holds."""
     if found.holds:
         return

@@ -17,7 +17,6 @@ import msgspec
 from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.lent_ledger import lender_of
 from dora_pipe.audit.reading import record_at
 from dora_pipe.audit.tracing import Traces
 from dora_pipe.bus.logged import fault_of, logged_trajectory
@@ -79,29 +78,16 @@ def describe(
     decode = None
     if ledger.started is not None:
         decode = decoder(store.assets(ledger.started.assets_digest))
-    describer = _Describer(bus, topics, ledger, store, decode, lender_of(bus, ledger, store))
+    describer = _Describer(bus, topics, ledger, store, decode)
     if found := _STEP.match(wanted):
         return describer.step(int(found[1]))
     if _GROUP.match(wanted) and wanted in ledger.accounts.groups:
         return describer.group(ledger.accounts.groups[wanted])
     if _TRAJECTORY.match(wanted) and ledger.accounts.request(wanted) is not None:
         return describer.trajectory(wanted)
-    raise _unknown(
+    raise UsageError(
         f"{wanted!r} is not in run {topics.run}",
-        wanted,
-        ledger,
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
-    )
-
-
-def _unknown(what: str, wanted: str, ledger: Ledger, *, hint: str) -> UsageError:
-    """Of a run that was trained on another one's trajectories it says where the rest is."""
-    again = None if ledger.started is None else ledger.started.retrained
-    if again is None:
-        return UsageError(what, hint=hint)
-    steps = f"steps {again.first} to {again.last} of run {again.run}"
-    return UsageError(
-        f"{what}, which has {steps} again", hint=f"dora-pipe show {again.run} {wanted}"
     )
 
 
@@ -121,19 +107,13 @@ class _Describer:
         ledger: Ledger,
         store: PolicyStore,
         decode: Decode | None,
-        lender: Ledger | None,
     ) -> None:
         self._bus = bus
         self._topics = topics
         self._ledger = ledger
         self._store = store
         self._decode = decode
-        self._lender = lender
-        self._traces = (
-            Traces(bus, topics, ledger)
-            if lender is None
-            else Traces(bus, Topics(lender.run), lender)
-        )
+        self._traces = Traces(bus, topics, ledger)
 
     def step(self, number: int) -> Description:
         """A training step: what it was made of and what it made."""
@@ -141,7 +121,7 @@ class _Describer:
         if entry is None:
             last = self._ledger.version - 1
             what = f"step {number} is not committed in run {self._ledger.run}"
-            raise _unknown(what, str(number), self._ledger, hint=f"the last one is {last}")
+            raise UsageError(what, hint=f"the last one is {last}")
         fact = entry.fact
         return {
             "step": {
@@ -173,8 +153,7 @@ class _Describer:
             ],
             "trajectories": self._contributions(entry),
             "lineage": self._lineage_of_version(number) | self._descendants(number + 1),
-            # Of a retrained run: its groups were sampled in another one, whose trace they have.
-            TRACE: self._traces.step(entry) if self._lender is None else [],
+            TRACE: self._traces.step(entry),
         }
 
     def _group_row(self, name: str, step: int) -> dict[str, Any]:
@@ -200,7 +179,7 @@ class _Describer:
 
     def group(self, group: GroupEntry) -> Description:
         """A group: dispatch, siblings, fate."""
-        trace = self._traces.group(self._sampled(group))
+        trace = self._traces.group(group)
         damage = self._traces.damage.lines
         return {
             "group": self._dispatch(group),
@@ -228,8 +207,6 @@ class _Describer:
             try:
                 trajectory = self._read(entry.bound)
                 description |= self._made(trajectory)
-                if self._lender is not None and entry.bound.fact.reward != trajectory.reward:
-                    description["counts here"] = {"reward": entry.bound.fact.reward}
                 if group.scoring and (scored := group.scoring.siblings.get(name)):
                     description["scored together"] = {
                         "reward": scored.reward,
@@ -242,19 +219,13 @@ class _Describer:
             description["fate"] = {"fate": entry.left, "why": _WHY_LEFT[entry.left]}
         description["contribution"] = self._contribution(name, group)
         description["lineage"] = self._lineage(group)
-        description[TRACE] = self._traces.group(self._sampled(group), only=name)
+        description[TRACE] = self._traces.group(group, only=name)
         return description
 
-    def _sampled(self, group: GroupEntry) -> GroupEntry:
-        """The group in the run that sampled it."""
-        lender = self._lender
-        return group if lender is None else lender.accounts.groups[group.spec.group]
-
     def _dispatch(self, group: GroupEntry) -> dict[str, Any]:
-        spec, lender = group.spec, self._lender
+        spec = group.spec
         return {
             "group": spec.group,
-            **({} if lender is None else {"sampled by run": lender.run}),
             "purpose": spec.purpose,
             **({"task": spec.task} if spec.task else {}),
             **({"evaluation": spec.evaluation} if spec.evaluation else {}),
@@ -372,9 +343,7 @@ class _Describer:
                 state = ", with its optimizer's state" if parent.optimizer is not None else ""
                 text = f"run {parent.run}, after step {parent.step} ({parent.digest}){state}"
             return {f"made version {version}": text}
-        maker, lender = self._ledger.steps.get(version - 1), self._lender
-        if maker is None and lender is not None and version - 1 in lender.steps:
-            return {f"made version {version}": f"step {version - 1} of run {lender.run}"}
+        maker = self._ledger.steps.get(version - 1)
         if maker is None:
             return {f"made version {version}": "no commit in the log"}
         stale = Counter(staleness_of(maker.step, group.version) for group in maker.fact.groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.lent_topic import lent_topic
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.catalogue.database import COUNTS, Catalogue, arrow_schema, logged_records
@@ -250,8 +249,6 @@ class ExportResult:
     bytes: int
     left_out: int
     """Records that do not count, or could not be read."""
-    borrowed: int
-    """Records of the run that trajectories are borrowed from, and of no batch of this one."""
     damage: Damage
     """Trajectories that were logged and whose record is gone or another one."""
 
@@ -274,8 +271,6 @@ def export_parquet(
     schema = pa.schema([*SCHEMA, *more_fields(), *texts.fields()])
     where = "true" if everything else COUNTS
     rows = _Rows(catalogue, None if store is None else as_store(store), where, texts, schema)
-    if lent_topic(bus) is not None:
-        rows.own = frozenset(logged_records(catalogue, "true"))
     unfinished = path.with_name(f".{path.name}.tmp")
     written = 0
     try:
@@ -291,7 +286,6 @@ def export_parquet(
         rows=written,
         bytes=path.stat().st_size,
         left_out=rows.left_out,
-        borrowed=rows.borrowed,
         damage=rows.damage,
     )
 
@@ -375,9 +369,7 @@ class _Rows:
         }
         self._files = dict(catalogue.query("select step, contributions from steps"))
         self._contributions: OrderedDict[int, dict[str, dict[str, Any]]] = OrderedDict()
-        self.own: Container[tuple[int, int]] | None = None
-        """Places of what belongs to the run, where its log also shows another run's; None: all."""
-        self.left_out = self.borrowed = 0
+        self.left_out = 0
         self.damage = Damage()
 
     def of(self, records: Iterator[Record]) -> Iterator[dict[str, Any]]:
@@ -386,9 +378,7 @@ class _Rows:
             place = (record.partition, record.offset)
             logged = self._wanted.pop(place, None)
             if logged is None:
-                own = self.own is None or place in self.own
-                self.left_out += own
-                self.borrowed += not own
+                self.left_out += 1
                 continue
             if not self.damage.is_sound(record, logged):
                 continue

@@ -234,9 +234,6 @@ class Ledger:
         message = "the configuration of `run started` is not the one of its digest"
         found = config_digest(fact.config)
         findings.same("control", where, message, expected=fact.config_digest, found=found)
-        if fact.retrained is not None:
-            message = f"says that it was trained again on the log of {fact.retrained.run}"
-            findings.add("control", where, f"{message}, which its directory does not name")
         message = "`run started` names another run or seed than its configuration"
         expected = (config.run.name, config.run.seed)
         findings.same("control", where, message, expected=expected, found=(fact.run, fact.seed))

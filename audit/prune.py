@@ -106,10 +106,9 @@ def plan_prune(
         commits = [note.checkpoint for note in history.notes]
         every = keep_every_of(keep_every, history.run_started)
         stays = retained(commits, (len(commits),), every) | history.references | set(keep)
-        stays.add(history.first_step)
         versions = tuple(sorted(history.kept - stays))
     kept = history.kept.difference(versions)
-    gone = set(range(history.first_step, history.next_step + 1)) - kept - {0}
+    gone = set(range(history.next_step + 1)) - kept - {0}
     candidates = tuple(_candidates(bus, topics, history, clock, listed, kept, frozenset(versions)))
     return PrunePlan(
         candidates=candidates,
@@ -146,7 +145,7 @@ def _candidates(
     """Files by name: kept, of a dropped version, or nobody's."""
     assert history.run_started is not None
     named = {history.run_started.assets_digest, *_begun_with(history.run_started)}
-    for commit in read_commits(bus, topics, history.notes[history.first_step :], clock):
+    for commit in read_commits(bus, topics, history.notes, clock):
         named.add(commit.contributions.sha256)
     needed = {name for version in kept for name in _names(history, version)}
     needed |= {n for version in underlying(history, kept) for n in _weights(history, version)}
@@ -174,14 +173,6 @@ def _begun_with(started: RunStarted) -> Iterator[str]:
     """Digests of what a run begins with that has come from another one."""
     if started.optimizer is not None:
         yield started.optimizer.sha256
-    retrained = started.retrained
-    if retrained is None:
-        return
-    yield retrained.policy.digest
-    yield from retrained.references.values()
-    for blob in (retrained.optimizer, retrained.change):
-        if blob is not None:
-            yield blob.sha256
 
 
 def _names(history: CommitHistory, version: int) -> list[str]:

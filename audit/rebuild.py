@@ -85,10 +85,10 @@ class Rebuilder:
         makes other bytes, PolicyError, BusError.
         """
         history = self._read()
-        if version and not history.first_step <= version <= history.next_step:
+        if version and not 0 <= version <= history.next_step:
             raise UsageError(
                 f"version {version} was not published",
-                hint=f"there are versions {history.first_step} to {history.next_step}",
+                hint=f"there are versions 0 to {history.next_step}",
             )
         digest = history.digest_of(version)
         if version and not self._is_there(digest):

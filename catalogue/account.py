@@ -234,10 +234,6 @@ class RunAccount:
                 joined=joined, epoch=epoch
             )
 
-    def lend(self, group: GroupHistory) -> None:
-        """A group of another run that the next round takes into a batch."""
-        self.open[group.spec.group] = group
-
     def present(self) -> list[WorkerHistory]:
         """Workers that are not gone, by name."""
         return [one for _, one in sorted(self.named.items()) if one.gone is None]
@@ -268,7 +264,6 @@ class RunAccount:
                 return self._committed(offset, fact)
             case RunStarted():
                 self.started = self.started or fact
-                self._next = self._next if fact.retrained is None else fact.retrained.first
             case WorkerJoined():
                 return self._joined(offset, fact)
             case WorkerReady() if (worker := self.workers.get(fact.epoch)) is not None:
@@ -523,15 +518,7 @@ class RunAccount:
             return []  # it does not count: its batch was ended meanwhile
         self.batch, self.free_ns, self._next = None, fact.at_ns, fact.step + 1
         popped = (self.open.pop(one.group, None) for one in fact.groups)
-        met = [one for one in popped if one is not None]
-        groups = tuple(one for one in met if not one.left_out)
-        out: list[Event] = [
-            GroupEnded(
-                group=one, fate="filtered", why=f"left out of step {fact.step}", ended_ns=fact.at_ns
-            )
-            for one in met
-            if one.left_out
-        ]
+        groups = tuple(one for one in popped if one is not None)
         trained: list[Event] = [
             GroupEnded(
                 group=one,
@@ -545,4 +532,4 @@ class RunAccount:
         ]
         stops = tuple(self.stops)
         ended = StepEnded(fact=fact, offset=offset, batch=batch, groups=groups, stops=stops)
-        return [*out, *trained, ended]
+        return [*trained, ended]

@@ -115,9 +115,6 @@ class CatalogueBuilder:
         match fact:
             case RunStarted() if self.account.started is None:
                 self._published(0, fact.policy.digest, fact.at_ns)
-                if fact.retrained is not None and fact.retrained.first:
-                    retrained = fact.retrained
-                    self._published(retrained.first, retrained.policy.digest, fact.at_ns)
             case WorkerJoined():
                 self._said(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
             case WorkerReady():
@@ -148,15 +145,6 @@ class CatalogueBuilder:
             case _:
                 pass
         self._happened(self.account.fact(offset, fact))
-
-    def lent(self, group: GroupHistory) -> None:
-        """A group of another run that the next round takes, and its records that count."""
-        self.account.lend(group)
-        for request in group.requests.values():
-            if request.logged is not None:
-                fact, offset = request.logged, request.offset
-                logged = RecordLogged(fact=fact, standing="bound", offset=offset)
-                self._rows.append(_record_row(logged))
 
     def round(self, round_: Round, offset: int) -> None:
         """A round, after the facts that it folds."""
@@ -259,7 +247,7 @@ class CatalogueBuilder:
             self._said(event.at_ns, "worker-left", worker.name, event.why)
 
     def _run_row(self, fact: RunStarted) -> RunRow:
-        lineage, retrained = fact.lineage, fact.retrained
+        lineage = fact.lineage
         return _row(
             RunRow,
             fact,
@@ -271,9 +259,6 @@ class CatalogueBuilder:
             config=canonical(fact.config).decode(),
             lineage_run=None if lineage is None else lineage.run,
             lineage_step=None if lineage is None else lineage.step,
-            retrained_from=None if retrained is None else retrained.run,
-            retrained_first=None if retrained is None else retrained.first,
-            retrained_last=None if retrained is None else retrained.last,
         )
 
 

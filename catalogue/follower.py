@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from dora_pipe.bus.base import count_empty_polls
-from dora_pipe.bus.lent_topic import lent_topic
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.catalogue.group_history import GroupHistory
-from dora_pipe.catalogue.lent_groups import UNCHANGED, LentGroups, decode_changed_rows
 from dora_pipe.core.errors import LogTruncated, SchemaError
-from dora_pipe.schemas.control import AnyControl, Retrained, RunStarted, decode_control
+from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
-from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, StopRun, TakeBatch, decode_round
+from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, StopRun, decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
@@ -98,11 +95,9 @@ class LogFollower:
         topics: Topics,
         *readers: LogReader,
         statuses: Callable[[AnyMetrics], None] | None = None,
-        lent: Callable[[GroupHistory], None] | None = None,
         meter: LogMeter | None = None,
     ) -> None:
-        """`statuses` gets every record of the metrics topic, `lent` every group that a batch takes
-        from another run's log; these are read for them alone."""
+        """`statuses` gets every record of the metrics topic, which is read for it alone."""
         self.meter = meter or LogMeter()
         self.chain = GENESIS_CHAIN
         """Of the last round that was read."""
@@ -111,8 +106,6 @@ class LogFollower:
         self._bus, self._run = bus, topics.run
         self._listeners = readers
         self._statuses = statuses
-        self._lent = lent
-        self._lender: LentGroups | None = None
         self._control = TopicPartition(topics.control, 0)
         self._decisions = TopicPartition(topics.decisions, 0)
         self._metrics: list[TopicPartition] = []
@@ -164,8 +157,6 @@ class LogFollower:
         """Let go of the log."""
         for reader in self._readers.values():
             reader.close()
-        if self._lender is not None:
-            self._lender.close()
 
     def _position(self, at: TopicPartition) -> int:
         return self._readers[at].position(at)
@@ -235,7 +226,6 @@ class LogFollower:
             polls += 1
         while self._facts and self._facts[0].offset < round_.control_next:
             self._pass_fact(self._facts.popleft())
-        self._pass_lent(round_)
         for reader in self._listeners:
             reader.round(round_, offset)
         self.chain = round_.chain
@@ -253,33 +243,8 @@ class LogFollower:
     def _pass_fact(self, record: Record) -> None:
         fact = self._decoded(record, decode_control)
         if not isinstance(fact, Unknown | None):
-            if isinstance(fact, RunStarted) and fact.retrained is not None:
-                self._borrow(fact.retrained)
             for reader in self._listeners:
                 reader.fact(record.offset, fact)
-
-    def _borrow(self, retrained: Retrained) -> None:
-        """The run trains on another one's groups, if its log leads there."""
-        log = lent_topic(self._bus)
-        if self._lent is None or self._lender is not None or log is None:
-            return
-        change = UNCHANGED
-        if retrained.change is not None and log.change is not None:
-            change = decode_changed_rows(log.change(retrained.change.sha256))
-        self._lender = LentGroups(
-            lambda account: LogFollower(self._bus, Topics(retrained.run), account),
-            first=retrained.first,
-            change=change,
-        )
-
-    def _pass_lent(self, round_: Round) -> None:
-        """Tell the groups that a batch of this round borrows, before it takes them."""
-        if self._lender is None or self._lent is None:
-            return
-        for one in round_.decisions:
-            if isinstance(one, TakeBatch):
-                for group in self._lender.take((group.group for group in one.groups), one.step):
-                    self._lent(group)
 
     def _note_positions(self) -> None:
         for at in self._readers:

@@ -33,10 +33,6 @@ class GroupHistory:
     """It was open for too long."""
     left: dict[int, SiblingFate] = field(default_factory=dict)
     """What became of the siblings that it did not wait for."""
-    lent: bool = False
-    """Another run has dispatched and sampled it: moments before its batch are those of that run."""
-    left_out: bool = False
-    """It was lent, and does not count here although it is in a batch."""
 
     @property
     def closed(self) -> bool:

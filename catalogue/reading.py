@@ -32,7 +32,7 @@ class LivingCatalogue:
     def __init__(self, bus: Bus, topics: Topics) -> None:
         self.catalogue = Catalogue()
         self.builder = CatalogueBuilder()
-        self.follower = LogFollower(bus, topics, self.builder, lent=self.builder.lent)
+        self.follower = LogFollower(bus, topics, self.builder)
 
     def advance(self) -> bool:
         """Read one piece of the log; whether there is more. Raises BusError, LogTruncated."""

@@ -60,11 +60,6 @@ class RunRow(Row, frozen=True, kw_only=True, gc=False):
     assets_digest: Annotated[str, "of the model's configuration and tokenizer"]
     lineage_run: Annotated[str | None, "the run its weights came from (`run --from`)"]
     lineage_step: Annotated[int | None, "and the step"]
-    retrained_from: Annotated[
-        str | None, "the run whose steps it trained again (`retrain`), and which has its groups"
-    ]
-    retrained_first: Annotated[int | None, Sql("INTEGER"), "the first of these steps"]
-    retrained_last: Annotated[int | None, Sql("INTEGER"), "and the last one"]
 
 
 class RoleRow(Row, frozen=True, kw_only=True, gc=False):
@@ -222,8 +217,7 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
 
 
 class GroupRow(Row, frozen=True, kw_only=True, gc=False):
-    """A dispatched group of siblings. A retrained run has those of its batches: what happened
-    before a batch took them did so in the run that they come from, rewards count as here."""
+    """A dispatched group of siblings."""
 
     group_id: Annotated[str, "`g...` for training, `e...` for evaluation"]
     purpose: Annotated[str, "`train` or `eval`"]

@@ -15,17 +15,12 @@ from dora_pipe.audit.helper import start_helper
 from dora_pipe.audit.index import FILE_NAME, look_up, open_index
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.audit.retrained import RetrainedReport, audit_retrained, plain
 from dora_pipe.bus.sqlite import unreadable_records
 from dora_pipe.catalogue.reading import saved_catalogue
-from dora_pipe.cli.audit_tables import print_retrained
-from dora_pipe.cli.output import emit_json, emit_line
+from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import CommandProgress, progress
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.lineage import policy_after
 
 FOLLOW_S: Final = 1.0
 """How often a run that goes on is looked at."""
@@ -67,21 +62,6 @@ def remembered_ledger(run: OpenRun) -> Iterator[Ledger | None]:
     finally:
         if found is not None:
             found.index.close()
-
-
-def audit_again(run: OpenRun, *, store: bool, follow: bool, as_json: bool) -> RetrainedReport:
-    """Audit and print a run that was trained again on another's trajectories. Raises UsageError
-    for one that has not begun, and for `follow`."""
-    if follow:
-        raise UsageError("--follow is for rollouts: this run has none")
-    started, _ = policy_after(run.bus, run.topics, 0)
-    policies = run.policies if store else None
-    found = audit_retrained(run.bus, run.topics, policies, started, SystemClock())
-    if as_json:
-        emit_json(plain(found))
-    else:
-        print_retrained(found)
-    return found
 
 
 class AuditSession:

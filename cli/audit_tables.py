@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
-from dora_pipe.audit.retrained import RetrainedReport
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 from dora_pipe.observe.text import counted
 
@@ -139,7 +138,7 @@ def _notes(report: AuditReport) -> None:
         emit_line()
 
 
-def _violations(report: AuditReport | RetrainedReport) -> None:
+def _violations(report: AuditReport) -> None:
     if report.holds:
         return
     shown = report.violations[:VIOLATIONS_SHOWN_MAX]
@@ -154,50 +153,14 @@ def _violations(report: AuditReport | RetrainedReport) -> None:
     emit_line()
 
 
-def print_retrained(report: RetrainedReport) -> None:
-    """Every table of a run that was trained again, the verdict last."""
-    settings = ", ".join(f"{key} = {value}" for key, value in report.settings.items())
-    changed = (
-        f"{report.without} rows do not count, {report.rewards} have another reward, "
-        f"{report.weights} a weight"
-    )
-    emit_line(f"audit of {report.run}")
-    emit_pairs(
-        {
-            "run": f"{report.run} ({'finished' if report.finished else 'open'})",
-            "source": f"{report.source}, steps {report.first} to {report.last}",
-            "steps": report.steps,
-            "settings": settings or "as they were",
-            "batches": f"{_batches(report)}; {changed}",
-            "trajectory records": f"{report.records}, {report.record_bytes / 1e6:.1f} MB, "
-            f"in the log of {report.source}",
-        }
-    )
-    emit_line()
-    if report.notes:
-        emit_table(("notes",), [(note,) for note in report.notes])
-        emit_line()
-    _violations(report)
-    _checks(report)
-    _unseen(report)
-    emit_line()
-    emit_line(verdict(report))
-
-
-def verdict(report: AuditReport | RetrainedReport) -> str:
+def verdict(report: AuditReport) -> str:
     """Whether everything holds. Example: ``holds: 0 violations in 1,280 records``"""
     word = "holds" if report.holds else "violated"
     violations = counted(report.violations_total, "violation")
     return f"{word}: {violations} in {report.records:,} records"
 
 
-def _batches(report: RetrainedReport) -> str:
-    if report.again is None:
-        return "as they were"
-    return "taken again by " + ", ".join(f"{key} = {value}" for key, value in report.again.items())
-
-
-def _checks(report: AuditReport | RetrainedReport) -> None:
+def _checks(report: AuditReport) -> None:
     rows = [
         (
             line.check,
@@ -210,5 +173,5 @@ def _checks(report: AuditReport | RetrainedReport) -> None:
     emit_table(("check", "what holds", "compared", ""), rows)
 
 
-def _unseen(report: AuditReport | RetrainedReport) -> None:
+def _unseen(report: AuditReport) -> None:
     emit_table(("an audit cannot see",), [(line,) for line in report.cannot_see])

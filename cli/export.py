@@ -46,11 +46,6 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
         )
     left = f", {done.left_out} records left out" if done.left_out else ""
     say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")
-    if done.borrowed:
-        say(
-            f"{done.borrowed} other records of that log are of run {run.directory.lender} alone: "
-            f"{run.topics.run} borrows its trajectories"
-        )
     raise_if_damaged(done.damage, f", and not in {parquet}")
 
 

@@ -36,12 +36,6 @@ def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mis
     started = history.run_started
     if started is None:
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
-    if started.retrained is not None:
-        raise UsageError(
-            f"the trajectories of run {started.run} were sampled by versions of "
-            f"{started.retrained.run}, not by its own",
-            hint=f"measure the same step there: --mismatch of {started.retrained.run}",
-        )
     committed = len(history.notes)
     step = committed - 1 if step is None else step
     if not 0 <= step < committed:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
+from dora_pipe.analysis.replay import (
+    SourceRun,
+    StepResult,
+    open_trainer,
+    raise_if_diverged,
+    replay_steps,
+    with_modules,
+)
 from dora_pipe.analysis.task import chats_of_run
 from dora_pipe.audit.rebuild import Rebuilder
-from dora_pipe.audit.replay_step import StepLine, check_range, raise_if_diverged, replay
 from dora_pipe.audit.replay_trajectory import (
     Regenerated,
     counted_record,
@@ -23,89 +29,34 @@ from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import Config
-from dora_pipe.consumers.learners.port import Learner
-from dora_pipe.consumers.learners.registry import make_learner
-from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.schemas.control import RunStarted
 
 DISTANCES_SHOWN_MAX = 20
 FIGURES_SHOWN_MAX = 10
 
 
-def replay_steps(
-    run: OpenRun,
-    first: int | None,
-    last: int | None,
-    changes: Sequence[str],
-    *,
-    as_json: bool,
-    report: CommandProgress,
+def replay_run(
+    run: OpenRun, first: int | None, end: int | None, *, as_json: bool, report: CommandProgress
 ) -> None:
-    """Train steps again. Raises ReplayDiverged after the last line."""
-    clock = SystemClock()
-    history = read_history(run.bus, run.topics, clock)
-    started = history.run_started
-    if started is None:
-        raise InvariantBroken(f"{run.topics.control} has no `run started`")
-    config = logged_config(started.config)
-    first = history.first_step if first is None else first
-    last = len(history.notes) if last is None else last
-    check_range(history, first, last)
-    trainer = open_trainer(run, started, _here(config, run.config))
-    lines: list[StepLine] = []
-    changed = _settings(changes)
-    report("training again")
-    for line in replay(
-        run.bus,
-        run.topics,
-        run.policies,
-        trainer,
-        first=first,
-        last=last,
-        clock=clock,
-        changed=changed,
-    ):
-        lines.append(line)
+    """Repeat steps. Raises ReplayDiverged after the last line."""
+    source = SourceRun.of(run)
+    steps = source.steps(first, end)
+    report("repeating steps")
+    lines: list[StepResult] = []
+    for line in replay_steps(source, steps):
+        step = line.replayed
+        lines.append(replace(line, replayed=replace(step, contributions=())))
         _print_step(line, as_json=as_json)
-        done = line.replayed.step + 1 - first
-        report(f"step {line.replayed.step + 1}", max(0, done), last - first)  # some lead there
+        report(f"step {step.step + 1}", max(0, step.step + 1 - steps.start), len(steps))
     _sum_up([line for line in lines if line.wanted])
     for line in lines:
         raise_if_diverged(line)
-
-
-def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
-    """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
-    store, config = run.policies, config or logged_config(started.config)
-    return make_learner(
-        assets=store.assets(started.assets_digest),
-        reference=store.held_weights(started.policy.digest),
-        config=with_modules(config, run),
-        log=run.log,
-    )
-
-
-def with_modules(config: Config, run: OpenRun) -> Config:
-    """The configuration, with the folder of the user's modules and the teacher that this machine
-    has."""
-    task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
-    teacher = config.teacher.on(run.config.teacher)
-    return msgspec.structs.replace(config, task=task, teacher=teacher)
-
-
-def _here(config: Config, local: Config) -> Config:
-    """The run's configuration with the device that was chosen here."""
-    trainer = msgspec.structs.replace(config.trainer, device=local.trainer.device)
-    return msgspec.structs.replace(config, trainer=trainer)
 
 
 def rebuilder(run: OpenRun) -> Rebuilder:
@@ -127,7 +78,6 @@ def replay_trajectories(
     """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
     from dora_pipe.producers.worker.role import params_by_source
 
-    run.check_sampled_here("replay {run} --random N")
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)
@@ -168,24 +118,7 @@ def chosen(tables: Catalogue, wanted: Sequence[str], random: int, seed: int) -> 
     return sorted({*wanted, *(pick(tables, random, seed) if random else ())})
 
 
-def _settings(changes: Sequence[str]) -> dict[str, float | int | str | bool]:
-    """``--set trainer.learning_rate=1e-4`` as a value. Raises UsageError."""
-    found: dict[str, float | int | str | bool] = {}
-    for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals:
-            raise UsageError(f"--set {change}: write key=value")
-        try:
-            value = msgspec.json.decode(text)
-        except msgspec.DecodeError:
-            value = text
-        if not isinstance(value, float | int | str | bool):
-            raise UsageError(f"--set {change}: not a plain value")
-        found[key.strip()] = value
-    return found
-
-
-def _print_step(line: StepLine, *, as_json: bool) -> None:
+def _print_step(line: StepResult, *, as_json: bool) -> None:
     step = line.replayed
     if as_json:
         emit_json(_step_json(line))
@@ -209,7 +142,7 @@ def _print_step(line: StepLine, *, as_json: bool) -> None:
         emit_table(("tensor", "other bits", "of", "largest distance", "relative"), rows)
 
 
-def _step_json(line: StepLine) -> Mapping[str, Any]:
+def _step_json(line: StepResult) -> Mapping[str, Any]:
     step = line.replayed
     return {
         "step": step.step,
@@ -239,7 +172,7 @@ def _step_json(line: StepLine) -> Mapping[str, Any]:
     }
 
 
-def _sum_up(lines: Sequence[StepLine]) -> None:
+def _sum_up(lines: Sequence[StepResult]) -> None:
     equal = sum(line.equal for line in lines)
     then_s = sum(line.replayed.compute_s_committed for line in lines)
     now_s = sum(line.replayed.compute_s_replayed for line in lines)

@@ -1,14 +1,18 @@
-"""The version of another run that a new one starts from: its weights, and its optimizer's state
-where that is wanted. It trains nothing: what is not kept any more is refused by name.
+"""The version that a new run starts from: of another run, or of a directory that `retrain` wrote.
+
+It brings the weights and, on request, the optimizer's state. It trains nothing: what is not kept
+any more is refused by name.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
@@ -22,28 +26,66 @@ from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.adapters import base_of, read_adapter, write_merged
-from dora_pipe.store.model_dir import write_as
+from dora_pipe.store.model_dir import config_dtype, import_model, write_as
 from dora_pipe.store.safetensors_file import refuse_non_finite_file
 from dora_pipe.store.store import PolicyStore
 
-OF_STATE: Final = ("trainer.kind", "trainer.optimizer", "trainer.dtype")
+OF_STATE: Final = ("trainer.kind", "trainer.optimizer", "trainer.dtype", "lora.rank")
 """Keys by which a state of the one run is one of the other."""
+
+CHANGE: Final = "change.json"
+OPTIMIZER: Final = "optimizer.safetensors"
+"""In a directory that `retrain` wrote, beside the files of a model."""
+
+
+class RetrainedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the weights of a directory come from: its `change.json`."""
+
+    run: str
+    """Name of the source."""
+    started_ns: int
+    """`at_ns` of its `run started`, which tells runs of that name apart."""
+    log_chain: str
+    """The chain of its rounds up to the batch of the last step; names the log."""
+    first: int
+    last: int
+    """The steps that were repeated."""
+    change: dict[str, Any]
+    change_digest: str
+    """sha256 of the change (canonical JSON)."""
+    weights: str
+    """Digest of the weights after the last step."""
+    trainer: dict[str, Any]
+    """Values of `OF_STATE`."""
+    package: str
+
+
+def state_keys(config: Config) -> dict[str, Any]:
+    """The values by which an optimizer's state fits a run."""
+    sections = {"trainer": config.trainer, "lora": config.lora}
+    keys = (key.split(".") for key in OF_STATE)
+    return {f"{one}.{field}": getattr(sections[one], field) for one, field in keys}
 
 
 def inherit(
     parent: str, root: Path, target: PolicyStore, config: Config, *, with_optimizer: bool = False
 ) -> tuple[Lineage, tuple[Manifest, str]]:
-    """Bring the policy of RUN@STEP into the new run's store, in the type that this publishes.
+    """Bring the policy of RUN@STEP, or of a retrained directory, into the new run's store, in the
+    type that this publishes.
 
     Raises UsageError, ConfigError, PolicyError for what is not there, is another run's, or is no
     state of this run's optimizer; BusError.
     """
+    if (Path(parent) / CHANGE).is_file():
+        return _inherit_directory(Path(parent), target, config, with_optimizer=with_optimizer)
     name, at, step = parent.rpartition("@")
     if not at or not step.isdigit():
-        raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
+        raise UsageError(
+            f"{parent!r} is neither RUN@STEP nor a directory that `retrain` wrote",
+            hint="e.g. --from demo@40",
+        )
     with opened(name, root) as old:
         first, _ = policy_after(old.bus, old.topics, 0)
-        _check_trained_here(first, int(step))
         _, manifest = policy_after(old.bus, old.topics, int(step))
         source = old.policies
         if not source.has_weights(manifest.digest):  # Training is not for the process that forks.
@@ -58,7 +100,8 @@ def inherit(
         dtype = published_dtype(config, manifest.dtype)
         state = None
         if with_optimizer:
-            _check_state_fits(first, config, name, same_dtype=dtype == manifest.dtype)
+            theirs = state_keys(logged_config(first.config))
+            _check_state_fits(theirs, config, name, same_dtype=dtype == manifest.dtype)
             state = _state(old, first, int(step), root, target)
         manifest = target.publish_weights(_whole(source, manifest))
         if dtype != manifest.dtype:
@@ -72,34 +115,48 @@ def inherit(
     return lineage, (manifest, assets)
 
 
-def _check_trained_here(first: RunStarted, version: int) -> None:
-    """Raises UsageError for a version before the first one of a run that was trained again: under
-    its number the log has the source's, and who asks may mean what the run began with."""
-    again = first.retrained
-    if again is not None and version < again.first:
-        raise UsageError(
-            f"run {first.run} begins with version {again.first} of {again.run}, and has no "
-            f"version {version} of its own",
-            hint=f"--from {first.run}@{again.first} is what it began with, "
-            f"--from {again.run}@{version} that version",
-        )
+def _inherit_directory(
+    directory: Path, target: PolicyStore, config: Config, *, with_optimizer: bool
+) -> tuple[Lineage, tuple[Manifest, str]]:
+    """The same for a directory that `retrain` wrote. Raises UsageError, ConfigError, PolicyError,
+    ResourceError."""
+    try:
+        model = msgspec.json.decode((directory / CHANGE).read_bytes(), type=RetrainedModel)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{directory / CHANGE} cannot be read: {error}") from error
+    dtype, state = published_dtype(config, config_dtype(directory)), None
+    policy = import_model(target, directory, dtype)
+    if with_optimizer:
+        same_dtype = policy[0].digest == model.weights
+        _check_state_fits(model.trainer, config, str(directory), same_dtype=same_dtype)
+        file = directory / OPTIMIZER
+        if not file.is_file():
+            raise PolicyError(f"{directory} has no {OPTIMIZER}", hint="retrain it once more")
+        state = target.publish_blob("optimizer", lambda path: _copy(file, path))
+    lineage = Lineage(run=model.run, step=model.last + 1, digest=model.weights, optimizer=state)
+    return lineage, policy
 
 
-def _check_state_fits(first: RunStarted, config: Config, name: str, *, same_dtype: bool) -> None:
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+
+
+def _check_state_fits(
+    theirs: Mapping[str, Any], config: Config, name: str, *, same_dtype: bool
+) -> None:
     """Raises ConfigError where a state of that run is none of this one's optimizer."""
-    theirs, hint = logged_config(first.config), "without --with-optimizer it begins afresh"
-    if theirs.lora.rank or config.lora.rank:
+    hint, own = "without --with-optimizer it begins afresh", state_keys(config)
+    if theirs["lora.rank"] or own["lora.rank"]:
         raise ConfigError(
             f"{name}: the optimizer's state of an adapter is none of the weights that it is merged "
             "into",
             hint=hint,
         )
     for key in OF_STATE:
-        _, _, field = key.partition(".")
-        there, here = getattr(theirs.trainer, field), getattr(config.trainer, field)
-        if there != here:
+        if theirs[key] != own[key]:
             raise ConfigError(
-                f"{name}: its optimizer's state is of {key} = {there!r}, and this run has {here!r}",
+                f"{name}: its optimizer's state is of {key} = {theirs[key]!r}, "
+                f"and this run has {own[key]!r}",
                 hint=hint,
             )
     if not same_dtype:
@@ -111,47 +168,22 @@ def _check_state_fits(first: RunStarted, config: Config, name: str, *, same_dtyp
 
 def _state(old: OpenRun, first: RunStarted, step: int, root: Path, target: PolicyStore) -> Blob:
     """The optimizer's state of a version, in the new run's store."""
-    history = read_history(old.bus, old.topics, SystemClock())
-    kept, source = history.checkpoint(step), old.policies
-    if kept is None or not source.has_blob("optimizer", kept.sha256):
+    kept = read_history(old.bus, old.topics, SystemClock()).checkpoint(step)
+    if kept is None or not old.policies.has_blob("optimizer", kept.sha256):
+        again = typed("retrain", first.run, "--out", "DIR", "--to", str(step), runs=root)
         raise PolicyError(
             f"the optimizer's state of version {step} of {first.run} is not in its store",
-            hint=_hint(old, history.next_step, step, first, root, history.checkpoint),
+            hint=f"make it again first: {again}; then --from DIR --with-optimizer"
+            if step
+            else "version 0 begins with a fresh one: leave --with-optimizer out",
         )
-    return copy_state(source, target, kept.sha256)
-
-
-def _hint(
-    old: OpenRun,
-    newest: int,
-    step: int,
-    first: RunStarted,
-    root: Path,
-    checkpoint: Callable[[int], Blob | None],
-) -> str:
-    """How to come by a state."""
-    if step == 0:
-        return "version 0 begins with a fresh one: leave --with-optimizer out"
-    if first.retrained is None:
-        words = ("retrain", first.run, "--name", "NEW", "--from", str(step - 1), "--to", str(step))
-        return f"make it again first: {typed(*words, runs=root)}; then --from NEW@{step}"
-    blobs = ((version, checkpoint(version)) for version in range(newest + 1))
-    there = [
-        str(version)
-        for version, blob in blobs
-        if blob is not None and old.policies.has_blob("optimizer", blob.sha256)
-    ]
-    return f"there is one of {', '.join(there) or 'none'}"
+    return copy_state(old.policies, target, kept.sha256)
 
 
 def copy_state(source: PolicyStore, target: PolicyStore, sha256: str) -> Blob:
     """An optimizer's state of one store in another one. Raises PolicyError, ResourceError."""
     path = source.verify_blob("optimizer", sha256)
-
-    def write(final: Path) -> None:
-        shutil.copyfile(path, final)
-
-    return target.publish_blob("optimizer", write)
+    return target.publish_blob("optimizer", lambda final: _copy(path, final))
 
 
 def copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:

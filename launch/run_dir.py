@@ -9,7 +9,6 @@ runs/NAME/
   handover/       KV caches on their way from worker to worker
   logs/           what each role said
   lock            held by who runs it (`locked`)
-  retrained-from  the run beside it whose trajectories it was trained on, if `retrain` made it
   begins-with     the first record as the start has planned it
 
 A run may also be called by its log: `kafka://HOST:PORT[,HOST:PORT]/NAME`, or a `.sqlite` file that
@@ -56,9 +55,6 @@ LOG = "log.sqlite"
 
 LOCK = "lock"
 """File in a run's directory; it says which process holds it alone (`locked`)."""
-
-RETRAINED_FROM = "retrained-from"
-"""File in a run's directory that names the run whose log has its trajectories."""
 
 BEGINS_WITH = "begins-with"
 """File in a run's directory: what its first record is made of, if a start was killed before it."""
@@ -112,25 +108,6 @@ class RunDir:
         # A bare name would be looked for where runs lie.
         return str(self.path) if self.path.name != str(self.path) else f"./{self.path}"
 
-    @property
-    def lender(self) -> str:
-        """Name of the run whose log has this one's trajectories; empty: its own has them."""
-        note = self.path / RETRAINED_FROM
-        return note.read_text().strip() if note.is_file() else ""
-
-    def _lender_location(self) -> LogLocation | None:
-        """Raises UsageError where that run is not beside this one."""
-        if not self.lender:
-            return None
-        there = RunDir(self.path.parent / self.lender)
-        if not there.exists():
-            raise UsageError(
-                f"run {self.path.name!r} was trained on the log of {self.lender!r}, which is not "
-                f"in {self.path.parent}",
-                hint="bring that run back there",
-            )
-        return there.log_location(there.config())
-
     def bus_url(self, config: Config) -> str:
         return config.bus.url or f"sqlite:{self.path / LOG}"
 
@@ -158,7 +135,6 @@ class RunDir:
             bus=config.bus,
             claims=str(self.store(config) / CLAIMS),
             store_url=config.store.url,
-            lender=self._lender_location(),
         )
 
     def store(self, config: Config) -> Path:
@@ -287,14 +263,6 @@ class OpenRun:
         Raises BusError, LogTruncated.
         """
         return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=told)
-
-    def check_sampled_here(self, command: str) -> None:
-        """Raises UsageError for a run that has no rollouts of its own; `command` asks of them."""
-        if lender := self.directory.lender:
-            raise UsageError(
-                f"the trajectories of {self.topics.run} were sampled by run {lender}",
-                hint=f"dora-pipe {command.format(run=lender)}",
-            )
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
         """What each trajectory of a step did to it; no rows where nothing can be read."""

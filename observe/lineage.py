@@ -52,8 +52,6 @@ def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Ma
     first, newest = _run_started(bus, topics), -1
     if first is not None and version == 0:
         return first, first.policy
-    if first is not None and first.retrained is not None and version == first.retrained.first:
-        return first, first.retrained.policy
     if first is not None:
         wanted = _Wanted(version)
         with closing(LogFollower(bus, topics, wanted)) as follower:

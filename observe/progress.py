@@ -72,7 +72,7 @@ class RunProgress(RunStats):
             alarms.pauses = self.pauses
         self._say_at = 0
         """Groups without a step that are said next."""
-        self._follower = LogFollower(bus, topics, self, lent=self.account.lend)
+        self._follower = LogFollower(bus, topics, self)
         self._unreadable = 0
         self._device = ""
         """The trainer's, in the newest commit."""
@@ -192,7 +192,7 @@ class RunProgress(RunStats):
         count = self.without_gradient
         if not self.steps[-1].gradient and count & (count - 1) == 0:
             self._say(
-                f"step {ended.fact.step} had no gradient: {no_gradient(ended, count, self.done)}"
+                f"step {ended.fact.step} had no gradient: {no_gradient(ended, count, self.version)}"
             )
 
     def _evaluated(self, ended: EvaluationEnded) -> None:

@@ -395,27 +395,13 @@ class RunStats:
         return 0 if self.commit is None else self.commit.step + 1
 
     @property
-    def done(self) -> int:
-        """Steps that were committed here: a retrained run has begun at a later version."""
-        retrained = None if self.started is None else self.started.retrained
-        return max(0, self.version - (0 if retrained is None else retrained.first))
-
-    @property
-    def planned(self) -> int | None:
-        """How many there shall be, as far as that is known."""
-        retrained = None if self.started is None else self.started.retrained
-        return self.steps_planned if retrained is None else retrained.last + 1 - retrained.first
-
-    @property
     def over(self) -> bool:
         """The round that stops the run was read."""
         return self.account.over
 
     def follow(self, bus: Bus, topics: Topics) -> LogFollower:
         """Who tells these numbers all of a log, statuses too."""
-        return LogFollower(
-            bus, topics, self, statuses=self.status, lent=self.account.lend, meter=self.meter
-        )
+        return LogFollower(bus, topics, self, statuses=self.status, meter=self.meter)
 
     def status(self, status: AnyMetrics) -> None:
         """A record of the metrics topic; what an incarnation says that is out is history."""

@@ -103,10 +103,10 @@ def moment_of(stats: RunStats, now_ns: int) -> int:
 def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Screen:
     """The run as its log tells it; `now_ns` is the wall clock. `plain`: ASCII alone."""
     at_ns = moment_of(stats, now_ns)
-    planned = stats.planned or 0
+    planned = stats.steps_planned or 0
     return Screen(
         head=_head(stats, at_ns, stopped=at_ns < now_ns),
-        done=min(1.0, stats.done / planned) if planned else 0.0,
+        done=min(1.0, stats.version / planned) if planned else 0.0,
         workers=Panel(title="workers", lines=tuple(_workers(stats, at_ns))),
         numbers=Panel(title="run", lines=tuple(_numbers(stats, at_ns, plain))),
         waits=Panel(title="who waits for whom", lines=tuple(_waits(stats, at_ns))),
@@ -131,9 +131,9 @@ def step_line(step: StepStats) -> str:
 def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
     if stats.started is None:
         return f"{stats.run}: has not started"
-    parts = [f"{stats.run}: step {stats.done} of {stats.planned or '?'}"]
+    parts = [f"{stats.run}: step {stats.version} of {stats.steps_planned or '?'}"]
     if stats.over:
-        parts[0] = f"{stats.run}: over after {stats.done} steps"
+        parts[0] = f"{stats.run}: over after {stats.version} steps"
     parts.append(f"{duration(max(0, at_ns - stats.started.at_ns) / 1e9)} since its start")
     if stats.over:
         return ", ".join(parts)
@@ -148,9 +148,9 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
 def _left_s(stats: RunStats, at_ns: int) -> float | None:
     """An estimate: steps to go, each as long as the median of the last ones."""
     lasted = [one.seconds for one in list(stats.steps)[-RECENT:] if one.seconds is not None]
-    if not lasted or stats.planned is None:
+    if not lasted or stats.steps_planned is None:
         return None
-    left = max(0, stats.planned - stats.done)
+    left = max(0, stats.steps_planned - stats.version)
     since_s = (at_ns - stats.steps[-1].committed_ns) / 1e9
     return max(0.0, left * median(lasted) - min(since_s, median(lasted)))
 

@@ -89,36 +89,6 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (`--with-optimizer`); none: a fresh one."""
 
 
-class Retrained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a run is made of that has no rollouts: steps of another run, trained again otherwise.
-
-    Its steps and versions have the numbers that they have there; the log of that run has the
-    trajectories, and none of it is copied.
-    """
-
-    run: str
-    """Name of the source."""
-    started_ns: int
-    """`at_ns` of its `run started`, which tells runs of that name apart."""
-    first: int
-    """The first step that is trained again, which begins with that version of the source."""
-    last: int
-    """The last one."""
-    policy: Manifest
-    """That version; where `first` is 0, the same as `RunStarted.policy`."""
-    optimizer: Blob | None
-    """The optimizer's state before `first`; none where that is 0 and the source began afresh."""
-    settings: dict[str, float | int | str | bool] = {}
-    """Keys whose values are otherwise than in the source's steps."""
-    change: Blob | None = None
-    """A file in the store: rows that do not count, other rewards, weights of rows."""
-    references: dict[str, str] = {}
-    """Digests of earlier versions that the steps name as their reference, by version."""
-    rounds: int | None = None
-    """Where its batches were taken again: so many rounds of the source say which groups there are.
-    None: its batches are the source's."""
-
-
 class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that groups are made of."""
 
@@ -153,15 +123,10 @@ class RunStarted(Control, frozen=True, kw_only=True):
     fields above are those of the first task and of the first evaluation."""
     scored_together: tuple[str, ...] = ()
     """Sources (`GroupSpec.source`) of groups whose siblings are also scored together."""
-    retrained: Retrained | None = None
-    """Where it is made of steps of another run: `dora-pipe retrain`. Then `policy` is that run's
-    version 0, and its own first version is `retrained.policy`."""
 
     @property
     def optimizer(self) -> Blob | None:
         """The optimizer's state that version 0 begins with; None: a fresh one."""
-        if self.retrained is not None:
-            return None if self.retrained.first else self.retrained.optimizer
         return None if self.lineage is None else self.lineage.optimizer
 
     def data(self, source: str) -> DataSet | None:

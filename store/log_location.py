@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -13,13 +13,10 @@ import msgspec
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimFiles, ClaimStore
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.lent_topic import LentTopicBus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
-from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
-from dora_pipe.store.store import PolicyStore
 
 CLAIM_ABOVE_BYTES: Final = 256 * 1024
 """Larger values of trajectories and progress records are files of the store."""
@@ -40,36 +37,9 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of the large values, or of copies of them; empty: there are none."""
     store_url: str = ""
     """The store that has them, where that is another file system."""
-    lender: LogLocation | None = None
-    """The log of another run, which has the trajectories that this run was trained on."""
 
     def open(self) -> Bus:
         """The log. Raises BusError, ConfigError for a missing secret or an odd `store_url`."""
-        return self._own() if self.lender is None else self._with(self.lender)
-
-    def _with(self, lender: LogLocation) -> Bus:
-        """The log, its trajectories where the lender has them."""
-        topics, theirs = Topics(self.run), Topics(lender.run)
-        with ExitStack() as stack:
-            own = self._own()
-            stack.callback(own.close)
-            there = lender.open()
-            stack.pop_all()
-        lent = {topics.trajectories: theirs.trajectories}
-        return LentTopicBus(own, there, lent=lent, others=theirs.all(), change=self._change)
-
-    def _change(self, sha256: str) -> bytes:
-        """The file of the run's store that says what of the lent records counts otherwise. Raises
-        PolicyError, ResourceError."""
-        remote = None
-        if self.store_url:
-            from dora_pipe.store.arrow_files import open_files
-
-            remote = open_files(self.store_url, folder=self.run)
-        store = PolicyStore(Path(self.claims).parent, remote)
-        return store.verify_blob("change", sha256).read_bytes()
-
-    def _own(self) -> Bus:
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
         above = None if self.bus is None or self.store_url else CLAIM_ABOVE_BYTES
         return open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)

@@ -119,7 +119,21 @@ def export_model(store: PolicyStore, digest: str, assets_digest: str, directory:
     assets = store.assets(assets_digest)
     if not assets.is_dir():
         raise PolicyError(f"no config and tokenizer files at {assets}")
-    weights = store.weights(digest)
+    write_policy_dir(store, store.weights(digest), digest, dtype, assets, directory)
+
+
+def write_policy_dir(
+    store: PolicyStore,
+    weights: Path,
+    digest: str,
+    dtype: PolicyDtype,
+    assets: Path,
+    directory: Path,
+) -> None:
+    """Write weights as a model directory; those of an adapter merged into its base in the store.
+
+    Raises PolicyError, ResourceError.
+    """
     base = base_of(weights)
     if base is None:
         copy = partial(shutil.copyfile, weights)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from dora_pipe.analysis.replay import SourceRun, replay_steps
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.audit.replay_step import replay
 from dora_pipe.bench.faults.heard import Heard
 from dora_pipe.bench.faults.inject import Ack
 from dora_pipe.bus.port import Bus, TopicPartition
@@ -34,6 +34,7 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.rounds import Fence, decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.store import as_store
 
 VIOLATIONS_MAX = 5
 """Violations that a verdict names."""
@@ -181,7 +182,10 @@ def _count_equal(
     """Steps that came out bit-equal, and what broke the replay off."""
     equal = 0
     try:
-        for line in replay(bus, topics, store, trainer, first=0, last=steps, clock=clock):
+        source = SourceRun(
+            bus=bus, topics=topics, store=as_store(store), make=lambda started: trainer, clock=clock
+        )
+        for line in replay_steps(source, range(steps)):
             equal += line.replayed.equal
     except DoraError as error:
         return equal, (f"replay: {error.message}",)

@@ -51,15 +51,12 @@ def audit(
         raise UsageError("--follow talks line by line: it gives no JSON")
     from dora_pipe.audit.auditor import raise_if_broken
     from dora_pipe.audit.report import plain
-    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, audit_again
+    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession
     from dora_pipe.cli.audit_tables import print_report
     from dora_pipe.launch.run_dir import opened
 
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with opened(run, root) as open_run:
-        if open_run.directory.lender:
-            raise_if_broken(audit_again(open_run, store=store, follow=follow, as_json=as_json))
-            return
         session = AuditSession(open_run, index, store=store, quick=quick, fresh=fresh)
         found = session.follow() if follow else session.once()
     emit_json(plain(found)) if as_json else print_report(found)
@@ -85,10 +82,6 @@ def replay(
         int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Chooses the random ones.")] = 0,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Train with another setting."),
-    ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -97,18 +90,18 @@ def replay(
     `replay demo g0000000042-003` repeats a trajectory, `replay demo --random 10` ten of them.
     `rescore demo` repeats the rewards.
     """
-    if (first is not None or last is not None or changes) and (trajectory or random):
+    if (first is not None or last is not None) and (trajectory or random):
         raise UsageError("TRAJECTORY and --random generate again; --from trains again")
     if first is not None and last is not None and first >= last:
         raise UsageError(f"--from {first} is not before --to {last}, the first step left out")
-    from dora_pipe.cli.replay import replay_steps, replay_trajectories
+    from dora_pipe.cli.replay import replay_run, replay_trajectories
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root) as found, watched(found) as (open_run, report):
         if trajectory or random:
             replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
         else:
-            replay_steps(open_run, first, last, changes or (), as_json=as_json, report=report)
+            replay_run(open_run, first, last, as_json=as_json, report=report)
 
 
 def mismatch(

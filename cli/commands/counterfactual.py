@@ -7,20 +7,10 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.lazy import EXIT_INTERRUPTED
-from dora_pipe.cli.options import JsonOption, OverrideOption, RunArgument, RunsOption
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS, say
-from dora_pipe.core.errors import UsageError
+from dora_pipe.core.console import RUNS
 
-BatchesOption = Annotated[
-    str,
-    typer.Option(
-        metavar="KIND",
-        help="kept: those of the source. again: taken anew from its groups, by the rewards and the "
-        "rules of groups that count now.",
-    ),
-]
 EVAL = "eval"
 """The probe where none is named."""
 
@@ -34,67 +24,51 @@ ProbeOption = Annotated[
 ]
 DropRowsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Groups and trajectories that do not count, a line each."),
+    typer.Option("--drop", metavar="FILE", help="Groups and trajectories to leave out."),
 ]
 WeightsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Trajectories with a factor of their loss, a line each."),
+    typer.Option(metavar="FILE", help="Trajectories with factors of their loss."),
 ]
-EvalOption = Annotated[
-    int | None,
-    typer.Option(
-        "--eval", min=1, metavar="N", help="Evaluate each last version by N draws of --probe."
-    ),
+SettingsOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Another setting; may be repeated."),
+]
+RewardsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Rewards to train with, from `rescore`.")
 ]
 
 
 def bisect(
     run: RunArgument,
-    good: Annotated[int, typer.Option(min=0, metavar="VERSION", help="A version that is good.")],
-    bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later one that is bad.")],
+    good: Annotated[int, typer.Option(min=0, metavar="VERSION", help="A good version.")],
+    bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later, bad version.")],
     probe: ProbeOption = EVAL,
-    steps: Annotated[
-        int, typer.Option(min=0, help="Steps that may be trained again, in all trials.")
-    ] = 20,
-    suspects: Annotated[int, typer.Option(min=1, help="Groups that may have done it.")] = 16,
-    before: Annotated[
-        int, typer.Option(min=0, help="Steps before the one that is found, with suspects too.")
-    ] = 2,
-    after: Annotated[
-        int, typer.Option(min=0, help="Steps after it that are trained again too.")
-    ] = 1,
-    draws: Annotated[int, typer.Option(min=1, help="Of the probe for a version, at first.")] = 256,
-    draws_max: Annotated[
-        int | None,
-        typer.Option(min=1, help="Where an interval has not decided before; default: 2048."),
-    ] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Steps to repeat at most, in all trials.")] = 20,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Draws per version at first; up to 8 times as many.")
+    ] = 256,
     directory: Annotated[
-        Path | None, typer.Option(help="Where the probe's module is imported from; here.")
+        Path | None, typer.Option(help="Folder to import the probe's module from.")
     ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Which step made a run bad, and which of its groups did it: versions between are evaluated,
-    then steps trained again without suspects. The log stays as it is; the same command goes on."""
-    from dora_pipe.audit.bisect import DRAWS_MAX, Limits
+    """Find the step that made a run bad, and the group whose removal mends it.
+
+    First names settings that changed. Example: dora-pipe bisect demo --good 80 --bad 120
+    """
+    from dora_pipe.analysis.bisect import Limits
     from dora_pipe.cli.bisect import bisect_run
     from dora_pipe.launch.run_dir import opened
 
-    most = max(draws, DRAWS_MAX) if draws_max is None else draws_max
-    limits = Limits(
-        draws=min(draws, most),
-        draws_max=most,
-        after=after,
-        before=before,
-        steps=steps,
-        suspects=suspects,
-    )
+    limits = Limits(draws=draws, draws_max=8 * draws, steps=steps)
     with opened(run, root) as found, watched(found) as (open_run, report):
         bisect_run(
             open_run,
-            good=good,
-            bad=bad,
-            probe=probe,
+            good,
+            bad,
+            probe,
             directory=directory,
             limits=limits,
             as_json=as_json,
@@ -212,42 +186,29 @@ def rescore(
 
 def retrain(
     run: RunArgument,
-    name: Annotated[str, typer.Option("--name", metavar="NEW", help="Of the new run.")],
-    first: Annotated[int, typer.Option("--from", metavar="A", help="The first step.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the result.")],
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="A", help="The first step; default 0.")
+    ] = None,
     end: Annotated[
         int | None,
         typer.Option("--to", metavar="B", help="The first step left out; default the end."),
     ] = None,
-    override: OverrideOption = None,
-    batches: BatchesOption = "kept",
-    rescored: Annotated[
-        str, typer.Option(metavar="ID", help="Rewards that `rescore` has found, by their folder.")
-    ] = "",
-    drop_rows: DropRowsOption = None,
+    settings: SettingsOption = None,
+    rewards: RewardsOption = None,
+    drop: DropRowsOption = None,
     weights: WeightsOption = None,
-    draws: EvalOption = None,
-    probe: ProbeOption = EVAL,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Train steps A to B-1 of a run again from its trajectories, with other settings, rewards or
-    rows: a run of its own, without a rollout. The same command goes on where it was."""
-    from dora_pipe.cli.retrain import Setting, retrain_run
-    from dora_pipe.cli.retrain_eval import Evaluation
+    """Repeat training steps of a run from its log, with other settings, rewards or rows.
 
-    if probe != EVAL and draws is None:
-        raise UsageError("--probe is of --eval N")
-    setting = Setting(
-        name=name,
-        overrides=tuple(override or ()),
-        batches=batches,
-        rescored=rescored,
-        drop=drop_rows,
-        weights=weights,
-    )
-    evaluation = None if draws is None else Evaluation(draws=draws, probe=probe)
-    if not retrain_run(
-        run, setting, root=root, first=first, end=end, evaluation=evaluation, as_json=as_json
-    ):
-        say("stopped: the same command goes on")
-        raise typer.Exit(EXIT_INTERRUPTED)
+    Writes the weights as a model directory, steps.jsonl and change.json. Example:
+    dora-pipe retrain demo --out half --set trainer.learning_rate=1e-5
+    """
+    from dora_pipe.cli.retrain import change_of, retrain_run
+    from dora_pipe.launch.run_dir import opened
+
+    change = change_of(settings or (), rewards, drop, weights)
+    with opened(run, root) as found, watched(found) as (open_run, report):
+        retrain_run(open_run, first, end, change, out, as_json=as_json, report=report)

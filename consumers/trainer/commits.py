@@ -52,7 +52,7 @@ class CommitHistory:
     role_epoch: int = -1
     """The newest of the trainer; -1 for none."""
     notes: list[CommitNote] = field(default_factory=list)
-    """Of the steps from 0 on; see `recovery.lent_notes` for those of another run."""
+    """Of the steps from 0 on."""
     decisions_next: int = 0
     """Where to go on in the decisions topic."""
     trained: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -61,23 +61,6 @@ class CommitHistory:
     """Versions that no commit has dropped."""
     starts: dict[int, int] = field(default_factory=dict)
     """Per partition the smallest offset of the last commit that took from it."""
-
-    sampler: CommitHistory | None = None
-    """Of the run whose versions sampled the trajectories, where that is another one."""
-
-    @property
-    def first_step(self) -> int:
-        """The first of its own steps."""
-        retrained = None if self.run_started is None else self.run_started.retrained
-        return 0 if retrained is None else retrained.first
-
-    @property
-    def sampled_by(self) -> str:
-        """Name of the run whose versions sampled what this one trains on; empty before it began."""
-        started = self.run_started
-        if started is None:
-            return ""
-        return started.run if started.retrained is None else started.retrained.run
 
     @property
     def next_step(self) -> int:
@@ -128,10 +111,7 @@ class CommitHistory:
         versions = {group.version for group in decision.groups}
         if self.interruptible and versions:
             versions.update(range(max(0, min(versions)), self.next_step + 1))
-        sampler = self if self.sampler is None else self.sampler
         exist = {version for version in versions if 0 <= version <= self.next_step}
-        if self.sampler is not None and self.sampler.run_started is not None:
-            run = self.sampler.run_started.run
         trained = {name: step for name, (step, _) in self.trained.items()}
         if after is not None:
             trained |= {group.group: after.step for group in after.groups}
@@ -139,7 +119,7 @@ class CommitHistory:
         return Known(
             run=run,
             next_step=self.next_step if after is None else after.step + 1,
-            digests={version: sampler.digest_of(version) for version in exist},
+            digests={version: self.digest_of(version) for version in exist},
             interruptible=self.interruptible,
             trained={name: trained[name] for name in names},
         )

@@ -36,7 +36,6 @@ from dora_pipe.consumers.trainer.batch_reader import (
     find,
     places_of,
 )
-from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.checks import Arrived, check_batch
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -91,10 +90,6 @@ class HandlersSetup:
     """Whether the learner makes room on its device while no step is computed."""
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
-    sampler: str = ""
-    """The run that the trajectories are of, where that is another one."""
-    change: BatchChange = UNCHANGED
-    """What of batches is otherwise than in the log."""
 
 
 class EffectHandlers:
@@ -123,7 +118,7 @@ class EffectHandlers:
         self.reader = BatchReader(
             bus,
             setup.topics.trajectories,
-            run=setup.sampler or setup.topics.run,
+            run=setup.topics.run,
             starts=setup.starts,
             clock=clock,
             meter=meter,
@@ -176,8 +171,7 @@ class EffectHandlers:
         )
         digests = [self._setup.started.policy.digest, *(note.digest for note in effect.notes)]
         files = StepFiles(self._store, digests.__getitem__)
-        change = self._setup.change
-        again = steps_again(self.reader, learner, commits, files=files, strict=True, change=change)
+        again = steps_again(self.reader, learner, commits, files=files, strict=True)
         for replayed in again:
             if replayed is None:
                 yield None
@@ -238,7 +232,6 @@ class EffectHandlers:
         if isinstance(learner, TrainsParts) and not wrong:
             batch = batch_of(decision.step, decision.groups, _all_whole(arrived))
             try:
-                batch = changed(batch, self._setup.change)
                 batch = yield from self._with_files(batch, decision.settings, effect.reference)
                 learner.train_part(batch, decision.settings)
             except NonFinite as error:
@@ -296,7 +289,7 @@ class EffectHandlers:
         key = (effect.step, effect.attempt)
         assert self._fetched is not None
         assert self._fetched[0] == key
-        batch = changed(self._fetched[1], self._setup.change)
+        batch = self._fetched[1]
         self._fetched = None
         batch = yield from self._with_files(batch, effect.settings, effect.reference)
         result = self.learner.train(batch, effect.settings)

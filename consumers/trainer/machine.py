@@ -92,7 +92,6 @@ class TrainerSetup:
     role_epoch: int
     checkpoint_every: int
     heartbeat_ns: int
-    checkpoint_at: int = -1  # a version that gets one in any case
     keep_every: int = 0  # of the checkpoints; 0 drops nothing
     whole_every: int = 1  # of the versions; others are stored as patches
     limits: Limits = DEFAULT_LIMITS
@@ -302,7 +301,7 @@ class TrainerMachine:
         self._trained = event
         version, every = event.step + 1, self._setup.whole_every
         setup = self._setup
-        checkpoint = version % setup.checkpoint_every == 0 or version == setup.checkpoint_at
+        checkpoint = version % setup.checkpoint_every == 0
         checkpoint = checkpoint or self._adopted
         self._out.effects.append(
             PublishPolicy(

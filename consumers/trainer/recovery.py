@@ -18,7 +18,6 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, SchemaError
 from dora_pipe.core.retry import retry_bus
 from dora_pipe.schemas.control import (
-    Retrained,
     RoleStarted,
     RunStarted,
     StepCommitted,
@@ -33,37 +32,6 @@ _KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"', b'"ve
 """Most control records are none of these and cost no decoding."""
 
 
-NOT_HERE: Final = -1
-"""Offset of a commit that lies in the log of another run."""
-
-
-def lent_notes(retrained: Retrained | None) -> list[CommitNote]:
-    """Notes of the steps before a run's own first one, which are another run's: what can be begun
-    from is the last of them; of the others only those have a digest that are references."""
-    if retrained is None:
-        return []
-    notes = [
-        CommitNote(
-            step=version - 1,
-            attempt=0,
-            offset=NOT_HERE,
-            digest=retrained.references.get(str(version), ""),
-            checkpoint=None,
-        )
-        for version in range(1, retrained.first)
-    ]
-    if retrained.first:
-        begun = CommitNote(
-            step=retrained.first - 1,
-            attempt=0,
-            offset=NOT_HERE,
-            digest=retrained.policy.digest,
-            checkpoint=retrained.optimizer,
-        )
-        notes.append(begun)
-    return notes
-
-
 def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
     """The history of a run as control has it now. Raises BusError, LogTruncated."""
     history = CommitHistory()
@@ -71,8 +39,7 @@ def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
         decoded = _decode(record)
         if isinstance(decoded, RunStarted):
             if history.run_started is None:
-                history.run_started, history.notes = decoded, lent_notes(decoded.retrained)
-                history.kept = {0, history.next_step}
+                history.run_started = decoded
         elif isinstance(decoded, RoleStarted) and decoded.role == "trainer":
             history.role_epoch = max(history.role_epoch, decoded.role_epoch)
         elif isinstance(decoded, VersionsDropped):

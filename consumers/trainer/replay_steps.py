@@ -19,10 +19,7 @@ from dora_pipe.consumers.learners.port import Learner, Reference, Settings, Trai
 from dora_pipe.consumers.learners.settings import MASKED, MICRO_BATCH_TOKENS, PACKING
 from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logprobs
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
-from dora_pipe.consumers.trainer.change_file import change_of
-from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.consumers.trainer.commits import CommitHistory, CommitNote
-from dora_pipe.consumers.trainer.recovery import NOT_HERE
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.control import RunStarted, StepCommitted
@@ -31,6 +28,9 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
 
 LOG = logging.getLogger(__name__)
+
+Alter = Callable[[TrainBatch, Settings], tuple[TrainBatch, Settings]]
+"""Returns the batch and the settings that a step is trained with, in place of the logged ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +106,19 @@ def replay_steps(
     commits: Iterable[StepCommitted],
     *,
     clock: Clock,
-    change: BatchChange | None = None,
+    alter: Alter | None = None,
 ) -> Iterator[ReplayedStep]:
     """Train the steps of `commits` (contiguous, in order) again, one by one.
 
     `learner` has the weights and optimizer state before the first of them (`load_base`). Every
     trajectory is taken as it lies in the log now, also if it was changed: what that changes in the
-    weights is the answer. `change` is what else is otherwise; by default what the run itself says.
+    weights is the answer. `alter` changes batches and settings.
     Raises InvariantBroken for one that cannot be read at all, BusError.
     """
-    run, files = history.sampled_by or topics.run, StepFiles(store, history.digest_of)
-    change = change_of(store, history) if change is None else change
-    reader = BatchReader(bus, topics.trajectories, run=run, starts={}, clock=clock)
+    files = StepFiles(store, history.digest_of)
+    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
     try:
-        again = steps_again(reader, learner, commits, files=files, strict=False, change=change)
+        again = steps_again(reader, learner, commits, files=files, strict=False, alter=alter)
         for step in again:
             if step is not None:
                 yield step
@@ -146,12 +145,6 @@ def load_base(
             LOG.warning("checkpoint of step %d cannot be used: %s", note.step, error.message)
             continue
         return note.step + 1
-    if notes and notes[0].offset == NOT_HERE:
-        raise PolicyError(
-            "the weights and the optimizer's state that this run began with are not in its store "
-            "any more",
-            hint="retrain the same steps of its source again, under another name",
-        )
     begun, digest = started.optimizer, started.policy.digest
     state = None if begun is None else store.verify_blob("optimizer", begun.sha256)
     learner.load(store.weights(digest), digest=digest, optimizer=state)
@@ -165,13 +158,15 @@ def steps_again(
     *,
     files: StepFiles,
     strict: bool,
-    change: BatchChange = UNCHANGED,
+    alter: Alter | None = None,
 ) -> Iterator[ReplayedStep | None]:
     """See `replay_steps`; yields None while waiting. `strict` refuses changed trajectories."""
     for commit in commits:
         batch = yield from committed_batch(reader, commit, strict=strict)
-        batch = changed(batch, change)
         settings = dict(commit.settings)
+        if alter is not None:
+            batch, altered = alter(batch, settings)
+            settings = dict(altered)
         tokens = commit.numerics.get("micro_batch_tokens")
         if tokens is not None:
             settings[MICRO_BATCH_TOKENS] = int(tokens)

@@ -33,8 +33,6 @@ from dora_pipe.config.storage import keep_every_of, whole_every
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX
-from dora_pipe.consumers.trainer.change_file import stored_change
-from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
@@ -127,22 +125,8 @@ def run_trainer(
                 adopt=adopt,
                 transfers=transfers,
             )
-            _lend(history, bus, clock)
             role_epoch = _announce(writer, topics, history, clock)
             _serve(here, bus, writer, history, role_epoch, meter, stop)
-
-
-def _lend(history: CommitHistory, bus: Bus, clock: Clock) -> None:
-    """What is known of the run whose versions sampled the trajectories, where that is another one;
-    of its trajectories none is read before a batch wants it. Raises BusError."""
-    retrained = None if history.run_started is None else history.run_started.retrained
-    if retrained is None:
-        return
-    topics = Topics(retrained.run)
-    history.sampler = read_history(bus, topics, clock)
-    partitions = range(bus.partitions(topics.trajectories))
-    ends = {one: bus.end(TopicPartition(topics.trajectories, one)) for one in partitions}
-    history.starts.update(ends)
 
 
 def handlers_setup(
@@ -152,7 +136,6 @@ def handlers_setup(
     history: CommitHistory,
     *,
     adopt: bool,
-    change: BatchChange = UNCHANGED,
 ) -> HandlersSetup:
     """The handlers' settings for a run: where it reads from, and how much it may hold."""
     in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
@@ -161,8 +144,6 @@ def handlers_setup(
         started=run,
         starts=dict(history.starts),
         adopt=adopt,
-        sampler="" if run.retrained is None else run.retrained.run,
-        change=change,
         leaves_device=config.trainer.offload_between_steps,
         records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
     )
@@ -178,13 +159,10 @@ def _serve(
     stop: Callable[[], bool],
 ) -> None:
     port, timing = ThreadPort(_opener(here, history), meter), here.config.timing
-    retrained = here.run.retrained
     setup = TrainerSetup(
         topics=here.topics,
         role_epoch=role_epoch,
         checkpoint_every=here.config.trainer.checkpoint_every,
-        # A live run may go on from the last version of one that was trained again.
-        checkpoint_at=-1 if retrained is None else retrained.last + 1,
         keep_every=keep_every_of(here.config.store.keep_every, here.run),
         whole_every=whole_every(here.config, here.run.policy.dtype),
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
@@ -213,11 +191,7 @@ def _opener(
     here: _Trainer, history: CommitHistory
 ) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
     """Opens the handlers in the thread that will run them."""
-    retrained = here.run.retrained
-    change = UNCHANGED if retrained is None else stored_change(here.store, retrained.change)
-    setup = handlers_setup(
-        here.topics, here.run, here.config, history, adopt=here.adopt, change=change
-    )
+    setup = handlers_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
 
     @contextmanager
     def opened(meter: Meter) -> Iterator[EffectHandlers]:

@@ -75,8 +75,7 @@ class Tracking:
 
     def _opened(self) -> LogFollower:
         self._stats = FigureStats(self._topics.run, self._contributions, begin=self._begin)
-        lend = self._stats.account.lend
-        return LogFollower(self._bus, self._topics, self._stats, lent=lend)
+        return LogFollower(self._bus, self._topics, self._stats)
 
     def _begin(self, fact: RunStarted) -> int:
         """How many rows are not wanted; the log may be read from its beginning again."""

@@ -230,36 +230,6 @@ STARTED_WITH_OPTIMIZER = msgspec.structs.replace(
 )
 """A run that begins with another one's version and its optimizer's state."""
 
-STARTED_RETRAINED = msgspec.structs.replace(
-    _STARTED,
-    retrained=control.Retrained(
-        run="demo",
-        started_ns=AT_NS,
-        first=30,
-        last=59,
-        policy=_STARTED.policy,
-        optimizer=Blob(sha256=SHA256, bytes=1024),
-        settings={"objective.kind": "topr"},
-        change=Blob(sha256=SHA256, bytes=80),
-        references={"20": DIGEST},
-    ),
-)
-"""A run that is made of steps of another one."""
-
-STARTED_AGAIN = msgspec.structs.replace(
-    _STARTED,
-    retrained=control.Retrained(
-        run="demo",
-        started_ns=AT_NS,
-        first=30,
-        last=57,
-        policy=_STARTED.policy,
-        optimizer=None,
-        rounds=1196,
-    ),
-)
-"""One whose batches were taken again."""
-
 SCORED = control.GroupScored(
     at_ns=AT_NS,
     worker="w0",

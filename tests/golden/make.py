@@ -58,8 +58,6 @@ COMMITTED = {
 STARTED = {
     "several": later_values.STARTED_SEVERAL,
     "together": later_values.STARTED_TOGETHER,
-    "retrained": later_values.STARTED_RETRAINED,
-    "again": later_values.STARTED_AGAIN,
     "with-optimizer": later_values.STARTED_WITH_OPTIMIZER,
 }
 

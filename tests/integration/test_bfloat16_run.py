@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.analysis.change import Change
+from dora_pipe.analysis.replay import distances_of, replay_steps
 from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.catalogue.reading import read_catalogue
@@ -74,8 +76,9 @@ def test_steps_come_out_bit_for_bit_from(cluster: Cluster, first: int) -> None:
 
 
 def test_a_changed_step_is_measured_by_the_numbers_not_by_their_bytes(cluster: Cluster) -> None:
-    lines = cluster.replayed(0, 1, {"trainer.learning_rate": 2e-4})
-    distances = lines[0].distances
+    source, change = cluster.source, Change(settings={"trainer.learning_rate": 2e-4})
+    (line,) = replay_steps(source, range(1), change)
+    distances = distances_of(source, line.replayed)
     assert distances
     assert all(0 < one.relative_max < 0.1 for one in distances)
     assert all(one.differing <= one.elements for one in distances)

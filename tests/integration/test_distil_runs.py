@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.analysis.replay import raise_if_diverged
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.replay_step import raise_if_diverged
 from dora_pipe.bus.port import Append
 from dora_pipe.consumers.contributions import TEACHER, read_contributions
 from dora_pipe.core.errors import PolicyError, ReplayDiverged

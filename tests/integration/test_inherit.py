@@ -1,7 +1,7 @@
-"""A run that starts from a version of another one with its optimizer's state: its first step is the
-one that the other run would have made, and who begins at version 0 begins with that state.
+"""A run that starts from a retrained directory with its optimizer's state makes the first step that
+the source would have made, and a run at version 0 starts with that state.
 
-Method: the recorded run without torch; a retrained step of it ends with a state by itself.
+Method: steps of the recorded run, repeated without torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_pipe.analysis.change import EMPTY
+from dora_pipe.analysis.replay import SourceRun
+from dora_pipe.analysis.retrain import retrain
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune
 from dora_pipe.bus.port import Append, Bus
@@ -21,7 +24,8 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
-from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.plan import create_topics
 from dora_pipe.launch.run_dir import opened
@@ -31,17 +35,28 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
 from tests.support.recorded_run import RecordedRun
-from tests.support.retrained import AGAIN, CLOCK, NAME, commits, runs_with_again
 
-CHILD = "child"
+NAME, AGAIN, CHILD = "recorded", "again", "child"
+CLOCK = SystemClock()
 FIRST, VERSION = 5, 8
 """Before and behind the steps that were trained again."""
 
 
 @pytest.fixture(scope="module")
 def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded run, and steps 5 to 7 of it trained again with nothing otherwise."""
-    return runs_with_again(tmp_path_factory.mktemp("runs"), recorded)
+    """The recorded run, and steps 5 to 7 of it repeated without a change."""
+    root = tmp_path_factory.mktemp("runs")
+    recorded.copy(root / NAME)
+    with opened(NAME, root) as run:
+        source = SourceRun(
+            bus=run.bus,
+            topics=run.topics,
+            store=run.policies,
+            make=lambda started: SimulatedLearner(),
+            clock=CLOCK,
+        )
+        retrain(source, range(FIRST, VERSION), EMPTY, root / AGAIN)
+    return root
 
 
 @pytest.fixture
@@ -54,7 +69,7 @@ def child_of(root: Path, store: PolicyStore, *, with_optimizer: bool = True) -> 
     """The first record of a run that starts from there."""
     with opened(NAME, root) as source:
         first, _ = policy_after(source.bus, source.topics, 0)
-        parent = f"{AGAIN}@{VERSION}"
+        parent = str(root / AGAIN)
         lineage, (policy, assets) = inherit(
             parent, root, store, source.config, with_optimizer=with_optimizer
         )
@@ -81,8 +96,10 @@ def test_with_its_state_the_first_step_is_what_the_source_would_have_made(
 ) -> None:
     started = child_of(root, store)
     assert started.lineage is not None and started.optimizer is not None
-    assert (started.lineage.run, started.lineage.step) == (AGAIN, VERSION)
-    assert commits(root, AGAIN)[-1].checkpoint == started.optimizer
+    with opened(NAME, root) as source:
+        digest = read_history(source.bus, source.topics, CLOCK).digest_of(VERSION)
+    assert (started.lineage.run, started.lineage.step) == (NAME, VERSION)
+    assert started.lineage.digest == started.policy.digest == digest
     assert first_step_is_the_sources(root, store, started)
 
 
@@ -148,7 +165,7 @@ def test_a_state_of_another_optimizer_is_refused_by_name(
         trainer = msgspec.structs.replace(source.config.trainer, **{key: value})
         config = msgspec.structs.replace(source.config, trainer=trainer)
     with pytest.raises(ConfigError, match=rf"is of trainer\.{key} = ") as refused:
-        inherit(f"{AGAIN}@{VERSION}", root, store, config, with_optimizer=True)
+        inherit(str(root / AGAIN), root, store, config, with_optimizer=True)
     assert "begins afresh" in (refused.value.hint or "")
 
 
@@ -157,35 +174,7 @@ def test_an_adapters_state_is_refused_by_name(root: Path, store: PolicyStore) ->
         lora = msgspec.structs.replace(source.config.lora, rank=4)
         config = msgspec.structs.replace(source.config, lora=lora)
     with pytest.raises(ConfigError, match="adapter"):
-        inherit(f"{AGAIN}@{VERSION}", root, store, config, with_optimizer=True)
-
-
-@pytest.mark.parametrize("version", [0, FIRST - 1])
-def test_a_version_before_a_retrained_runs_own_is_refused_with_both_that_may_be_meant(
-    root: Path, store: PolicyStore, version: int
-) -> None:
-    with opened(NAME, root) as source:
-        config = source.config
-    with pytest.raises(UsageError, match=f"begins with version {FIRST} of {NAME}") as refused:
-        inherit(f"{AGAIN}@{version}", root, store, config)
-    assert refused.value.hint == (
-        f"--from {AGAIN}@{FIRST} is what it began with, --from {NAME}@{version} that version"
-    )
-
-
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_the_version_that_a_retrained_run_began_with_is_its_first(
-    root: Path, store: PolicyStore, with_optimizer: bool
-) -> None:
-    with opened(NAME, root) as source:
-        config = source.config
-        _, there = policy_after(source.bus, source.topics, FIRST)
-    lineage, (policy, _) = inherit(
-        f"{AGAIN}@{FIRST}", root, store, config, with_optimizer=with_optimizer
-    )
-    assert policy.digest == there.digest
-    assert (lineage.run, lineage.step, lineage.digest) == (AGAIN, FIRST, there.digest)
-    assert (lineage.optimizer is not None) == with_optimizer
+        inherit(str(root / AGAIN), root, store, config, with_optimizer=True)
 
 
 def test_where_there_is_no_state_the_command_that_makes_it_is_named(
@@ -198,7 +187,7 @@ def test_where_there_is_no_state_the_command_that_makes_it_is_named(
         with pytest.raises(PolicyError, match=f"state of version {version}") as refused:
             inherit(f"{NAME}@{version}", runs, store, source.config, with_optimizer=True)
     hint = refused.value.hint or ""
-    assert f"retrain {NAME} --name NEW --from {version - 1} --to {version}" in hint
+    assert f"retrain {NAME} --out DIR --to {version}" in hint
     with opened(NAME, runs) as source, pytest.raises(PolicyError) as refused:
         inherit(f"{NAME}@0", runs, store, source.config, with_optimizer=True)
     assert "version 0 begins with a fresh one" in (refused.value.hint or "")

@@ -10,7 +10,6 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
-from dora_pipe.audit.replay_step import replay
 from dora_pipe.bus.port import Append
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_history
@@ -100,17 +99,7 @@ def test_version_that_never_was_is_refused(over: Cluster) -> None:
 
 
 def test_steps_are_replayed_from_the_checkpoints_that_are_left(over: Cluster) -> None:
-    lines = list(
-        replay(
-            over.bus,
-            over.topics,
-            over.store,
-            SimulatedLearner(),
-            first=7,
-            last=STEPS,
-            clock=VirtualClock(),
-        )
-    )
+    lines = over.replayed(7, STEPS)
     assert [line.replayed.step for line in lines] == list(range(4, STEPS))
     assert all(line.replayed.equal for line in lines)
 

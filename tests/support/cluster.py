@@ -23,7 +23,8 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from dora_pipe.audit.replay_step import StepLine, replay
+from dora_pipe.analysis.change import Change
+from dora_pipe.analysis.replay import SourceRun, StepResult, replay_steps
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
@@ -298,22 +299,23 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def replayed(
-        self, first: int, last: int, changed: Mapping[str, str | float] = MappingProxyType({})
-    ) -> list[StepLine]:
-        """These steps once more, from the log alone, with keys of their settings changed so."""
+    @property
+    def source(self) -> SourceRun:
+        """The run as its steps are repeated, from the log alone."""
         reference = self.store.weights_path(self.run_started.policy.digest)
-        lines = replay(
-            self.bus,
-            self.topics,
-            self.store.root,
-            self.parts.trainer(self.assets, reference, self.config),
-            first=first,
-            last=last,
+        return SourceRun(
+            bus=self.bus,
+            topics=self.topics,
+            store=self.store,
+            make=lambda started: self.parts.trainer(self.assets, reference, self.config),
             clock=self.clock,
-            changed=changed,
         )
-        return list(lines)
+
+    def replayed(
+        self, first: int, last: int, settings: Mapping[str, str | float] = MappingProxyType({})
+    ) -> list[StepResult]:
+        """These steps once more, with keys of their settings changed so."""
+        return [*replay_steps(self.source, range(first, last), Change(settings=dict(settings)))]
 
     @property
     def path(self) -> Path:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.cli import fork, probes
+from dora_pipe.analysis import probes
+from dora_pipe.cli import fork
 from dora_pipe.config import model
 from dora_pipe.config.load import dump_toml
 from dora_pipe.core.clock import Clock

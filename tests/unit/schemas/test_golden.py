@@ -44,8 +44,6 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("decisions/round-pins", rounds.decode_round, values.ROUND_PINS),
     ("decisions/round-drops", rounds.decode_round, values.ROUND_DROPS),
     ("decisions/round-halt", rounds.decode_round, later_values.ROUND_HALT),
-    ("control/run-started-retrained", control.decode_control, later_values.STARTED_RETRAINED),
-    ("control/run-started-again", control.decode_control, later_values.STARTED_AGAIN),
     (
         "control/run-started-with-optimizer",
         control.decode_control,

@@ -83,7 +83,7 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
         if float_fields(kind)
     }
     assert walked == {
-        "RunStarted": ("config", "retrained"),
+        "RunStarted": ("config",),
         "WorkerReady": ("load_ms",),
         "TrajectoriesLogged": ("trajectories",),
         "GroupScored": ("siblings",),

@@ -1,13 +1,22 @@
-"""A step that is trained again otherwise: what does not count, other rewards, weights of rows."""
+"""A repeated step with a change: dropped rows, other rewards, weights; files of a change."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.analysis.change import (
+    EMPTY,
+    Change,
+    RewardLine,
+    changed_batch,
+    read_names,
+    read_rewards,
+    read_weights,
+    write_rewards,
+)
 from dora_pipe.consumers.learners.port import TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
-from dora_pipe.consumers.trainer.changed_batch import UNCHANGED, BatchChange, changed
 from dora_pipe.core.errors import UsageError
 from tests.support.batches import SETTINGS, make_batch
 from tests.unit.consumers.test_torch_objectives import Policy
@@ -32,19 +41,19 @@ def test_a_batch_of_which_nothing_is_said_is_the_very_same_one() -> None:
     batch = batch_of()
     said = batch.groups[0].trajectories[0]
     assert said.reward is not None
-    others = BatchChange(
-        without=frozenset({"g0000000999", "g0000000999-001"}),
+    others = Change(
+        drop=frozenset({"g0000000999", "g0000000999-001"}),
         rewards={"g0000000999-000": 0.0, said.trajectory: said.reward},
         weights={"g0000000999-000": 2.0, said.trajectory: 1.0},
     )
-    assert changed(batch, UNCHANGED) is batch
-    assert changed(batch, others) is batch
+    assert changed_batch(batch, EMPTY) is batch
+    assert changed_batch(batch, others) is batch
 
 
 def test_a_trajectory_that_does_not_count_is_masked_as_an_invalid_one(policy: Policy) -> None:
     batch = batch_of()
     out = batch.groups[1].trajectories[2]
-    found = changed(batch, BatchChange(without=frozenset({out.trajectory})))
+    found = changed_batch(batch, Change(drop=frozenset({out.trajectory})))
     assert [one.reward is None for one in found.groups[1].trajectories] == [False, False, True]
     assert found.groups[0] is batch.groups[0]
     result = policy.trainer().train(found, ONE_UPDATE)
@@ -60,7 +69,7 @@ def test_a_group_that_does_not_count_goes_whole_and_the_step_is_that_of_the_othe
     policy: Policy,
 ) -> None:
     batch = batch_of()
-    found = changed(batch, BatchChange(without=frozenset({batch.groups[2].group})))
+    found = changed_batch(batch, Change(drop=frozenset({batch.groups[2].group})))
     alone = replace(batch, groups=[*batch.groups[:2], batch.groups[3]])
     one, other = policy.trainer(), policy.trainer()
     assert one.train(found, SETTINGS).contributions == other.train(alone, SETTINGS).contributions
@@ -75,26 +84,23 @@ def test_parts_go_on_without_the_groups_that_do_not_count(
     parts: tuple[int, ...], out: tuple[int, ...], left: list[int]
 ) -> None:
     batch = batch_of(groups=5, parts=parts)
-    without = frozenset(batch.groups[place].group for place in out)
-    found = changed(batch, BatchChange(without=without))
-    assert names_of(found) == [one for one in names_of(batch) if one not in without]
+    drop = frozenset(batch.groups[place].group for place in out)
+    found = changed_batch(batch, Change(drop=drop))
+    assert names_of(found) == [one for one in names_of(batch) if one not in drop]
     assert list(found.parts) == left
     assert all(part.groups for part in found.in_parts())
 
 
-def test_a_batch_that_is_left_without_groups_changes_no_weight(policy: Policy) -> None:
-    batch, trainer = batch_of(parts=(2,)), policy.trainer()
-    before = trainer.manifest()
-    found = changed(batch, BatchChange(without=frozenset(names_of(batch))))
-    result = trainer.train(found, SETTINGS)
-    assert (result.figures["updates"], result.figures["trajectories"]) == (0.0, 0.0)
-    assert trainer.manifest() == before
+def test_a_step_keeps_at_least_one_group() -> None:
+    batch = batch_of(parts=(2,))
+    with pytest.raises(UsageError, match="has no group left"):
+        changed_batch(batch, Change(drop=frozenset(names_of(batch))))
 
 
 def test_a_group_with_one_sibling_left_has_nothing_to_be_compared_with(policy: Policy) -> None:
     batch = batch_of()
     out = [one.trajectory for one in batch.groups[0].trajectories[:2]]
-    found = changed(batch, BatchChange(without=frozenset(out)))
+    found = changed_batch(batch, Change(drop=frozenset(out)))
     rows = policy.trainer().train(found, SETTINGS).contributions
     assert [one["advantage"] for one in rows[:3]] == [None, None, 0.0]
 
@@ -102,7 +108,7 @@ def test_a_group_with_one_sibling_left_has_nothing_to_be_compared_with(policy: P
 def test_another_reward_takes_the_place_of_the_logged_one() -> None:
     batch = batch_of()
     name = batch.groups[0].trajectories[1].trajectory
-    found = changed(batch, BatchChange(rewards={name: 7.5}))
+    found = changed_batch(batch, Change(rewards={name: 7.5}))
     assert [one.reward == 7.5 for one in found.groups[0].trajectories] == [False, True, False]
     assert found.groups[1:] == batch.groups[1:]
 
@@ -111,7 +117,7 @@ def test_a_weight_is_a_factor_of_the_loss_of_its_trajectory_alone(policy: Policy
     batch = batch_of()
     names = [one.trajectory for one in batch.groups[0].trajectories]
     plain = policy.trainer().train(batch, ONE_UPDATE).contributions
-    found = changed(batch, BatchChange(weights={names[0]: 2.0, names[1]: 0.0}))
+    found = changed_batch(batch, Change(weights={names[0]: 2.0, names[1]: 0.0}))
     rows = policy.trainer().train(found, ONE_UPDATE).contributions
     share = {one["trajectory"]: one["loss_share"] for one in rows}
     for one in plain:
@@ -126,9 +132,9 @@ def test_a_weight_is_a_factor_of_the_loss_of_its_trajectory_alone(policy: Policy
 
 def test_weights_are_obeyed_part_by_part_too(policy: Policy) -> None:
     names = [one.trajectory for one in batch_of().groups[0].trajectories]
-    change = BatchChange(weights=dict.fromkeys(names, 3.0))
+    change = Change(weights=dict.fromkeys(names, 3.0))
     whole, parted = (
-        policy.trainer().train(changed(batch, change), ONE_UPDATE)
+        policy.trainer().train(changed_batch(batch, change), ONE_UPDATE)
         for batch in (batch_of(), batch_of(parts=(1, 2)))
     )
     assert parted.figures["loss"] == pytest.approx(whole.figures["loss"], rel=1e-4)
@@ -141,7 +147,7 @@ def test_the_simulated_trainers_weights_depend_on_weights_of_rows(tmp_path: Path
     for weight in (1.0, 2.0):
         learner = SimulatedLearner()
         learner.load(tmp_path / "weights", digest=manifest.digest, optimizer=None)
-        learner.train(changed(batch, BatchChange(weights={name: weight})), SETTINGS)
+        learner.train(changed_batch(batch, Change(weights={name: weight})), SETTINGS)
         digests.append(learner.manifest().digest)
     assert digests[0] != digests[1]
 
@@ -149,9 +155,34 @@ def test_the_simulated_trainers_weights_depend_on_weights_of_rows(tmp_path: Path
 @pytest.mark.parametrize("weight", [-0.1, float("inf"), float("nan")])
 def test_a_weight_that_is_none_is_refused_by_name(weight: float) -> None:
     with pytest.raises(UsageError, match="weight of g0000000001-000"):
-        BatchChange(weights={"g0000000001-000": weight})
+        Change(weights={"g0000000001-000": weight})
 
 
 def test_a_reward_that_is_no_number_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="reward of g0000000001-000"):
-        BatchChange(rewards={"g0000000001-000": float("nan")})
+        Change(rewards={"g0000000001-000": float("nan")})
+
+
+def test_files_of_a_change_are_read_as_they_are_written(tmp_path: Path) -> None:
+    rewards, rows = tmp_path / "rewards.jsonl", tmp_path / "rows.txt"
+    lines = [
+        RewardLine(trajectory="g1-000", reward=0.5),
+        RewardLine(trajectory="g1-001", reward=None),
+    ]
+    write_rewards(rewards, lines)
+    with rewards.open("a") as file:
+        file.write('{"trajectory": "g1-002", "reward": 1, "error": "# none"}\n')
+    assert read_rewards(rewards) == {"g1-000": 0.5, "g1-001": None, "g1-002": 1.0}
+    rows.write_text("g1-000 0.5  # half\n\n# a comment\n")
+    assert read_weights(rows) == {"g1-000": 0.5}
+    rows.write_text("g1  # poisoned\ng2-001\n")
+    assert read_names(rows) == {"g1", "g2-001"}
+    rewards.write_text('{"trajectory": "g1-000", "reward": 0.5}\nnonsense\n')
+    with pytest.raises(UsageError, match="line 2"):
+        read_rewards(rewards)
+
+
+def test_equal_changes_have_equal_digests() -> None:
+    one = Change(rewards={"a": 1.0, "b": None}, drop=frozenset({"g1", "g2"}))
+    other = Change(rewards={"b": None, "a": 1.0}, drop=frozenset({"g2", "g1"}))
+    assert one.digest == other.digest != EMPTY.digest

@@ -12,27 +12,15 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from dora_pipe.analysis.evaluation_log import NAME
-from dora_pipe.audit.bisect import Values
+from dora_pipe.analysis.probes import Probe, Values, opened_probe
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.audit.repeat_steps import MadeWeights
-from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli import probes
-from dora_pipe.cli.probes import Probe, opened_probe
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.config.model import Task
 from dora_pipe.core.errors import TaskError, UsageError
 from dora_pipe.launch.run_dir import OpenRun, opened
-from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import GroupCall, GroupRewarded, RewardCall, TaskEvent
-from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.worker.kept_parts import KeptParts
-from dora_pipe.schemas.control import GroupScored, RunStarted, TrajectoriesLogged, decode_control
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.control import GroupScored, decode_control
 from tests.support import fork_stage
 from tests.support.fork_stage import Puzzles, digest, install
 from tests.support.inline_tasks import InlineTasks, failed
@@ -40,8 +28,6 @@ from tests.support.recorded_run import RecordedRun
 
 PROMPTS, SIBLINGS = 3, 4
 DRAWS = PROMPTS * SIBLINGS
-ENDED_AFTER = 200
-"""Steps of the engine: some episodes are over by then."""
 
 EVALUATION = {"evaluation__prompts": PROMPTS, "evaluation__siblings": SIBLINGS}
 
@@ -74,24 +60,20 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 
 class Asked:
-    """Probes of a copy of a run, each as another command would have it."""
+    """Probes of a run."""
 
-    def __init__(self, run: RecordedRun, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.place, self._monkeypatch = place, monkeypatch
-        self._stack = ExitStack()
+    def __init__(self, run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch, self._stack = monkeypatch, ExitStack()
         self.run: OpenRun = self._stack.enter_context(opened(str(run.directory)))
 
     def begin(self, tasks: Callable[[], InlineTasks], **facts: Any) -> Probe:
         install(self._monkeypatch, tasks, **facts)
-        probe = self._stack.enter_context(opened_probe(self.run, "eval", None, CommandProgress()))
-        probe.begin(self.place)
-        return probe
+        return self._stack.enter_context(opened_probe(self.run, "eval", None, CommandProgress()))
 
     def of(self, probe: Probe, version: int, first: int, last: int) -> Values:
         with closing(self.run.tables()) as tables:
-            ((weights,),) = tables.query("select digest from versions where version = ?", [version])
-        made = MadeWeights(of=f"version {version}", digest=weights)
-        return probe.values(self.run.policies.weights(weights), made, first, last)
+            ((digest,),) = tables.query("select digest from versions where version = ?", [version])
+        return probe.values(self.run.policies.weights(digest), digest, range(first, last))
 
     def logged(self, version: int) -> list[float | None]:
         """What the run's own evaluation of a version said, in the order of draws."""
@@ -103,29 +85,13 @@ class Asked:
             )
         return [one for (one,) in rows]
 
-    def sampled(self) -> list[Trajectory]:
-        """All that lies in the logs of what was asked."""
-        return [decode_trajectory(value) for value in self._logged("trajectories")]
-
-    def facts(self) -> list[Any]:
-        """What control says in these logs."""
-        return [decode_control(value) for value in self._logged("control")]
-
-    def _logged(self, topic: str) -> Iterator[bytes]:
-        for log in self.place.glob("sampled/*/log.sqlite"):
-            with closing(SqliteBus(log)) as bus:
-                for record in records_of(bus, ends_of(bus, f"{NAME}.{topic}")):
-                    yield record.value
-
     def close(self) -> None:
         self._stack.close()
 
 
 @pytest.fixture
-def asked(
-    episodes: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Asked]:
-    with closing(Asked(episodes, tmp_path, monkeypatch)) as found:
+def asked(episodes: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    with closing(Asked(episodes, monkeypatch)) as found:
         yield found
 
 
@@ -137,52 +103,15 @@ def test_episodes_of_equal_weights_have_the_rewards_that_the_run_gave_them(
     found = asked.of(probe, version, 0, DRAWS)
     assert found == asked.logged(version)
     assert len({*found}) == 2
-    assert any(len({*one.segments}) > 3 for one in asked.sampled()), "there are several turns"
 
 
-def test_a_task_that_the_probe_does_not_sample_is_not_started(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, pool, names = probes.sampled_as, KeptParts.pool, list[str]()
-
-    def with_another(run: OpenRun) -> RunStarted:
-        found = started(run)
-        more = [{**found.config["task"], "kind": "sandbox:Task", "name": "other"}]
-        return msgspec.structs.replace(found, config={**found.config, "more_tasks": more})
-
-    def noted(self: KeptParts, task: Task, **how: Any) -> TaskPool:
-        names.append(task.name)
-        return pool(self, task, **how)
-
-    monkeypatch.setattr(probes, "sampled_as", with_another)
-    monkeypatch.setattr(KeptParts, "pool", noted)
-    assert asked.of(asked.begin(Puzzles), 1, 0, DRAWS) == asked.logged(1)
-    assert set(names) == {""}
-
-
-def test_draws_behind_the_last_row_are_of_other_seeds_and_the_same_however_they_are_asked(
+def test_draws_after_the_last_row_have_other_seeds_and_do_not_depend_on_how_they_are_asked(
     asked: Asked,
 ) -> None:
     probe = asked.begin(Puzzles)
     whole = asked.of(probe, 0, 0, 2 * DRAWS + 1)
-    seeds = [one.meta.seed for one in asked.sampled()]
-    assert len({*seeds}) == len(seeds) == 2 * DRAWS + 1
-    asked.place = asked.place / "again"
-    probe.begin(asked.place)
-    parts = [*asked.of(probe, 0, 0, 7), *asked.of(probe, 0, 7, 2 * DRAWS + 1)]
-    assert parts == whole
-
-
-def test_two_versions_draw_the_same_random_streams(asked: Asked) -> None:
-    probe = asked.begin(Puzzles)
-    values = [asked.of(probe, version, 0, DRAWS) for version in (0, 1)]
-    by_name: dict[str, list[Trajectory]] = {}
-    for one in asked.sampled():
-        by_name.setdefault(one.trajectory, []).append(one)
-    assert values[0] != values[1]
-    for one, other in by_name.values():
-        assert (one.meta.seed, one.meta.index) == (other.meta.seed, other.meta.index)
-        assert one.digest != other.digest
+    assert whole[:DRAWS] != whole[DRAWS : 2 * DRAWS]
+    assert [*asked.of(probe, 0, 0, 7), *asked.of(probe, 0, 7, 2 * DRAWS + 1)] == whole
 
 
 def scored(run: OpenRun, version: int) -> list[float]:
@@ -199,45 +128,14 @@ def scored(run: OpenRun, version: int) -> list[float]:
 
 
 def test_siblings_that_are_scored_together_have_what_their_group_gave_them(
-    ranked: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranked: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Asked(ranked, tmp_path, monkeypatch)) as asked:
+    with closing(Asked(ranked, monkeypatch)) as asked:
         probe = asked.begin(Ranked, scores_groups=True)
         found = asked.of(probe, 1, 0, DRAWS)
         assert found == scored(asked.run, 1)
         assert max(one or 0.0 for one in found) > 1.0
         assert asked.of(probe, 1, 5, 7) == found[5:7], "a part of a group has it as a whole"
-        asked.place = asked.place / "again"
-        probe.begin(asked.place)
-        assert asked.of(probe, 1, 5, 6) == found[5:6]
-        assert len(asked.sampled()) == SIBLINGS, "all of the group are sampled for one of it"
-
-
-def test_what_was_ended_goes_on_and_samples_nothing_twice(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps, step = 0, SimulatedEngine.step
-
-    def ended(engine: SimulatedEngine) -> list[Any]:
-        nonlocal steps
-        steps += 1
-        if steps <= ENDED_AFTER:
-            return step(engine)
-        if any(isinstance(one, TrajectoriesLogged) for one in asked.facts()):
-            raise KeyboardInterrupt
-        return []  # control says nothing yet of the episodes that are over
-
-    monkeypatch.setattr(SimulatedEngine, "step", ended)
-    with pytest.raises(KeyboardInterrupt):
-        asked.of(asked.begin(Puzzles), 0, 0, DRAWS)
-    there = {one.trajectory: one.meta.epoch for one in asked.sampled()}
-    assert 0 < len(there) < DRAWS
-    monkeypatch.setattr(SimulatedEngine, "step", step)
-    assert asked.of(asked.begin(Puzzles), 0, 0, DRAWS) == asked.logged(0)
-    again = [(one.trajectory, one.meta.epoch) for one in asked.sampled()]
-    # One more where its record was there, and control did not say so yet.
-    assert DRAWS <= len(again) < DRAWS + len(there)
-    assert there.items() <= {*again}
 
 
 def without(*lost: int) -> type[Puzzles]:
@@ -260,13 +158,13 @@ def test_an_episode_without_a_reward_does_not_count_and_is_said_with_why(
     assert sum(one is None for one in found) == 2
     both = zip(found, expected, strict=True)
     assert all(one is None or one == other for one, other in both)
-    assert "2 of 12 draws of version 0 have no valid reward" in (said := capsys.readouterr().err)
+    assert "2 of 12 draws have no valid reward" in (said := capsys.readouterr().err)
     assert "Retry 2" in said
 
 
 def test_where_no_draw_has_a_reward_nothing_is_decided(asked: Asked) -> None:
     probe = asked.begin(without(*range(100)))
-    with pytest.raises(TaskError, match="no draw of version 0 has a valid reward: Retry 12"):
+    with pytest.raises(TaskError, match="no draw has a valid reward: Retry 12"):
         asked.of(probe, 0, 0, DRAWS)
 
 
@@ -275,7 +173,7 @@ def test_an_evaluation_without_rows_is_refused_by_name(
 ) -> None:
     run = fork_stage.record(tmp_path / "none", Puzzles)
     with (
-        closing(Asked(run, tmp_path, monkeypatch)) as asked,
+        closing(Asked(run, monkeypatch)) as asked,
         pytest.raises(UsageError, match="no rows"),
     ):
         asked.begin(Puzzles)

@@ -1,0 +1,179 @@
+"""Bisects a run: makes the weights of versions and trials, and asks a probe for their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.analysis.bisect import (
+    Comparison,
+    Explanation,
+    Fall,
+    Limits,
+    Subject,
+    Trial,
+    Values,
+    explain,
+    search,
+    words,
+)
+from dora_pipe.analysis.change import Change, Start
+from dora_pipe.analysis.probes import Probe
+from dora_pipe.analysis.replay import SourceRun, StepResult, raise_if_diverged, replay_steps
+from dora_pipe.analysis.suspects import suspects_of
+from dora_pipe.consumers.contributions import stored_contributions
+from dora_pipe.consumers.trainer.recovery import read_commits
+from dora_pipe.consumers.trainer.replay_steps import numerics_again
+from dora_pipe.core.errors import UsageError
+from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.store.safetensors_file import read_manifest
+
+TRIAL: Final = "trial.safetensors"
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Repeater:
+    """Repeats steps of a run from any version; the state before a step is kept in `folder`."""
+
+    run: SourceRun
+    folder: Path
+    _states: dict[int, Start] = field(default_factory=dict)
+    _contributions: dict[int, Rows] = field(default_factory=dict)
+
+    def version(self, version: int) -> Path:
+        """The weights of a version, from the store or repeated. Raises as `replay_steps`."""
+        if self.is_kept(version):
+            return self.run.store.weights(self.run.history.digest_of(version))
+        return self.before(version).weights
+
+    def is_kept(self, version: int) -> bool:
+        """Whether the store has a version."""
+        digest = self.run.history.digest_of(version)
+        return bool(digest) and self.run.store.has_weights(digest)
+
+    def before(self, step: int) -> Start:
+        """The state before a step. Raises as `replay_steps`."""
+        if step not in self._states:
+            learner, stem = self.run.learner, self.folder / f"before-{step}"
+            self._lead_to(step)
+            manifest = learner.save_weights(stem.with_suffix(".weights"))
+            optimizer = stem.with_suffix(".optimizer")
+            learner.save_optimizer(optimizer)
+            self._states[step] = Start(
+                weights=stem.with_suffix(".weights"), digest=manifest.digest, optimizer=optimizer
+            )
+        return self._states[step]
+
+    def trial(self, trial: Trial) -> Path:
+        """The weights that a trial ends with; the last trial's are kept."""
+        start = self.before(trial.first)
+        change = Change(drop=trial.drop, start=start)
+        for result in replay_steps(self.run, range(trial.first, trial.last + 1), change):
+            self._look(result, unchanged=not trial.drop)
+        self.run.learner.save_weights(self.folder / TRIAL)
+        return self.folder / TRIAL
+
+    def other_numerics(self, step: int) -> bool:
+        """Whether this machine makes other bits of a step than the run has."""
+        return numerics_again(self.run.learner, self._commit(step)) != self._commit(step).numerics
+
+    def contributions(self, step: int) -> Rows:
+        """What each trajectory of a step did; the step is repeated where the store lacks that."""
+        if step not in self._contributions and self.run.altered is None:
+            sha256 = self._commit(step).contributions.sha256
+            stored = stored_contributions(self.run.store, sha256)
+            if stored:
+                self._contributions[step] = stored
+        if step not in self._contributions:
+            self.trial(Trial(first=step, last=step))
+        return self._contributions[step]
+
+    def _commit(self, step: int) -> StepCommitted:
+        notes = self.run.history.notes[step : step + 1]
+        (commit,) = read_commits(self.run.bus, self.run.topics, notes, self.run.clock)
+        return commit
+
+    def _lead_to(self, step: int) -> None:
+        """Bring the learner to where it was before a step."""
+        kept = max((one for one in self._states if one <= step), default=-1)
+        checkpoints = (note.step + 1 for note in self.run.history.notes[:step] if note.checkpoint)
+        if kept >= max(checkpoints, default=0):
+            results = replay_steps(self.run, range(kept, step), Change(start=self._states[kept]))
+        else:
+            results = replay_steps(self.run, range(step, step))
+        for result in results:
+            self._look(result, unchanged=True)
+
+    def _look(self, result: StepResult, *, unchanged: bool) -> None:
+        if not unchanged:
+            return
+        self._contributions[result.replayed.step] = [*map(dict, result.replayed.contributions)]
+        if not result.replayed.other_numerics and self.run.altered is None:
+            raise_if_diverged(result)
+
+
+@dataclass(slots=True, kw_only=True)
+class BisectedRun:
+    """A run, a probe and the known values. Example: ``fall = bisected.search(80, 120)``."""
+
+    repeater: Repeater
+    probe: Probe
+    limits: Limits
+    report: Callable[[str], None] = lambda words: None
+    _values: dict[Subject, list[float | None]] = field(default_factory=dict)
+
+    def search(self, good: int, bad: int) -> Fall:
+        """The versions between which the value fell. Raises as the probe and the repeater."""
+        kept = [version for version in range(good, bad) if self.repeater.is_kept(version)]
+        direction = self.probe.direction
+        return search(self.measure, good, bad, self.limits, kept=kept, direction=direction)
+
+    def explain(self, fall: Fall, good: int) -> Explanation:
+        """Which group of the step that made the fall, or of those before it, caused it.
+
+        No trial begins before version `good`.
+        """
+        step = fall.first_bad - 1
+        first = max(fall.last_good - self.limits.before, good)
+        rows = {one: self.repeater.contributions(one) for one in range(first, step + 1)}
+        suspects = suspects_of(rows, self.limits.suspects)
+        comparison, last = self._reference(fall, first, step)
+        return explain(comparison, suspects, last)
+
+    def measure(self, subject: Subject, draws: int) -> Values:
+        """Values of the first draws of a subject; known ones are not asked again."""
+        known = self._values.setdefault(subject, [])
+        if len(known) < draws and (not known or len(known) % self.limits.draws == 0):
+            self.report(words(subject))
+            repeater = self.repeater
+            weights = (
+                repeater.version(subject) if isinstance(subject, int) else repeater.trial(subject)
+            )
+            digest = read_manifest(weights).digest
+            known += self.probe.values(weights, digest, range(len(known), draws))
+        if not known:
+            raise UsageError(f"the probe has no value for {words(subject)}")
+        return known[:draws]
+
+    def _reference(self, fall: Fall, first: int, step: int) -> tuple[Comparison, int]:
+        """What trials are compared with, and their last step: some steps after the found one, where
+        the value is still bad there."""
+        committed = self.repeater.run.history.next_step
+        for last in range(min(step + self.limits.after, committed - 1), step, -1):
+            comparison = self._comparison(fall, self._unchanged(first, last))
+            if comparison.fall().low > 0:
+                return comparison, last
+        return self._comparison(fall, self._unchanged(first, step)), step
+
+    def _comparison(self, fall: Fall, bad: Subject) -> Comparison:
+        return Comparison(self.measure, fall.last_good, bad, self.limits, fall.direction)
+
+    def _unchanged(self, first: int, last: int) -> Subject:
+        """What steps up to `last` come to with every group: the run's version under its bits."""
+        if self.repeater.other_numerics(last):
+            return Trial(first=first, last=last)
+        return last + 1

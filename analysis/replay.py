@@ -1,0 +1,360 @@
+"""Repeats committed steps from the log and a checkpoint, with one change or none.
+
+Steps between the checkpoint and the first wanted one are repeated as they were, because nothing
+else leads there. Without a change, weights, figures and contributions must be the committed ones
+bit for bit; only times may differ. The first step with other weights ends such a replay, unless the
+numerics fingerprint differs (another machine, another version of torch): then only the distance is
+of interest.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from dora_pipe.analysis.change import EMPTY, Change, changed_batch
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.changes import LOGGED
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.contributions import read_contributions
+from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.learners.settings import changed_settings
+from dora_pipe.consumers.trainer.commits import OF_PATCHES, CommitHistory
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.consumers.trainer.replay_steps import Alter, ReplayedStep, load_base
+from dora_pipe.consumers.trainer.replay_steps import replay_steps as trained_again
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, UsageError
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.safetensors_file import mapped, read_entries
+from dora_pipe.store.store import PolicyStore
+
+FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""How numpy calls types of tensors; bfloat16 by its bits."""
+
+SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.", "objective.")))
+"""Keys that a change may set: the settings that a commit carries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDistance:
+    """How far a replayed tensor is from the committed one.
+
+    Example: ``TensorDistance(tensor="lm_head.weight", differing=12, elements=4096,
+    absolute_max=1.2e-7, relative_max=3e-6)``.
+    """
+
+    tensor: str
+    differing: int
+    """Elements with other bits."""
+    elements: int
+    absolute_max: float
+    relative_max: float
+    """Largest absolute difference over the largest absolute value of the committed tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureDifference:
+    """A figure that came out otherwise.
+
+    Example: ``FigureDifference(name="loss", committed=0.25, replayed=0.5)``; what a trajectory
+    contributed is called ``g0000000042-003 advantage``.
+    """
+
+    name: str
+    committed: object
+    replayed: object
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.name} is {self.replayed!r}, committed is {self.committed!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One repeated step; `wanted` is False for those that only lead to the first wanted one."""
+
+    replayed: ReplayedStep
+    wanted: bool
+    distances: tuple[TensorDistance, ...] = ()
+    """Of every tensor that differs, largest first; empty with a change."""
+    figures: tuple[FigureDifference, ...] = ()
+    """Figures of the commit and of its contributions that differ."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether weights and figures are those that were committed."""
+        return self.replayed.equal and not self.figures
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Compute time here over the recorded one."""
+        recorded_s = self.replayed.compute_s_committed
+        return self.replayed.compute_s_replayed / recorded_s if recorded_s > 0 else None
+
+
+@dataclass(kw_only=True)
+class SourceRun:
+    """A run whose steps are repeated; its learner is made once, when it is needed."""
+
+    bus: Bus
+    topics: Topics
+    store: PolicyStore
+    make: Callable[[RunStarted], Learner]
+    clock: Clock
+    altered: Alter | None = None
+    """Applied to every step before a change: a run as it could have gone, for studies."""
+
+    @classmethod
+    def of(cls, run: OpenRun) -> SourceRun:
+        """The steps of an open run, repeated on this machine's device."""
+
+        def make(started: RunStarted) -> Learner:
+            config = logged_config(started.config)
+            trainer = msgspec.structs.replace(config.trainer, device=run.config.trainer.device)
+            return open_trainer(run, started, msgspec.structs.replace(config, trainer=trainer))
+
+        return cls(
+            bus=run.bus, topics=run.topics, store=run.policies, make=make, clock=SystemClock()
+        )
+
+    @cached_property
+    def history(self) -> CommitHistory:
+        """The committed steps as control has them when this is first read."""
+        return read_history(self.bus, self.topics, self.clock)
+
+    @property
+    def started(self) -> RunStarted:
+        """The first record. Raises InvariantBroken."""
+        started = self.history.run_started
+        if started is None:
+            raise InvariantBroken(f"{self.topics.control} has no `run started`")
+        return started
+
+    @cached_property
+    def learner(self) -> Learner:
+        """Holds the state after the last repeated step."""
+        return self.make(self.started)
+
+    def steps(self, first: int | None, end: int | None) -> range:
+        """Return the steps `first` .. `end - 1`, all of them by default. Raises UsageError."""
+        committed = self.history.next_step
+        steps = range(0 if first is None else first, committed if end is None else end)
+        check_steps(self, steps)
+        if not steps:
+            raise UsageError(f"--from {steps.start} is not before --to {steps.stop}")
+        return steps
+
+
+def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
+    """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
+    store, config = run.policies, config or logged_config(started.config)
+    return make_learner(
+        assets=store.assets(started.assets_digest),
+        reference=store.held_weights(started.policy.digest),
+        config=with_modules(config, run),
+        log=run.log,
+    )
+
+
+def with_modules(config: Config, run: OpenRun) -> Config:
+    """The configuration, with the folder of the user's modules and the teacher that this machine
+    has."""
+    task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
+    teacher = config.teacher.on(run.config.teacher)
+    return msgspec.structs.replace(config, task=task, teacher=teacher)
+
+
+def replay_steps(run: SourceRun, steps: range, change: Change = EMPTY) -> Iterator[StepResult]:
+    """Repeat `steps` with a change; yields one result per step, lead-in steps among them.
+
+    The change applies from the first of `steps` on. `change.start` needs no lead-in, and an empty
+    range is lead-in alone. Afterwards `run.learner` has the last weights. Without a change, the
+    replay ends after the first step that differs although the numerics are equal.
+
+    Raises UsageError for steps that were not committed, ConfigError for a setting that cannot be,
+    ReplayDiverged for a lead-in step of a change that differs although the numerics are equal,
+    InvariantBroken for a trajectory that cannot be read.
+    """
+    check_steps(run, steps)
+    alter = run.altered if change == EMPTY else _alter(run, steps, change)
+    base = _load(run, steps.start, change)
+    notes = run.history.notes[base : steps.stop]
+    commits = read_commits(run.bus, run.topics, notes, run.clock)
+    log, learner = (run.bus, run.topics), run.learner
+    for step in trained_again(
+        *log, run.store, run.history, learner, commits, clock=run.clock, alter=alter
+    ):
+        result = StepResult(replayed=step, wanted=step.step >= steps.start)
+        if alter is None:
+            result = _compared(run, result)
+        led = not result.wanted and alter is not None and run.altered is None
+        if led and not step.other_numerics:
+            raise_if_diverged(result)
+        yield result
+        if alter is None and not step.equal and not step.other_numerics:
+            return
+
+
+def check_steps(run: SourceRun, steps: range) -> None:
+    """Raise UsageError for steps that were not committed."""
+    committed = run.history.next_step
+    if not (run.started and 0 <= steps.start <= steps.stop <= committed):
+        raise UsageError(
+            f"--from {steps.start} --to {steps.stop}: these steps cannot be repeated",
+            hint=f"steps 0 to {committed - 1} are committed (--to is the first one left out)",
+        )
+
+
+def _load(run: SourceRun, first: int, change: Change) -> int:
+    """Load the state to begin with; the step that comes next."""
+    start = change.start
+    if start is None:
+        return load_base(run.store, run.learner, run.started, run.history.notes[:first])
+    run.learner.load(start.weights, digest=start.digest, optimizer=start.optimizer)
+    return first
+
+
+def _alter(run: SourceRun, steps: range, change: Change) -> Alter:
+    """What a change makes of batches and settings. Raises UsageError for an unknown setting."""
+    if unknown := sorted(change.settings.keys() - SETTABLE):
+        there = f"there are: {', '.join(sorted(SETTABLE))}"
+        raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=there)
+    max_tokens = logged_config(run.started.config).sampling.max_tokens
+
+    def alter(batch: TrainBatch, settings: Settings) -> tuple[TrainBatch, Settings]:
+        if run.altered is not None:
+            batch, settings = run.altered(batch, settings)
+        if batch.step < steps.start:
+            return batch, settings
+        if change.settings:
+            settings = changed_settings(settings, change.settings, max_tokens=max_tokens)
+        return changed_batch(batch, change), settings
+
+    return alter
+
+
+def _compared(run: SourceRun, result: StepResult) -> StepResult:
+    """The result with every figure and tensor that differs from the committed one."""
+    step, store = result.replayed, run.store
+    return StepResult(
+        replayed=step,
+        wanted=result.wanted,
+        distances=() if step.equal else distances_of(run, step),
+        figures=(*_other_figures(step), *_other_contributions(store, step)),
+    )
+
+
+def raise_if_diverged(line: StepResult) -> None:
+    """Raise ReplayDiverged, naming step and first tensor or figure, unless everything is equal."""
+    step = line.replayed
+    if line.equal:
+        return
+    other = step.other_numerics
+    because = f"the numerics differ in {', '.join(other)}" if other else "the numerics are equal"
+    if step.equal:
+        said = f"gave other figures than those committed: {line.figures[0].line}"
+    else:
+        said = "gave other weights than those committed; "
+        said += f"the first tensor that differs is {step.tensor}"
+    raise ReplayDiverged(
+        f"step {step.step} {said} ({because})",
+        hint="equal bits are promised under equal numerics only" if other else None,
+    )
+
+
+def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, ...]:
+    """Every tensor of two safetensors files that differs, largest relative distance first.
+
+    Tensors that only one of them has, or that have another shape, count as wholly different.
+    Raises PolicyError.
+    """
+    ours = {entry.name: entry for entry in read_entries(replayed)}
+    theirs = {entry.name: entry for entry in read_entries(committed)}
+    found: list[TensorDistance] = []
+    with mapped(committed) as a, mapped(replayed) as b:
+        for name in sorted(ours.keys() | theirs.keys()):
+            one, two = theirs.get(name), ours.get(name)
+            if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+                nothing = float("inf")
+                distance = TensorDistance(
+                    tensor=name, differing=0, elements=0, absolute_max=nothing, relative_max=nothing
+                )
+                found.append(distance)
+                continue
+            before, after = bytes(a[one.start : one.end]), bytes(b[two.start : two.end])
+            if before != after:
+                found.append(_distance(name, one.dtype, before, after))
+    return tuple(sorted(found, key=lambda one: (-one.relative_max, one.tensor)))
+
+
+def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
+    """Of the commit; one that this version computes and the commit does not have is a later one."""
+    for name, committed in sorted(replayed.figures_committed.items()):
+        if name in OF_PATCHES:
+            continue
+        again = replayed.figures_replayed.get(name)
+        if again != committed:
+            yield FigureDifference(name=name, committed=committed, replayed=again)
+
+
+def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator[FigureDifference]:
+    """Of the commit's contributions; nothing where the store does not have them any more."""
+    sha256 = replayed.contributions_committed
+    if not store.has_blob("contributions", sha256):
+        return
+    again = {row["trajectory"]: row for row in replayed.contributions}
+    for row in read_contributions(store.blob("contributions", sha256)):
+        name = row["trajectory"]
+        for column, committed in row.items():
+            now = again.get(name, {}).get(column)
+            if now != committed:
+                what = f"{name} {column}"
+                yield FigureDifference(name=what, committed=committed, replayed=now)
+
+
+def distances_of(run: SourceRun, step: ReplayedStep) -> tuple[TensorDistance, ...]:
+    """How far the learner's weights are from the committed ones; empty where those are gone."""
+    try:
+        committed = run.store.weights(step.digest_committed)
+    except PolicyError:
+        return ()
+    with tempfile.TemporaryDirectory(prefix="dora-pipe-replay-") as folder:
+        replayed = Path(folder) / "replayed.safetensors"
+        run.learner.save_weights(replayed)
+        return tensor_distances(committed, replayed)
+
+
+def _distance(name: str, dtype: str, before: bytes, after: bytes) -> TensorDistance:
+    kind = FLOATS.get(dtype)
+    if kind is None:
+        a, b = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
+        bits_a, bits_b = a, b
+    else:
+        a, b = np.frombuffer(before, kind), np.frombuffer(after, kind)
+        bits = f"<u{a.itemsize}"
+        bits_a, bits_b = a.view(bits), b.view(bits)
+    if dtype == "BF16":
+        a, b = ((one.astype("<u4") << 16).view("<f4") for one in (a, b))
+    gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    scale = float(np.max(np.abs(a.astype(np.float64)), initial=0.0))
+    largest = float(np.max(gap, initial=0.0))
+    return TensorDistance(
+        tensor=name,
+        differing=int(np.count_nonzero(bits_a != bits_b)),
+        elements=len(a),
+        absolute_max=largest,
+        relative_max=largest / scale if scale > 0 else float("inf"),
+    )

@@ -1,0 +1,167 @@
+"""The search for the version after which a value falls, and for the group that caused it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dora_pipe.analysis.bisect import (
+    Comparison,
+    Explanation,
+    Limits,
+    Subject,
+    Trial,
+    Values,
+    explain,
+    paired,
+    search,
+    words,
+)
+from dora_pipe.analysis.suspects import Suspect, suspects_of
+
+LIMITS = Limits(draws=32, draws_max=512)
+
+
+@dataclass(slots=True)
+class World:
+    """Draw i is 1 where the i-th number is below what the subject is worth."""
+
+    worth: Callable[[Subject], float]
+    most: int = 100_000
+    """Draws that there are."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """The most draws of each subject."""
+
+    def measure(self, subject: Subject, draws: int) -> Values:
+        self.asked[words(subject)] = max(draws, self.asked.get(words(subject), 0))
+        numbers, worth = random.Random(7), self.worth(subject)
+        return [float(numbers.random() < worth) for _ in range(min(draws, self.most))]
+
+
+def falls_at(version: int, good: float = 0.8, bad: float = 0.5) -> World:
+    return World(lambda at: bad if isinstance(at, int) and at >= version else good)
+
+
+@pytest.mark.parametrize("version", [81, 97, 100, 119, 120])
+def test_the_first_bad_version_is_found_wherever_it_is(version: int) -> None:
+    world = falls_at(version)
+    found = search(world.measure, 80, 120, LIMITS)
+    assert (found.last_good, found.first_bad, found.sure) == (version - 1, version, True)
+    assert len(world.asked) <= 2 + 6
+
+
+def test_without_a_fall_no_version_between_is_measured() -> None:
+    world = falls_at(1000)
+    assert not search(world.measure, 80, 120, LIMITS).sure
+    assert world.asked == {"version 80": LIMITS.draws_max, "version 120": LIMITS.draws_max}
+
+
+def test_a_rising_value_is_no_fall_where_more_is_better() -> None:
+    world = falls_at(100, good=0.4, bad=0.9)
+    found = search(world.measure, 80, 120, LIMITS, direction=1.0)
+    assert not found.sure and found.fell.high < 0
+    found = search(world.measure, 80, 120, LIMITS)
+    assert (found.first_bad, found.direction) == (100, -1.0)
+
+
+def test_a_small_fall_is_measured_with_more_draws() -> None:
+    large, small = falls_at(90), falls_at(90, good=0.8, bad=0.74)
+    for world in (large, small):
+        assert search(world.measure, 80, 100, LIMITS).first_bad == 90
+    assert max(large.asked.values()) < max(small.asked.values()) <= LIMITS.draws_max
+
+
+def test_versions_halfway_stay_open() -> None:
+    worths: dict[Any, float] = {83: 0.65, 84: 0.65, 85: 0.5, 86: 0.5, 87: 0.5, 88: 0.5}
+    found = search(World(lambda at: worths.get(at, 0.8)).measure, 80, 88, LIMITS)
+    assert (found.last_good, found.first_bad) == (82, 85)
+
+
+def test_a_kept_version_near_the_middle_is_measured_first() -> None:
+    world = falls_at(118)
+    search(world.measure, 80, 120, LIMITS, kept={96, 116})
+    assert list(world.asked)[2] == "version 96"
+
+
+@pytest.mark.parametrize("most", [1, 16])
+def test_a_probe_of_a_few_rows_decides_by_those(most: int) -> None:
+    world = World(lambda at: float(isinstance(at, int) and at < 100), most=most)
+    found = search(world.measure, 80, 120, LIMITS)
+    assert (found.first_bad, found.measured[0].draws) == (100, most)
+
+
+def test_draws_without_a_value_are_left_out_of_every_pair() -> None:
+    assert paired([1.0, None, 0.0], [0.0, 1.0, None], [1.0, 1.0, 1.0]) == [(1.0, 0.0, 1.0)]
+
+
+def explained(
+    causes: set[str], far: dict[str, float], *, steps: int = 20
+) -> tuple[World, Explanation]:
+    """What is found where a trial is good that drops all of these causes."""
+    suspects = [Suspect(name=name, step=9, deviations=value) for name, value in far.items()]
+    suspects.sort(key=lambda one: -one.deviations)
+    world = World(
+        lambda at: 0.8 if at == 9 or (isinstance(at, Trial) and causes <= at.drop) else 0.5
+    )
+    limits = Limits(draws=64, draws_max=512, steps=steps)
+    return world, explain(Comparison(world.measure, 9, 11, limits), suspects, 10)
+
+
+FAR = {f"g{number:02}": 3.0 - number / 10 for number in range(16)}
+
+
+@pytest.mark.parametrize("cause", ["g00", "g03", "g09", "g15"])
+def test_the_group_that_caused_it_is_named_within_twenty_steps(cause: str) -> None:
+    _, found = explained({cause}, FAR)
+    assert [one.name for one in found.cause] == [cause]
+    assert found.proof is not None and found.proof.verdict == "good"
+    assert found.steps <= 20
+
+
+def test_a_suspect_that_stands_out_alone_is_tried_alone() -> None:
+    _, found = explained({"g00"}, {**FAR, "g00": 40.0})
+    assert [one.name for one in found.cause] == ["g00"]
+    assert found.steps == 2
+
+
+def test_where_no_group_explains_it_none_is_named() -> None:
+    _, found = explained({"another"}, FAR)
+    assert not found.cause and found.proof is not None and found.proof.verdict == "bad"
+
+
+def test_two_groups_together_are_named_by_the_smallest_set_that_was_tried() -> None:
+    _, found = explained({"g00", "g01"}, FAR)
+    assert {"g00", "g01"} <= {one.name for one in found.cause}
+
+
+def test_without_steps_no_trial_is_made() -> None:
+    _, found = explained({"g00"}, FAR, steps=1)
+    assert (found.steps, found.proof, found.cause, found.over) == (0, None, [], True)
+
+
+def rows(group: str, *rewards: float, share: float = 0.01) -> list[dict[str, Any]]:
+    return [
+        {
+            "trajectory": f"{group}-{at:03}",
+            "group": group,
+            "reward": reward,
+            "advantage": reward,
+            "tokens": 50,
+            "ratio_max": 1.1,
+            "loss_share": share,
+        }
+        for at, reward in enumerate(rewards)
+    ]
+
+
+def test_a_poisoned_group_ranks_first_with_its_reasons() -> None:
+    step = [row for at in range(7) for row in rows(f"g{at}", 0.0, 1.0, 1.0)]
+    step += rows("g7", 0.0, -1000.0, -1000.0, share=0.3)
+    found = suspects_of({4: step}, 16)
+    assert (found[0].name, found[0].step) == ("g7", 4)
+    assert "reward -1e+03" in found[0].reasons
+    assert len(found) == 7, "a step keeps one group"

@@ -227,7 +227,7 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
     report("opening the task", 0, None)
     with closing(KeptParts(open_engine)) as kept:
         pools = [
-            kept.pool(one.task, clock=SystemClock(), run=f"{NAME}@{started.at_ns}")
+            kept.pool(one.task, clock=SystemClock())
             for one in pool_specs(config)
         ]
         for pool in pools:

@@ -49,7 +49,6 @@ PARTS = (
     ("TakenTrajectory", "control"),
     ("Offender", "control"),
     ("Lineage", "control"),
-    ("Retrained", "control"),
     ("DataSet", "control"),
     ("Manifest", "policy"),
     ("Tensor", "policy"),

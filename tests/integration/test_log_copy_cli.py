@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.replay_step import replay
+from dora_pipe.analysis.replay import SourceRun, replay_steps
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.launch.run_dir import find_run, opened
+from dora_pipe.store.store import PolicyStore
 from tests.support.command_line import Call, caller
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -71,17 +72,14 @@ def test_audit_of_a_copy_equals_the_audit_of_its_source(
 
 def test_replay_of_a_copy_trains_the_committed_weights(sealed: Path, recorded: RecordedRun) -> None:
     with opened(str(sealed)) as run:
-        lines = list(
-            replay(
-                run.bus,
-                run.topics,
-                recorded.store,
-                SimulatedLearner(),
-                first=3,
-                last=5,
-                clock=VirtualClock(),
-            )
+        source = SourceRun(
+            bus=run.bus,
+            topics=run.topics,
+            store=PolicyStore(recorded.store),
+            make=lambda started: SimulatedLearner(),
+            clock=VirtualClock(),
         )
+        lines = list(replay_steps(source, range(3, 5)))
     assert len(lines) == 2 and all(line.replayed.equal for line in lines)
 
 

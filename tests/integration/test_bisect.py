@@ -74,14 +74,14 @@ class Stage:
 
 
 @pytest.fixture
-def stage(recorded: RecordedRun, tmp_path: Path) -> Iterator[Stage]:
+def stage(copy: RecordedRun, tmp_path: Path) -> Iterator[Stage]:
     """The run, and what each of its versions was trained on."""
-    with closing(recorded.open()) as bus:
+    with closing(copy.open()) as bus:
         seen: Seen = {}
         run = SourceRun(
             bus=bus,
-            topics=recorded.topics,
-            store=PolicyStore(recorded.store),
+            topics=copy.topics,
+            store=PolicyStore(copy.store),
             make=lambda started: Remembering(seen),
             clock=VirtualClock(),
         )

@@ -226,10 +226,7 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
         )
     report("opening the task", 0, None)
     with closing(KeptParts(open_engine)) as kept:
-        pools = [
-            kept.pool(one.task, clock=SystemClock())
-            for one in pool_specs(config)
-        ]
+        pools = [kept.pool(one.task, clock=SystemClock()) for one in pool_specs(config)]
         for pool in pools:
             pool.wait()
         assets = run.policies.assets(started.assets_digest)

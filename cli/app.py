@@ -118,7 +118,7 @@ COMMANDS: Final[Panels] = {
         "retrain": (
             "cli.commands.counterfactual:retrain",
             "Repeat steps with other settings, rewards or rows.",
-            "retrain demo --name slower -o trainer.learning_rate=1e-5",
+            "retrain demo --out slower --set trainer.learning_rate=1e-5",
         ),
         "bisect": (
             "cli.commands.counterfactual:bisect",

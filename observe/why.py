@@ -444,8 +444,7 @@ class _Past(RunStats):
 
     def read(self, bus: Bus, topics: Topics) -> None:
         """Read a log, then the statuses up to the same moment. Raises BusError, LogTruncated."""
-        lend = self.account.lend
-        with closing(LogFollower(bus, topics, self, lent=lend, meter=self.meter)) as follower:
+        with closing(LogFollower(bus, topics, self, meter=self.meter)) as follower:
             while self.ended_ns is None and follower.advance():
                 pass
         until_ns = self.ended_ns if self.until_ns is None else self.until_ns

@@ -56,7 +56,7 @@ def bisect(
 ) -> None:
     """Find the step that made a run bad, and the group whose removal mends it.
 
-    First names settings that changed. Example: dora-pipe bisect demo --good 80 --bad 120
+    First names the settings that changed.
     """
     from dora_pipe.analysis.bisect import Limits
     from dora_pipe.cli.bisect import bisect_run
@@ -203,8 +203,7 @@ def retrain(
 ) -> None:
     """Repeat training steps of a run from its log, with other settings, rewards or rows.
 
-    Writes the weights as a model directory, steps.jsonl and change.json. Example:
-    dora-pipe retrain demo --out half --set trainer.learning_rate=1e-5
+    Writes the weights as a model directory, steps.jsonl and change.json.
     """
     from dora_pipe.cli.retrain import change_of, retrain_run
     from dora_pipe.launch.run_dir import opened

@@ -36,7 +36,7 @@ HEAVY_HOMES = re.compile(
 )
 """Files that may import torch and its like when they are imported themselves."""
 _CATCH_ALL_HOMES = re.compile(
-    r"((cli|launch)/|core/(runtime|effect_runner)\.py$"
+    r"((cli|launch)/|analysis/probes\.py$|core/(runtime|effect_runner)\.py$"
     r"|producers/tasks/(server|process|background|main_thread|kept)\.py$)"
 )
 """The task server and its threads run users' code, which may raise anything; the others end in a

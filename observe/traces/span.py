@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.ids import RunFacts, span_id, step_trace
-from dora_pipe.observe.traces.names import STAGES, Kind
+from dora_pipe.observe.traces.names import KINDS, Kind
 
 Value = str | bool | int | float | tuple[str, ...]
 
@@ -58,7 +58,7 @@ class Span:
     @property
     def kind(self) -> Kind:
         """What OpenTelemetry calls its kind."""
-        return STAGES[self.stage].kind
+        return KINDS.get(self.stage, "internal")
 
     @property
     def lasted_s(self) -> float:

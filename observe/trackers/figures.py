@@ -1,4 +1,4 @@
-"""The figures of every step and evaluation, made from the log; it decides what goes into a row.
+"""The figures of every step and evaluation, made from the log; docs/observe.md says what they mean.
 
 A row is a function of what stands in the log before it, in the order of the fold, so that whoever
 reads the log again gets the same rows. Statuses are therefore no source of it: they are lossy, and
@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 from dora_pipe.catalogue.account import StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
@@ -27,60 +26,6 @@ from dora_pipe.schemas.control import (
     error_class,
     fault_of,
 )
-
-FIGURES: Final = {
-    "reward/valid": "Mean of the batch's valid rewards.",
-    "reward/raw": "The same, where a trajectory without a valid reward counts as 0.",
-    "reward/invalid": "Share of the batch's trajectories without a valid reward.",
-    "reward/infrastructure": "Of these, the share of the batch that timed out, lost its process, or"
-    " was given up after `Retry`.",
-    "reward/task/*": "The same of the task with this name.",
-    "reward/part/*": "Mean of a part of the batch's valid rewards; of a task with a name"
-    " `reward/part/TASK/NAME`. A trajectory without the part counts as 0.",
-    "evaluation/reward": "Mean valid reward of an evaluation; its step is the version evaluated.",
-    "evaluation/mean@*": "Mean over prompts of the mean of so many samples (docs/observe.md).",
-    "evaluation/pass@*": "Share of prompts that so many samples would solve, without bias.",
-    "evaluation/maj@*": "Share of prompts whose most frequent answer of so many is a success.",
-    "evaluation/part/*": "Mean of a part of its rewards.",
-    "evaluation/*": "The same of an evaluation with a name: `evaluation/NAME/reward`.",
-    "staleness/groups": "Histogram: the batch's groups by staleness.",
-    "staleness/mean": "Mean staleness of the batch's groups.",
-    "staleness/max": "The largest of them.",
-    "staleness/bound": "`max_staleness` as it stood at the newest dispatch.",
-    "train/*": "Every figure of the commit: `loss`, `grad_norm`, `entropy`, `truncated`, "
-    "`ratio_mean`, `clipped_share`, `kl`, `teacher_kl`, `tokens` and so on.",
-    "train/entropy": "Mean -log-prob, in nats, of the batch's sampled tokens under the versions "
-    "that sampled them. It estimates their entropy without bias at the sampling temperature; "
-    "`sampling.top_p`, `top_k` or `min_p` in use and temperature 0 bias it.",
-    "train/truncated": "Share of the batch's trajectories that a limit ended (`finish` is "
-    "`length`): `sampling.max_tokens`, the context, or the turns of an episode.",
-    "train/learning_rate": "Of the step, as its batch decision has it.",
-    "ratio/effective_sample_ratio": "Effective sample size over the number of trajectories.",
-    "ratio/mismatch_staleness_*": "Mean |ln(mean ratio)| of the trajectories of this staleness, "
-    "trained policy to sampler.",
-    "time/step_s": "From commit to commit; the first one from the trainer's start.",
-    "time/trainer_waited_s": "The trainer was free and neither its batch nor a part of it decided.",
-    "time/ahead_s": "Computing parts of the batch before it was decided, where it has several.",
-    "time/ahead_share": "Of `time/ahead_s` and `time/training_s` together, the first.",
-    "time/training_s": "From the batch decision, or from when the trainer was free, to the commit.",
-    "time/compute_s": "Forward, backward and update.",
-    "throughput/trained_tokens_per_s": "Sampled tokens of the batch over `time/step_s`.",
-    "throughput/trained_trajectories_per_s": "Trajectories of the batch over `time/step_s`.",
-    "throughput/sampled_tokens_per_s": "Sampled tokens of all trajectories that were logged since "
-    "the commit before, over `time/step_s`.",
-    "workers/present": "Workers that have joined and are not gone.",
-    "workers/versions": "Versions that they host: how many different ones.",
-    "workers/lost": "Incarnations that have left or were fenced so far.",
-    "moves/decided": "Moves of running requests decided since the commit before.",
-    "moves/released": "Requests that workers have let go of since.",
-    "groups/*": "Groups that ended since the commit before, by fate.",
-    "invalid/infrastructure": "Trajectories without a valid reward that were logged since the "
-    "commit before, for no fault of the task: a time limit, a process that ended, `Retry`.",
-    "invalid/answer": "Those for which the task gave no valid answer (`NoAnswer`).",
-    "invalid/code": "Those for which its code raised.",
-    "invalid/*": "The same by class of error: `invalid/infrastructure/TimedOut`.",
-}
-"""What the names mean; `*` stands for a name that is not known beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dora_pipe.observe.traces.span import Link, Span
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.topics import Topics
+from tests.support.traces_page import stages
 
 WAY = ("queued", "generated", "reward", "published")
 """What the time of a trajectory is made of."""
@@ -56,7 +57,7 @@ def check_whole(spans: Sequence[Span]) -> None:
     ids = {(one.trace_id, one.span_id): one for one in spans}
     assert len(ids) == len(spans)
     for one in spans:
-        declared = names.STAGES[one.stage]
+        declared = stages()[one.stage]
         assert one.start_ns <= one.end_ns, one
         assert undeclared(one) == [], one.stage
         if not declared.parent:
@@ -72,7 +73,7 @@ def undeclared(span: Span) -> list[str]:
     """Attributes of a span that the table does not name for its stage."""
     figure = names.FIGURE.removesuffix("*")
     keys = (names.FIGURE if key.startswith(figure) else key for key in span.attributes)
-    return [key for key in keys if key not in names.STAGES[span.stage].attributes]
+    return [key for key in keys if key not in stages()[span.stage].attributes]
 
 
 def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:

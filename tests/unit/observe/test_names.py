@@ -1,4 +1,4 @@
-"""The table of names is whole, and what it takes from OpenTelemetry is really there."""
+"""The page of traces and the code have the same words, and OpenTelemetry's are really there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from opentelemetry.semconv._incubating.attributes import (
 )
 from opentelemetry.semconv.attributes import error_attributes
 
-from dora_pipe.observe.traces.names import ATTRIBUTES, STAGES
-from tests.support.traces_page import PAGE, page
+from dora_pipe.observe.traces import names
+from tests.support.tidy import ROOT
+from tests.support.traces_page import PAGE, attributes, stages
 
 MODULES = {
-    "gen_ai": (gen_ai_attributes,),
-    "messaging": (messaging_attributes,),
-    "general": (host_attributes, service_attributes, error_attributes),
+    "OpenTelemetry, generative AI": (gen_ai_attributes,),
+    "OpenTelemetry, messaging": (messaging_attributes,),
+    "OpenTelemetry, general": (host_attributes, service_attributes, error_attributes),
 }
 
 
@@ -29,23 +30,29 @@ def test_names_of_the_conventions_are_those_of_the_conventions(source: str) -> N
         for value in vars(module).values()
         if isinstance(value, str)
     }
-    ours = {key for key, one in ATTRIBUTES.items() if one.source == source}
+    ours = {key for key, own in attributes().items() if own == source}
     assert ours
     assert ours - there == set()
 
 
+def test_the_page_has_every_attribute_of_the_code_and_no_other() -> None:
+    ours = {value for name, value in vars(names).items() if name.isupper() and name != "KINDS"}
+    assert set(attributes()) == ours
+
+
 def test_every_attribute_stands_on_a_stage_or_on_the_resource() -> None:
-    used = {key for one in STAGES.values() for key in one.attributes}
-    assert used <= set(ATTRIBUTES)
-    assert set(ATTRIBUTES) - used == {"service.name", "service.version", "dora.run"}
+    used = {key for stage in stages().values() for key in stage.attributes}
+    assert used <= set(attributes())
+    assert set(attributes()) - used == {"service.name", "service.version", "dora.run"}
 
 
-def test_every_parent_is_a_stage() -> None:
-    assert {one.parent for one in STAGES.values()} <= {*STAGES, ""}
-    assert [name for name, one in STAGES.items() if not one.parent] == ["group", "step"]
+def test_every_parent_is_a_stage_and_every_kind_is_that_of_the_code() -> None:
+    assert {stage.parent for stage in stages().values()} <= {*stages(), ""}
+    assert [name for name, stage in stages().items() if not stage.parent] == ["group", "step"]
+    kinds = {name: stage.kind for name, stage in stages().items() if stage.kind != "internal"}
+    assert kinds == names.KINDS
 
 
-def test_the_page_is_what_the_code_writes() -> None:
-    assert PAGE.read_text() == page(), (
-        "run: python -m tests.support.traces_page > docs/reference/traces.md"
-    )
+def test_the_page_shows_the_tree_that_the_code_draws() -> None:
+    tree = (ROOT / "tests" / "golden" / "traces" / "group.txt").read_text()
+    assert tree in PAGE.read_text()

@@ -12,7 +12,7 @@ from math import fsum
 
 from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.config.model import Config, Task
-from dora_pipe.orchestrator.curriculum import HELD_BATCHES
+from dora_pipe.orchestrator.curriculum import HELD_BATCHES, SOLVED_GROUPS
 from dora_pipe.schemas.rounds import Dispatch
 
 
@@ -35,7 +35,7 @@ class RowLedger:
         rewards = [one for one in found if one is not None]
         mean = fsum(rewards) / len(rewards)
         held = self.held.setdefault(spec.source, [])
-        held.append((f"{spec.source}#{spec.index}", mean, task.drop_solved_of))
+        held.append((f"{spec.source}#{spec.index}", mean, SOLVED_GROUPS))
         if len(held) == HELD_BATCHES * config.groups.per_step:
             self._count(spec.source)
 
@@ -69,4 +69,4 @@ class RowLedger:
     def _solved(self, task: Task, source: str, row: int) -> bool:
         found = self.rewards.get(f"{source}#{row}", [])
         assert task.drop_solved is not None
-        return len(found) == task.drop_solved_of and min(found) >= task.drop_solved
+        return len(found) == SOLVED_GROUPS and min(found) >= task.drop_solved

@@ -16,9 +16,6 @@ from dora_pipe.core.errors import UsageError
 TORCH: Final = "torch"
 """The engine that needs nothing of a model but its family."""
 
-PARADIGM_NAMES: Final = ("sync", "one-step", "dora", "interruptible")
-"""As `config.paradigms` has them."""
-
 SFT_STEPS: Final = 240
 SFT_BATCH: Final = 64
 SFT_LEARNING_RATE: Final = 2e-3
@@ -45,12 +42,6 @@ RunArgument = Annotated[str, typer.Argument(help=RUN_HELP)]
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
 OverrideOption = Annotated[
     list[str] | None, typer.Option("-o", "--override", help="key=value, e.g. -o run.steps=20")
-]
-ParadigmOption = Annotated[
-    str,
-    typer.Option(
-        "--paradigm", help=f"One of {', '.join(PARADIGM_NAMES)}: keys laid over the file."
-    ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
 

@@ -38,7 +38,7 @@ task.special_tokens task.chat_template_kwargs task.renderer
 task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-task.sampler task.drop_solved task.drop_solved_of teacher.dtype teacher.model teacher.digest
+task.sampler task.drop_solved teacher.dtype teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.optimizer trainer.weight_decay trainer.schedule
 trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens

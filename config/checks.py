@@ -456,7 +456,7 @@ def _check_parallel(config: Config) -> Iterator[Problem]:
         )
     if many == 1:
         return
-    if "vllm" in (workers.engine, *workers.engines):
+    if workers.engine == "vllm":
         key = "tensor_parallel" if vllm.tensor_parallel > 1 else "pipeline_parallel"
         yield Problem(
             text=f"workers.vllm.{key}: engine vllm is in the worker's process, no {many}",

@@ -22,7 +22,6 @@ import msgspec
 from dora_pipe.config import model, objectives, outside, storage, training, workers
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.model import Config
-from dora_pipe.config.paradigms import paradigm_of
 from dora_pipe.config.section import Section
 from dora_pipe.config.several import sections_of
 
@@ -88,7 +87,6 @@ class Key:
 def dump_toml(config: Config) -> str:
     """The configuration as TOML that `load_config` reads back, each key under what it means."""
     lines = ["# The resolved configuration of a run."]
-    lines.append(f"# paradigm: {paradigm_of(config)} (docs/scheduling.md)")
     lines += [f"# {kind}: {meaning}" for kind, meaning in _KINDS.items() if kind != "free"]
     for name, header, section, doc in _sections(config):
         lines += ["", f"# {doc}", header]

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config import objectives, paradigms
+from dora_pipe.config import objectives
 from dora_pipe.config.batches import with_parts
 from dora_pipe.config.changes import FROZEN, LOGGED, with_settings
 from dora_pipe.config.checks import problems_of
@@ -116,17 +116,14 @@ def load_config(
     path: Path,
     overrides: Sequence[str],
     *,
-    paradigm: str = "",
     another: bool = False,
 ) -> Config:
-    """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
+    """Read a configuration file and lay `key=value` overrides over it.
 
     Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``), and so
     does any value of a key that is a text (``-o run.name=1``). Where `another` kind of objective
     may be named, its keys begin at its own defaults. Raises ConfigError.
     """
-    if paradigm:
-        overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
     table = read_table(path)
     take_apart(table)
     if another:

@@ -132,9 +132,7 @@ class Task(Section, frozen=True, kw_only=True):
     """`module:weights`, a function that says how often each row comes; empty: in turn, shuffled.
     See docs/tasks.md."""
     drop_solved: float | None = None
-    """Rows whose last `drop_solved_of` groups each had at least this mean reward are skipped."""
-    drop_solved_of: Annotated[int, Meta(ge=1, le=16)] = 4
-    """See `drop_solved`."""
+    """Rows whose last four groups each had at least this mean reward are skipped."""
     python: str = ""
     """Path of the interpreter of another virtual environment, in which the task then runs: Python
     3.11 or newer with msgspec. Empty: that of the worker."""
@@ -349,6 +347,14 @@ class Bus(Section, frozen=True, kw_only=True):
     """A broker's certificate must name the host that was connected to."""
 
 
+ALARM_S = 30.0
+"""Seconds after which a role that waits for an acknowledgement, a reward or a first token raises an
+alarm."""
+ALARM_WORK_S = 600.0
+"""The same for waits that last as long as others work, until the run has shown how long they last;
+then four times the longest lately."""
+
+
 class Timing(Section, frozen=True, kw_only=True):
     """Heartbeats, leases and restarts."""
 
@@ -357,16 +363,21 @@ class Timing(Section, frozen=True, kw_only=True):
     heartbeat, and four times in a lease at least."""
     lease_s: PositiveFloat = 10.0
     """How long a silent role counts as alive; more than two heartbeats."""
-    alarm_s: PositiveFloat = 30.0
-    """A role that waits longer raises an alarm: for an acknowledgement, a reward, a first token."""
-    alarm_work_s: PositiveFloat = 600.0
-    """The same for waits that last as long as others work (a batch, groups, weights), until the
-    run has shown how long they last; then four times the longest lately, at least `alarm_s`."""
     restarts_max: NonNegative = 5
     """Restarts of one role within a minute before `run` gives up: a worker, the last one excepted,
     is then done without. So many starts in a row that hosted nothing count, too."""
     stop_timeout_s: PositiveFloat = 30.0
     """How long roles may take to stop in order before they are killed."""
+
+    @property
+    def alarm_s(self) -> float:
+        """See `ALARM_S`."""
+        return ALARM_S
+
+    @property
+    def alarm_work_s(self) -> float:
+        """See `ALARM_WORK_S`."""
+        return ALARM_WORK_S
 
     @property
     def plan_period_s(self) -> float:

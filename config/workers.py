@@ -47,8 +47,6 @@ class Workers(Section, frozen=True, kw_only=True):
     engine: str = "torch"
     """Which engine generates: torch, vllm, vllm-server, or `module:attribute` of your own
     (docs/extending.md)."""
-    engines: tuple[str, ...] = ()
-    """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
     gpus: tuple[NonNegative, ...] = ()
     """GPUs of w0, w1, ... in turn, `vllm.tensor_parallel` each, counted from 0 among those that
     are visible; empty: all take the first. For the vLLM engines."""

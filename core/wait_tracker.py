@@ -39,7 +39,7 @@ LEARNT_MAX: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is configured: [timing] `alarm_s` and `alarm_work_s`."""
+    """See `config.model.ALARM_S` and `ALARM_WORK_S`."""
 
     short_s: float = 30.0
     work_s: float = 600.0

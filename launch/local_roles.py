@@ -34,20 +34,9 @@ def worker_names(config: Config) -> tuple[str, ...]:
     return tuple(f"w{number}" for number in range(config.workers.count))
 
 
-def worker_engine(config: Config, name: str) -> str:
-    """The engine of a worker that `run` starts; of any other, `workers.engine`.
-
-    Example: with ``engines = ["vllm", "torch"]``, w0 and w2 have vLLM, w1 and w3 torch.
-    """
-    engines, names = config.workers.engines, worker_names(config)
-    if not engines or name not in names:
-        return config.workers.engine
-    return engines[names.index(name) % len(engines)]
-
-
-def worker_engines(config: Config) -> dict[str, str]:
-    """The engines of the workers that `run` starts, by name."""
-    return {name: worker_engine(config, name) for name in worker_names(config)}
+def own_engines(config: Config) -> tuple[str, ...]:
+    """The engines of the workers that `run` starts; none where it starts no worker."""
+    return (config.workers.engine,) if config.workers.count else ()
 
 
 def worker_address(config: Config, name: str) -> str:
@@ -59,7 +48,7 @@ def worker_address(config: Config, name: str) -> str:
 def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
     """The configuration of a worker with this engine, and this server's address if it has one."""
     vllm = msgspec.structs.replace(config.workers.vllm, addresses=(address,) if address else ())
-    workers = msgspec.structs.replace(config.workers, engine=engine, engines=(), vllm=vllm)
+    workers = msgspec.structs.replace(config.workers, engine=engine, vllm=vllm)
     return msgspec.structs.replace(config, workers=workers)
 
 
@@ -86,12 +75,12 @@ def show_gpus(config: Config, name: str) -> None:
 def need_gpus(config: Config) -> None:
     """Raise ConfigError, before anything starts, for a GPU that is not among those seen here, and
     for GPUs of workers all of whose engines have none."""
-    engines, workers = sorted(set(worker_engines(config).values())), config.workers
-    some = any(engine_kind(name, config.task.directory).gpus for name in engines)
-    if engines and not some and (workers.gpus or workers.vllm.gpus > 1):
+    workers = config.workers
+    some = engine_kind(workers.engine, config.task.directory).gpus
+    if workers.count and not some and (workers.gpus or workers.vllm.gpus > 1):
         key = "gpus" if workers.gpus else "vllm, tensor_parallel and pipeline_parallel"
         raise ConfigError(
-            f"workers.{key}: {' and '.join(engines)} compute on the CPU",
+            f"workers.{key}: engine {workers.engine} computes on the CPU",
             hint="workers.engine = 'vllm-server', or leave the keys out",
         )
     for name in (TRAINER, *worker_names(config)):
@@ -134,7 +123,7 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
     gpus, names = config.workers.gpus, worker_names(config)
     if not gpus or name not in names:
         return "workers.gpus", ()
-    if not engine_kind(worker_engine(config, name), config.task.directory).gpus:
+    if not engine_kind(config.workers.engine, config.task.directory).gpus:
         return "workers.gpus", ()
     many = config.workers.vllm.gpus
     first = names.index(name) * many % len(gpus)

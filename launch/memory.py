@@ -26,7 +26,7 @@ from dora_pipe.config.storage import (
 )
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.core.errors import UsageError
-from dora_pipe.launch.local_roles import gpus_of, worker_engine, worker_names
+from dora_pipe.launch.local_roles import gpus_of, worker_names
 from dora_pipe.launch.model_shape import Block, ModelShape
 from dora_pipe.producers.engines.registry import engine_kind
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, STEP_TOKENS_MAX
@@ -122,11 +122,8 @@ def placement_of(config: Config, count: int) -> Placement:
 
     Raises UsageError where the keys name a GPU beyond `count`.
     """
-    names = [
-        name
-        for name in worker_names(config)
-        if engine_kind(worker_engine(config, name), config.task.directory).gpus
-    ]
+    on_gpus = engine_kind(config.workers.engine, config.task.directory).gpus
+    names = worker_names(config) if on_gpus else ()
     named = [gpus_of(config, name)[1] for name in names]
     given = {number for numbers in named for number in numbers}
     for key, numbers in (("workers.gpus", given), ("trainer.gpus", set(config.trainer.gpus))):
@@ -524,7 +521,6 @@ def _split_keys(config: Config, tensor: int, count: int) -> dict[str, Any]:
     fit = (count - 1) // tensor // workers.vllm.pipeline_parallel
     keys: dict[str, Any] = {
         "workers.engine": "vllm-server",
-        "workers.engines": (),
         "workers.count": min(workers.count, fit),
         "workers.vllm.tensor_parallel": tensor,
         "workers.gpus": (),

@@ -40,7 +40,7 @@ from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import BusError, ConfigError, LogTruncated, TopicMissing, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.launch.inherit import inherit
-from dora_pipe.launch.local_roles import worker_engines
+from dora_pipe.launch.local_roles import own_engines
 from dora_pipe.launch.model_checks import check_chat, check_model, templated, unassigned_note
 from dora_pipe.launch.prompt_check import check_first
 from dora_pipe.launch.run_dir import (
@@ -112,7 +112,7 @@ def plan_new(
         say(f"run {config.run.name!r} ended before its first trajectory: it starts again")
         directory.forget()
     if here and not parent:
-        check_model(config, worker_engines(config).values(), Path(config.model.path))
+        check_model(config, own_engines(config), Path(config.model.path))
         if note := unassigned_note(Path(config.model.path)):
             say(f"note: {note}")
     if idle := config.trainer.stage_without_effect:

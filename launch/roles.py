@@ -28,7 +28,6 @@ from dora_pipe.launch.local_roles import (
     show_gpus,
     with_engine,
     worker_address,
-    worker_engine,
 )
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import WAITED_OUT
@@ -114,7 +113,7 @@ def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool =
             show_gpus(config, name)
             trainer(directory, config, adopt=adopt)
             return
-        own = with_engine(config, worker_engine(config, name), address=worker_address(config, name))
+        own = with_engine(config, config.workers.engine, address=worker_address(config, name))
         show_gpus(own, name)
         worker(directory, own, name)
 

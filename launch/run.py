@@ -137,7 +137,7 @@ def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
 def need_parts(config: Config) -> None:
     """Raise, before anything starts, for what the roles need and this machine lacks."""
     need_temporary_folder()
-    engines = local_roles.worker_engines(config).values()
+    engines = local_roles.own_engines(config)
     need_engines(["torch", *engines], config.task.directory)
     check_engines(config, engines)
     need_learner(config)
@@ -178,21 +178,21 @@ def _start(plan: Plan, name: str) -> subprocess.Popen[bytes]:
     )
 
 
-def load_wanted(config: Path, overrides: Sequence[str], paradigm: str = "") -> Config:
+def load_wanted(config: Path, overrides: Sequence[str]) -> Config:
     """The configuration that a file, or a run's directory, holds."""
     inside = config / "config.toml"
     if inside.is_file():
-        return load_config(inside, overrides, paradigm=paradigm)
-    return load_config(config, overrides, paradigm=paradigm)
+        return load_config(inside, overrides)
+    return load_config(config, overrides)
 
 
-def load_again(config: Path, overrides: Sequence[str], paradigm: str, root: Path) -> Config:
+def load_again(config: Path, overrides: Sequence[str], root: Path) -> Config:
     """The same for a run that exists.
 
     Raises ConfigError for the copy of a run's directory under another name.
     """
     _refuse_copy(RunDir(config), root)
-    return load_wanted(config, overrides, paradigm)
+    return load_wanted(config, overrides)
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:

@@ -32,6 +32,9 @@ SKIPPED_MAX: Final = 1024
 if there were no window: neither a plan nor a decision is endless, and a run whose rows are all
 solved goes on."""
 
+SOLVED_GROUPS: Final = 4
+"""Groups of a row that `task.drop_solved` looks at, the last ones."""
+
 NAMED_MAX: Final = 8
 """So many skipped rows stand in a dispatch's reason; all of them are in its `skipped`."""
 
@@ -181,7 +184,7 @@ def is_solved(state: State, task: Task, index: int) -> bool:
     row = state.rows.get(row_key(source_of("train", task.name), index))
     if row is None or task.drop_solved is None:
         return False
-    return row.is_solved(task.drop_solved, task.drop_solved_of)
+    return row.is_solved(task.drop_solved, SOLVED_GROUPS)
 
 
 def _drawn(state: State, task: Task, rows: int, samplers: Samplers, place: int) -> int:
@@ -228,7 +231,7 @@ def _weights(state: State, task: Task, rows: int, samplers: Samplers) -> Weights
         found = Weights(weights)
         if task.drop_solved is None:
             return found
-        solved = [one.is_solved(task.drop_solved, task.drop_solved_of) for one in stats]
+        solved = [one.is_solved(task.drop_solved, SOLVED_GROUPS) for one in stats]
         left = [0.0 if out else one for one, out in zip(weights, solved, strict=True)]
         return Weights(left) if any(left) else found
     except _RAISED as error:

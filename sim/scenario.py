@@ -403,7 +403,6 @@ def _curriculum(seed: int, config: Config) -> Config:
             task,
             sampler=chance.choice(("", "dora_pipe.sim.parts:weights")),
             drop_solved=chance.choice((None, 0.5, 1.0)),
-            drop_solved_of=chance.choice((1, 2)),
         ),
     )
 

@@ -27,7 +27,7 @@ class Entrant:
     """A paradigm as it takes part."""
 
     name: str
-    paradigm: str
+    max_staleness: int
     batches: tuple[float, ...]
     """C that are tried; the first is the paradigm's own."""
     filtered: tuple[bool, ...] = (True,)
@@ -37,6 +37,7 @@ class Entrant:
     together: bool = False
     """Generating and training have all devices in turn, as the paper's synchronous baseline."""
 
+    interruptible: bool = False
     elastic: int = 0
     """Workers beside the others' that have the trainer's device while no step is computed."""
 
@@ -44,26 +45,30 @@ class Entrant:
     def keys(self) -> dict[str, Any]:
         """What it sets beside its cell's keys."""
         own = {"workers.elastic": self.elastic} if self.elastic else {}
-        return {"trainer.parts": self.parts, **own}
+        bound = {
+            "staleness.max_staleness": self.max_staleness,
+            "staleness.interruptible": self.interruptible,
+        }
+        return {**bound, "trainer.parts": self.parts, **own}
 
 
 ENTRANTS: Final[Mapping[str, Entrant]] = {
     one.name: one
     for one in (
         Entrant(
-            name="sync", paradigm="sync", batches=(1.0,), filtered=(True, False), together=True
+            name="sync", max_staleness=0, batches=(1.0,), filtered=(True, False), together=True
         ),
-        Entrant(name="one-step", paradigm="one-step", batches=(2.0, 1.5)),
-        Entrant(name="dora", paradigm="dora", batches=(3.0, 2.0)),
-        Entrant(name="dora-parts", paradigm="dora", batches=(3.0, 2.0), parts=PARTS),
-        Entrant(name="elastic", paradigm="dora", batches=(3.0, 2.0), elastic=1),
-        Entrant(name="interruptible", paradigm="interruptible", batches=(3.0, 2.0)),
+        Entrant(name="one-step", max_staleness=1, batches=(2.0, 1.5)),
+        Entrant(name="dora", max_staleness=2, batches=(3.0, 2.0)),
+        Entrant(name="dora-parts", max_staleness=2, batches=(3.0, 2.0), parts=PARTS),
+        Entrant(name="elastic", max_staleness=2, batches=(3.0, 2.0), elastic=1),
+        Entrant(name="interruptible", max_staleness=2, batches=(3.0, 2.0), interruptible=True),
     )
 }
 
 
 def overrides_of(cell: Cell) -> list[str]:
-    """What a cell sets, as `load_config` takes it; its paradigm comes first."""
+    """What a cell sets, as `load_config` takes it."""
     keys = {
         "staleness.in_flight_batches": cell.batches,
         "trainer.learning_rate": cell.learning_rate,

@@ -70,8 +70,6 @@ class Scale:
 
 RUN_LIMIT_S: Final = 6 * 3600.0
 
-QUIET: Final = ("timing.alarm_s=3600.0", "timing.alarm_work_s=3600.0")
-"""What takes long is no alarm here."""
 
 ONE_UPDATE: Final = "trainer.minibatches=1"
 """Of a step, for all alike: a batch in parts has one."""
@@ -89,7 +87,7 @@ SCALES: Final[Mapping[str, Scale]] = {
         prompts=128,
         every=2,
         rates=RATES,
-        overrides=(*SMALL, ONE_UPDATE, *QUIET),
+        overrides=(*SMALL, ONE_UPDATE),
         pace="demo",
     ),
     "gpu": Scale(
@@ -99,7 +97,7 @@ SCALES: Final[Mapping[str, Scale]] = {
         prompts=128,
         every=2,
         rates=RATES,
-        overrides=(*SMALL, ONE_UPDATE, *QUIET),
+        overrides=(*SMALL, ONE_UPDATE),
         pace="gpu",
     ),
     "tools": Scale(
@@ -113,7 +111,6 @@ SCALES: Final[Mapping[str, Scale]] = {
             "groups.per_step=16",
             "workers.slots=16",
             ONE_UPDATE,
-            *QUIET,
         ),
         pace="tools",
     ),
@@ -134,7 +131,6 @@ QUICK: Final = Scale(
         "evaluation.sampling.max_tokens=24",
         "task.turns_max=3",
         ONE_UPDATE,
-        *QUIET,
     ),
     pace="tools",
 )
@@ -204,7 +200,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             *self.scale.overrides,
             *self.overrides,
         ]
-        return load_config(self.config, overrides, paradigm=entrant.paradigm)
+        return load_config(self.config, overrides)
 
     def run(self, cell: Cell) -> ParadigmRun:
         """One run and its figures, its audit among them."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.options import EXAMPLES, JsonOption, OverrideOption, ParadigmOption
+from dora_pipe.cli.options import EXAMPLES, JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_json, emit_rows, emit_text, takes_unicode
 
 
@@ -66,7 +66,6 @@ def config(
         typer.Argument(metavar="FILE", help="A TOML file. Default: that of `dora-pipe init`."),
     ] = None,
     override: OverrideOption = None,
-    paradigm: ParadigmOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Print the resolved configuration, each key with its meaning."""
@@ -76,7 +75,7 @@ def config(
     from dora_pipe.config.load import dump_toml, load_config
     from dora_pipe.launch.examples import example_file
 
-    resolved = load_config(file or example_file(EXAMPLES[0]), override or (), paradigm=paradigm)
+    resolved = load_config(file or example_file(EXAMPLES[0]), override or ())
     if as_json:
         emit_json(msgspec.to_builtins(resolved))
         return

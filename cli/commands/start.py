@@ -27,7 +27,6 @@ from dora_pipe.cli.options import (
     ConfigArgument,
     ForceOption,
     OverrideOption,
-    ParadigmOption,
     RunArgument,
     RunsOption,
     may_write_folder,
@@ -175,7 +174,6 @@ def run(
         bool, typer.Option("--with-optimizer", help="With --from: and from its optimizer's state.")
     ] = False,
     adopt: AdoptOption = False,
-    paradigm: ParadigmOption = "",
     verbose: Annotated[
         bool, typer.Option(help="Show loss, gradient norm, entropy and so on of each step.")
     ] = False,
@@ -191,7 +189,7 @@ def run(
     from dora_pipe.launch.supervisor import RunFailed
 
     load = partial(load_again, root=root) if resume else load_wanted
-    wanted = load(config, override or (), paradigm)
+    wanted = load(config, override or ())
     need_parts(wanted)
     if resume:
         plan = plan_resume(wanted, root, here=True)
@@ -253,7 +251,7 @@ def worker(
     check_worker_name(name)
     roles.talk(name)
     wanted = load_wanted(config, override or ())
-    engine = engine or local_roles.worker_engine(wanted, name)
+    engine = engine or wanted.workers.engine
     need_engines([engine], wanted.task.directory)
     check_engines(wanted, [engine])
     wanted = local_roles.with_engine(

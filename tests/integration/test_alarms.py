@@ -56,10 +56,11 @@ def test_sound_run_raises_no_alarm(sound: Cluster) -> None:
 
 
 def test_reward_that_does_not_come_is_an_alarm_that_names_worker_and_trajectory(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = InlineTasks(held={RewardCall})
-    config = make_config(timing__alarm_s=1.0)
+    monkeypatch.setattr("dora_pipe.config.model.ALARM_S", 1.0)
+    config = make_config()
     with Cluster(tmp_path, config, on_disk=False, workers=("w0",), tasks=lambda: tasks) as cluster:
         progress = follow(cluster)
         machine = cluster.roles["w0"].machine
@@ -78,9 +79,11 @@ def test_reward_that_does_not_come_is_an_alarm_that_names_worker_and_trajectory(
 
 
 def test_pause_that_a_user_asked_for_raises_no_alarm_while_it_lasts_or_after(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(run__steps=6, timing__alarm_s=1.0, timing__alarm_work_s=1.0)
+    monkeypatch.setattr("dora_pipe.config.model.ALARM_S", 1.0)
+    monkeypatch.setattr("dora_pipe.config.model.ALARM_WORK_S", 1.0)
+    config = make_config(run__steps=6)
     with Cluster(tmp_path, config, on_disk=False) as cluster:
         progress = follow(cluster)
         cluster.until(lambda: cluster.version == 2)

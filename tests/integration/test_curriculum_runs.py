@@ -40,7 +40,7 @@ KINDS = ("hopeless",) * 6 + ("half",) * 6 + ("easy",) * 6
 def place(tmp_path: Path) -> Path:
     """A user's folder with rows that are never solved, half of the time, and always."""
     furnish(tmp_path)
-    keys = 'sampler = "lessons:weights"\ndrop_solved = 0.9\ndrop_solved_of = 1\n'
+    keys = 'sampler = "lessons:weights"\ndrop_solved = 0.9\n'
     config = CONFIG.replace('reward = "judge:score"\n', f'reward = "judge:score"\n{keys}')
     (tmp_path / "config.toml").write_text(config)
     (tmp_path / "lessons.py").write_text(LESSONS)

@@ -235,7 +235,7 @@ def test_a_folder_that_a_run_was_configured_in_may_have_any_name(
     folder = place / "mine"
     folder.mkdir()
     shutil.copy(finished.directory / "config.toml", folder)
-    assert load_again(folder, (), "", finished.directory.parent).run.name == "recorded"
+    assert load_again(folder, (), finished.directory.parent).run.name == "recorded"
 
 
 def test_a_living_run_is_not_resumed_beside_itself(finished: RecordedRun, call: Call) -> None:

@@ -58,7 +58,7 @@ def begun(*overrides: str) -> RunStarted:
 
 def resumed(run: str, *overrides: str) -> Plan:
     """The same run, as `--resume` finds it."""
-    return plan_resume(load_again(ROOT / run, overrides, "", ROOT), ROOT, here=True)
+    return plan_resume(load_again(ROOT / run, overrides, ROOT), ROOT, here=True)
 
 
 def begins_with(first: RunStarted) -> object:

@@ -20,16 +20,23 @@ from tests.support.user_run import assert_clean, call, facts, furnish, start, st
 
 pytestmark = pytest.mark.slow
 
+ETA, C = "staleness.max_staleness", "staleness.in_flight_batches"
+PARADIGMS = {
+    "sync": (f"{ETA}=0", f"{C}=1"),
+    "one-step": (f"{ETA}=1", f"{C}=2"),
+    "dora": (f"{ETA}=2", f"{C}=3"),
+    "interruptible": (f"{ETA}=2", f"{C}=3", "staleness.interruptible=true"),
+}
 EVERY_S = 1.5
 """Between two things that happen to workers."""
 
 
 def run_with(place: Path, paradigm: str, *overrides: str) -> subprocess.Popen[bytes]:
-    words = [word for override in overrides for word in ("-o", override)]
-    return start(place, "run", "config.toml", "--paradigm", paradigm, *words)
+    words = [word for override in (*PARADIGMS[paradigm], *overrides) for word in ("-o", override)]
+    return start(place, "run", "config.toml", *words)
 
 
-@pytest.mark.parametrize("paradigm", ["sync", "one-step", "dora", "interruptible"])
+@pytest.mark.parametrize("paradigm", PARADIGMS)
 def test_every_paradigm_ends_clean_and_is_replayed(tmp_path: Path, paradigm: str) -> None:
     place = furnish(tmp_path)
     process = run_with(place, paradigm, "run.steps=6", "evaluation.every=2")

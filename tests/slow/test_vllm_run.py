@@ -93,7 +93,7 @@ def test_requests_of_a_drained_vllm_worker_go_on_with_their_cache_where_it_fits(
 
 
 def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path) -> None:
-    words = ("-o", "workers.count=1", "-o", 'workers.engines=["vllm"]')
+    words = ("-o", "workers.count=1", "-o", "workers.engine=vllm")
     assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
     assert joined(place) == {"w0": "vllm"}
     assert steps(place, "tiny") == [0, 1, 2]

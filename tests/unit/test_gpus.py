@@ -60,7 +60,7 @@ def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
     with pytest.raises(ConfigError, match="3 GPUs are no workers of 2 each"):
         config(engine="vllm-server", gpus=[1, 2, 3], vllm=pairs)
     with pytest.raises(ConfigError, match="engine vllm is in the worker's process") as refused:
-        config(engines=["vllm-server", "vllm"], vllm=pairs)
+        config(engine="vllm", vllm=pairs)
     assert refused.value.hint == 'workers.engine = "vllm-server"'
 
 
@@ -76,8 +76,7 @@ def test_layers_that_are_dealt_too_make_as_many_groups_of_gpus() -> None:
 
 
 def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:
-    mixed = config(engines=["vllm", "torch"], gpus=[5, 6])
-    assert [gpus_of(mixed, name)[1] for name in ("w0", "w1", "w2")] == [(5,), (), (5,)]
+    assert gpus_of(config(engine="torch", gpus=[5, 6]), "w0")[1] == ()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nname = "r"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
-        '[workers]\nengines = ["vllm", "torch"]\ngpus = [4, 5]\n'
+        '[workers]\nengine = "torch"\ngpus = [4, 5]\n'
     )
     worker(path, name="w1", root=tmp_path)
     worker(path, name="w1", engine="vllm", root=tmp_path)

@@ -50,19 +50,11 @@ def _config(**workers: object) -> Config:
     )
 
 
-def test_workers_take_the_engines_in_turn_and_strangers_the_runs() -> None:
-    config = _config(count=3, engines=["vllm", "torch"])
-    found = [local_roles.worker_engine(config, name) for name in ("w0", "w1", "w2", "late")]
-    assert found == ["vllm", "torch", "vllm", "torch"]
-    assert local_roles.worker_engine(_config(engine="vllm"), "w0") == "vllm"
-
-
 def test_engine_of_one_worker_changes_nothing_else() -> None:
-    config = _config(count=2, engines=["torch", "vllm"], slots=7)
+    config = _config(count=2, engine="torch", slots=7)
     own = local_roles.with_engine(config, "vllm")
-    assert own.workers.engine == "vllm" and own.workers.engines == ()
+    assert own.workers.engine == "vllm"
     assert own.workers.slots == 7
-    assert local_roles.worker_engine(own, "w0") == "vllm"
 
 
 def test_servers_that_run_already_are_those_of_the_first_workers() -> None:
@@ -174,8 +166,11 @@ def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("workers", "why"),
     [
-        ({"gpus": [0]}, "workers.gpus: torch compute on the CPU"),
-        ({"vllm": {"tensor_parallel": 2}}, "workers.vllm, tensor_parallel .*: torch compute on"),
+        ({"gpus": [0]}, "workers.gpus: engine torch computes on the CPU"),
+        (
+            {"vllm": {"tensor_parallel": 2}},
+            "workers.vllm, tensor_parallel .*: engine torch computes",
+        ),
     ],
 )
 def test_gpus_of_workers_that_have_none_are_refused_where_all_of_them_are_known(
@@ -184,7 +179,7 @@ def test_gpus_of_workers_that_have_none_are_refused_where_all_of_them_are_known(
     """One that joins a run has torch beside others that may have vLLM, whatever the file says."""
     config = _config(engine="torch", **workers)
     check_engines(config, ["torch"])
-    local_roles.need_gpus(_config(engines=["torch", "vllm-server"], **workers))
+    local_roles.need_gpus(_config(engine="vllm-server", **workers))
     with pytest.raises(ConfigError, match=why):
         local_roles.need_gpus(config)
 

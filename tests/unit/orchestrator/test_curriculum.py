@@ -45,6 +45,13 @@ def samplers_of(weigh: Weigh) -> Samplers:
     return Samplers(functions={SAMPLER: weigh}, sources={SAMPLER: "sha"})
 
 
+@pytest.fixture(autouse=True)
+def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is solved by its last group alone."""
+    for module in ("orchestrator.curriculum", "audit.row_ledger"):
+        monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 1)
+
+
 def stage_of(weigh: Weigh | None = None, **changes: Any) -> Stage:
     """A run of ten rows on one worker, with its first groups running."""
     if weigh is not None:
@@ -74,7 +81,7 @@ def even(index: int) -> float:
 
 
 def test_solved_rows_are_skipped_in_their_turn_and_named() -> None:
-    stage = stage_of(task__drop_solved=1.0, task__drop_solved_of=1)
+    stage = stage_of(task__drop_solved=1.0)
     found = play(stage, even, steps=14)
     late = found[-8:]
     assert all(one.spec.index % 2 for one in late) and any(one.skipped for one in late)
@@ -88,8 +95,12 @@ def dispatched(stage: Stage) -> list[Dispatch]:
     return [one for one in stage.decided if isinstance(one, Dispatch)]
 
 
-def test_where_every_row_is_solved_the_run_goes_on_with_all_and_says_so() -> None:
-    stage = stage_of(task__drop_solved=0.5, task__drop_solved_of=2)
+def test_where_every_row_is_solved_the_run_goes_on_with_all_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("orchestrator.curriculum", "audit.row_ledger"):
+        monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 2)
+    stage = stage_of(task__drop_solved=0.5)
     late = play(stage, lambda index: 1.0, steps=16)[-10:]
     assert all(not one.skipped and one.reason.endswith("solved, as all are") for one in late)
     assert {one.spec.index for one in late} == set(range(ROWS))
@@ -110,7 +121,6 @@ def test_what_groups_have_come_to_counts_from_the_next_version_on() -> None:
 def test_without_a_commit_it_counts_when_some_batches_of_it_wait() -> None:
     stage = stage_of(
         task__drop_solved=1.0,
-        task__drop_solved_of=1,
         groups__filter_zero_advantage=True,
         groups__failed_share_max=1.0,
     )
@@ -151,7 +161,7 @@ def test_what_is_solved_half_of_the_time_comes_most() -> None:
 
 def test_solved_rows_are_not_drawn_unless_nothing_else_has_a_weight() -> None:
     weigh: list[float] = [1.0] * ROWS
-    stage = stage_of(lambda *_: weigh, task__drop_solved=1.0, task__drop_solved_of=1)
+    stage = stage_of(lambda *_: weigh, task__drop_solved=1.0)
     late = play(stage, even, steps=25)[-10:]
     assert all(one.spec.index % 2 for one in late)
     weigh[:] = [float(index % 2 == 0) for index in range(ROWS)]
@@ -217,7 +227,7 @@ def curriculum_config(seed: int) -> Config:
     """Every second seed has a window alone, the others a sampler, half of them with a window."""
     changes: dict[str, Any] = {"task__sampler": SAMPLER} if seed % 2 else {}
     if seed % 4 != 1:
-        changes |= {"task__drop_solved": 0.5, "task__drop_solved_of": 1}
+        changes |= {"task__drop_solved": 0.5}
     return records.make_config(
         run__steps=20,
         groups__per_step=3,

@@ -32,7 +32,7 @@ def test_nobody_is_fenced_while_a_topic_is_held_back_and_everybody_is_judged_aft
 
 
 def test_a_held_back_topic_is_a_wait_with_a_beginning_a_limit_and_a_name() -> None:
-    bench = Bench(timing__alarm_s=30)
+    bench = Bench()
     bench.serving()
     bench.turn(HeldBack((METRICS,)))
     bench.wait(3)

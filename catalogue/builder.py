@@ -37,8 +37,6 @@ from dora_pipe.catalogue.tables import (
     MarkRow,
     PartRow,
     RecordRow,
-    RoleRow,
-    RoundRow,
     Row,
     RunRow,
     StepRow,
@@ -130,9 +128,6 @@ class CatalogueBuilder:
                 row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)
                 self._rows.append(row)
             case RoleStarted():
-                self._rows.append(
-                    _row(RoleRow, fact, incarnation=fact.role_epoch, started_ns=fact.at_ns)
-                )
                 self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.role_epoch}")
             case BatchRefused():
                 why = "; ".join(f"{one.group}: {one.why}" for one in fact.offenders)
@@ -150,7 +145,6 @@ class CatalogueBuilder:
         """A round, after the facts that it folds."""
         self.rounds += 1
         self._seen(round_.now_ns)
-        self._rows.append(_round_row(round_, offset))
         for seen in round_.observations:
             who = next(filter(None, (getattr(seen, one, "") for one in _WHO)), "")
             if who:
@@ -278,18 +272,6 @@ def _worker_row(worker: WorkerHistory) -> WorkerRow:
         gone_ns=None if gone is None else gone.at_ns,
         departure=None if gone is None else gone.how,
         why=None if gone is None else gone.why,
-    )
-
-
-def _round_row(round_: Round, offset: int) -> RoundRow:
-    return RoundRow(
-        round=round_.ordinal,
-        incarnation=round_.role_epoch,
-        at_ns=round_.now_ns,
-        control_next=round_.control_next,
-        decisions_offset=offset,
-        observed=len(round_.observations),
-        decided=len(round_.decisions),
     )
 
 

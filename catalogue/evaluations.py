@@ -7,10 +7,10 @@ prompts with n >= j of
     1 - C(n - c, j) / C(n, j)
 
 of which c were successes (Chen et al., arXiv 2107.03374): the chance that one of j is one, without
-bias. A success is a reward of at least `evaluation.success`. `maj@j`, from j = 3 on, is what the
-majority of j answers is worth (`votes`), where a reward says which answer it read. `part/NAME` is
-the mean of a part of the reward, as mean@k is of the whole. An interval is that of 95 % of
-`RESAMPLES` means over as many prompts drawn with replacement, by a fixed seed.
+bias. A success is a reward of at least `evaluation.success`. `maj@k`, from k = 3 on, is the mean
+over prompts of `majority`, where a reward says which answer it read. `part/NAME` is the mean of a
+part of the reward, as mean@k is of the whole. An interval is that of 95 % of `RESAMPLES` means over
+as many prompts drawn with replacement, by a fixed seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from dora_pipe.catalogue.votes import VOTES_MIN, maj_at
 from dora_pipe.schemas.control import RunStarted, TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.wire import ABSTAINED
@@ -38,8 +37,8 @@ LOW, HIGH = 2.5, 97.5
 DRAWN_MAX: Final = 1_000_000
 """Numbers drawn at a time."""
 
-SUCCESS: Final = 1.0
-"""As `evaluation.success` is where a run is older than the key."""
+VOTES_MIN: Final = 3
+"""With fewer votes there is no majority against another."""
 
 QUERY: Final = """
     select g.version, g.evaluation, g.task, g.size, t.reward, t.reward_answer,
@@ -157,6 +156,21 @@ def pass_at(samples: int, successes: int, tries: int) -> float:
     return 1.0 - math.comb(samples - successes, tries) / math.comb(samples, tries)
 
 
+def majority(samples: Sequence[tuple[str, bool]]) -> float:
+    """Return the share of successes of the most frequent answer; of several, their mean.
+
+    A sample without an answer has no vote; without a vote it is 0.
+    ``majority([("42", True), ("42", True), ("7", False), ("", False)]) == 1.0``
+    """
+    found: dict[str, list[bool]] = {}
+    for answer, won in samples:
+        if answer:
+            found.setdefault(answer, []).append(won)
+    most = max(map(len, found.values()), default=0)
+    shares = [sum(own) / most for own in found.values() if len(own) == most]
+    return math.fsum(shares) / len(shares) if shares else 0.0
+
+
 def tries_of(siblings: int) -> list[int]:
     """The j of pass@j: powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
     return sorted({1 << bit for bit in range(siblings.bit_length())} | {siblings})
@@ -175,8 +189,8 @@ def by_prompt(
         found[f"pass@{tries}"] = [
             pass_at(len(own), sum(won for _, won in own), tries) for own in enough
         ]
-        if said and tries >= VOTES_MIN:
-            found[f"maj@{tries}"] = [maj_at(own, tries) for own in enough]
+        if said and tries == siblings >= VOTES_MIN:
+            found[f"maj@{tries}"] = [majority(own) for own in enough]
     parts = [part_means(own) for own in known]
     for name in dict.fromkeys(name for own in parts for name in own):
         found[f"part/{name}"] = [own.get(name, 0.0) for own in parts]
@@ -244,7 +258,7 @@ def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list
 
 def success_of(config: Mapping[str, Any], name: str) -> float:
     """From which reward on a trajectory of this evaluation is a success."""
-    return float(section_of(config, name).get("success", SUCCESS))
+    return float(section_of(config, name).get("success", 1.0))
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 10
+FORM: Final = 11
 """Of the tables: a catalogue of another form is made again from the log."""
 
 
@@ -60,17 +60,6 @@ class RunRow(Row, frozen=True, kw_only=True, gc=False):
     assets_digest: Annotated[str, "of the model's configuration and tokenizer"]
     lineage_run: Annotated[str | None, "the run its weights came from (`run --from`)"]
     lineage_step: Annotated[int | None, "and the step"]
-
-
-class RoleRow(Row, frozen=True, kw_only=True, gc=False):
-    """An incarnation of the orchestrator or of the trainer."""
-
-    role: Annotated[str, "`orchestrator` or `trainer`"]
-    incarnation: Annotated[int, "its number, from 0: records call it `role_epoch`"]
-    started_ns: Annotated[int, "`role started`"]
-    host: Annotated[str, "machine"]
-    pid: Annotated[Small, "process there"]
-    package: Annotated[str, "version of dora-pipe"]
 
 
 class WorkerRow(Row, frozen=True, kw_only=True, gc=False):
@@ -321,18 +310,6 @@ class RecordRow(Row, frozen=True, kw_only=True, gc=False):
     sha256: Annotated[str, "of its value, hex"]
 
 
-class RoundRow(Row, frozen=True, kw_only=True, gc=False):
-    """A round of the orchestrator."""
-
-    round: Annotated[int, "counted from 0"]
-    incarnation: Annotated[int, "of the orchestrator"]
-    at_ns: Annotated[int, "when"]
-    control_next: Annotated[int, "it folds control up to here"]
-    decisions_offset: Annotated[int, "where it lies in decisions"]
-    observed: Annotated[Small, "observations in it"]
-    decided: Annotated[Small, "decisions in it"]
-
-
 class EventRow(Row, frozen=True, kw_only=True, gc=False):
     """What was decided, observed or told, except dispatches, placements and logged trajectories,
     which have tables of their own; and rows that dispatches skipped (`row-skipped`)."""
@@ -426,10 +403,8 @@ TABLES: Final = (
     Table(name="workers", row=WorkerRow, live=True),
     Table(name="hostings", row=HostingRow),
     Table(name="fallbacks", row=FallbackRow),
-    Table(name="roles", row=RoleRow),
     Table(name="batches", row=BatchRow, live=True),
     Table(name="parts", row=PartRow),
-    Table(name="rounds", row=RoundRow),
     Table(name="events", row=EventRow),
     Table(name="failures", row=FailureRow),
     Table(name="marks", row=MarkRow),

@@ -141,20 +141,6 @@ def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) ->
     assert found == [(3, 2.0), (3, None)]
 
 
-def test_a_round_folds_what_was_said_before_it(stage: CatalogueStage) -> None:
-    """From a report to the round that reads it: joined by places in control."""
-    epoch = stage.worker()
-    spec = stage.group(0)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch)
-    stage.take(0, spec)
-    found = stage.catalogue.query(
-        """select distinct round, decided, (at_ns - logged_ns) / 1e9
-           from records asof join rounds on control_offset < control_next"""
-    )
-    assert found == [(2, 1, 1.0)]
-
-
 def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> None:
     epoch = stage.worker()
     spec = stage.group(0)

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.catalogue import votes
 from dora_pipe.catalogue.evaluations import (
     Sample,
     figures_of,
     interval_of,
+    majority,
     part_means,
     pass_at,
     success_of,
     tries_of,
 )
-from dora_pipe.catalogue.votes import maj_at
 
 SAMPLES = st.builds(
     Sample,
@@ -28,43 +27,25 @@ SAMPLES = st.builds(
     parts=st.just({}),
 )
 PROMPTS = st.lists(st.lists(SAMPLES, max_size=6), min_size=1, max_size=9)
-VOTES = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), min_size=1)
 
 
 def of(*rewards: float) -> list[Sample]:
     return [Sample(one) for one in rewards]
 
 
-def majority(samples: list[tuple[str, bool]], chosen: tuple[int, ...]) -> float:
-    """Of one choice of samples, as the page says it."""
-    answers = [samples[place][0] for place in chosen if samples[place][0]]
-    most = max(map(answers.count, answers), default=0)
-    worth = [
-        [won for said, won in samples if said == answer]
-        for answer in dict.fromkeys(answers)
-        if answers.count(answer) == most
-    ]
-    return sum(sum(own) / len(own) for own in worth) / len(worth) if worth else 0.0
-
-
-@given(VOTES.filter(lambda own: len(own) <= 8), st.data())
-def test_maj_at_is_the_mean_over_all_choices_of_what_their_majority_is_worth(
-    samples: list[tuple[str, bool]], data: st.DataObject
+@pytest.mark.parametrize(
+    ("samples", "share"),
+    [
+        ([("4", True), ("4", True), ("5", False)], 1.0),
+        ([("4", True), ("4", False), ("5", True), ("5", True)], 0.75),
+        ([("4", False), ("", True), ("", True)], 0.0),
+        ([("", True), ("", True), ("", True)], 0.0),
+    ],
+)
+def test_majority_is_what_the_most_frequent_answers_are_worth(
+    samples: list[tuple[str, bool]], share: float
 ) -> None:
-    count = data.draw(st.integers(1, len(samples)))
-    choices = list(itertools.combinations(range(len(samples)), count))
-    expected = sum(majority(samples, chosen) for chosen in choices) / len(choices)
-    assert maj_at(samples, count) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("count", [3, 20, 39])
-def test_maj_at_of_many_samples_is_drawn_and_near_the_exact_one(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples = [("a", True)] * 15 + [("b", False)] * 12 + [("c", True)] * 5 + [("", False)] * 8
-    drawn = maj_at(samples, count)
-    monkeypatch.setattr(votes, "EXACT_MAX", len(samples))
-    assert drawn == pytest.approx(maj_at(samples, count), abs=0.05)
+    assert majority(samples) == share
 
 
 def test_majority_is_said_from_three_votes_on_and_where_a_reward_reads_an_answer() -> None:
@@ -127,7 +108,7 @@ def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:
     assert interval_of([0.25]).low == interval_of([0.25]).high == 0.25
 
 
-def test_success_is_that_of_the_evaluation_and_1_of_older_runs() -> None:
+def test_success_is_that_of_the_evaluation() -> None:
     config = {"evaluation": {"name": "a"}, "more_evaluations": [{"name": "b", "success": 0.5}]}
     assert (success_of(config, "a"), success_of(config, "b"), success_of({}, "")) == (1.0, 0.5, 1.0)
 

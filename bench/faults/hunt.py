@@ -1,7 +1,4 @@
-"""Meets random moments from outside: waits in a thread until it comes, and kills a role or broker.
-
-It decides nothing: who dies when stands in the order.
-"""
+"""Meets random moments: a thread waits until one comes and kills a role or a broker."""
 
 from __future__ import annotations
 
@@ -9,19 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Final, Protocol
 
 from dora_pipe.bench.faults.brokers import Brokers, Struck
-from dora_pipe.bench.faults.episodes import AGENT
 from dora_pipe.bench.faults.inject import Files, Hit
-from dora_pipe.bench.faults.order import BROKER, ROLES, WORKERS, Chance, Order
-from dora_pipe.bench.faults.servers import Servers
+from dora_pipe.bench.faults.order import BROKER, Chance, Order
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Record, TopicPartition
-from dora_pipe.launch import local_roles
 from dora_pipe.launch.supervisor import Supervisor
 from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.topics import Topics
@@ -37,7 +30,7 @@ class Victim(Protocol):
         ...
 
     def strike(self) -> tuple[int, str] | None:
-        """Kill it: (process id, what was going on); None when it has just ended by itself."""
+        """Kill it: (process id, the moment in words); None when it has just ended by itself."""
         ...
 
     def led(self) -> tuple[tuple[str, int], ...]:
@@ -48,9 +41,8 @@ class Victim(Protocol):
 class RoleVictim:
     """A role of the run."""
 
-    def __init__(self, order: Order, files: Files, supervisor: Supervisor) -> None:
+    def __init__(self, order: Order, supervisor: Supervisor) -> None:
         self._order = order
-        self._files = files
         self._supervisor = supervisor
 
     def pid(self) -> int | None:
@@ -66,7 +58,7 @@ class RoleVictim:
             os.kill(pid, signal.SIGSTOP if self._order.stop else signal.SIGKILL)
         except ProcessLookupError:
             return None
-        return pid, self._files.doing(self._order.role)
+        return pid, "at a random moment"
 
     def led(self) -> tuple[tuple[str, int], ...]:
         """See Victim."""
@@ -76,9 +68,8 @@ class RoleVictim:
 class BrokerVictim:
     """The broker that leads the partition of the order."""
 
-    def __init__(self, order: Order, files: Files, topics: Topics, brokers: Brokers) -> None:
+    def __init__(self, order: Order, topics: Topics, brokers: Brokers) -> None:
         self._order = order
-        self._files = files
         self._topics = topics
         self._brokers = brokers
         self._struck: Struck | None = None
@@ -96,8 +87,6 @@ class BrokerVictim:
         if self._struck is None:
             target = TopicPartition(f"{self._topics.run}.{name}", partition)
             self._struck = self._brokers.strike(target, self._topics.all(), down_s=down_s)
-            doing = (f"{role} {self._files.doing(role)}" for role in _BESIDE_A_BROKER)
-            words = f"{words}; {', '.join(doing)}"
         else:
             self._struck = self._brokers.strike_again(self._struck, down_s=down_s)
             words = "starting"
@@ -108,98 +97,29 @@ class BrokerVictim:
         return () if self._struck is None else self._struck.led
 
 
-class AgentVictim:
-    """The process in which a worker's agents run."""
-
-    def __init__(self, order: Order, files: Files, supervisor: Supervisor) -> None:
-        self._worker = WORKERS[order.which]
-        self._files = files
-        self._supervisor = supervisor
-
-    def pid(self) -> int | None:
-        """See Victim."""
-        worker = self._supervisor.pid(self._worker)
-        return None if worker is None else _child_called(worker, f"task {AGENT} of")
-
-    def strike(self) -> tuple[int, str] | None:
-        """See Victim."""
-        pid = self.pid()
-        if pid is None:
-            return None
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return None
-        return pid, f"agents of {self._worker}, {self._files.doing(self._worker)}"
-
-    def led(self) -> tuple[tuple[str, int], ...]:
-        """See Victim."""
-        return ()
-
-
-class ServerVictim:
-    """A server of a task."""
-
-    def __init__(self, order: Order, files: Files, servers: Servers) -> None:
-        self._order = order
-        self._files = files
-        self._servers = servers
-
-    def pid(self) -> int | None:
-        """See Victim."""
-        return self._servers.pid(self._order.which)
-
-    def strike(self) -> tuple[int, str] | None:
-        """See Victim."""
-        pid = self._servers.strike(self._order.which, down_s=self._order.down_s)
-        doing = (f"{worker} {self._files.doing(worker)}" for worker in WORKERS)
-        return None if pid is None else (pid, f"server {self._order.which}, {', '.join(doing)}")
-
-    def led(self) -> tuple[tuple[str, int], ...]:
-        """See Victim."""
-        return ()
-
-
-def _child_called(parent: int, words: str) -> int | None:
-    """A child of a process whose command line has these words."""
-    for listed in Path(f"/proc/{parent}/task").glob("*/children"):
-        try:
-            children = listed.read_text().split()
-            for child in children:
-                if words.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return int(child)
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
-            continue
-    return None
-
-
-_BESIDE_A_BROKER: Final = (local_roles.TRAINER, local_roles.ORCHESTRATOR)
-
-
 @contextmanager
-def hunting(
-    prey: Sequence[tuple[Order, Victim]], files: Files, url: str, topics: Topics
-) -> Iterator[None]:
-    """For random moments: kill each victim when its comes, while the block lasts."""
-    with ExitStack() as stack:
-        for nth, (order, victim) in enumerate(prey):
-            if isinstance(order.at, Chance):
-                hunt = _Hunt(order, order.at, victim, files, nth)
-                hunter = threading.Thread(target=hunt.run, args=(url, topics), daemon=True)
-                hunter.start()
-                stack.callback(hunter.join)
-                stack.callback(hunt.over.set)
+def hunting(order: Order, victim: Victim, files: Files, url: str, topics: Topics) -> Iterator[None]:
+    """For a random moment: kill the victim when it comes, while the block lasts."""
+    if not isinstance(order.at, Chance):
         yield
+        return
+    hunt = _Hunt(order, order.at, victim, files)
+    hunter = threading.Thread(target=hunt.run, args=(url, topics), daemon=True)
+    hunter.start()
+    try:
+        yield
+    finally:
+        hunt.over.set()
+        hunter.join()
 
 
 class _Hunt:
     """One thread's work."""
 
-    def __init__(self, order: Order, at: Chance, victim: Victim, files: Files, nth: int) -> None:
+    def __init__(self, order: Order, at: Chance, victim: Victim, files: Files) -> None:
         self.over = threading.Event()
         self._order = order
         self._at = at
-        self._nth = nth
         self._victim = victim
         self._files = files
 
@@ -238,7 +158,7 @@ class _Hunt:
             led=self._victim.led(),
             down_s=self._order.down_s if self._order.stays_dead else 0.0,
         )
-        self._files.write_hit(hit, self._nth)
+        self._files.write_hit(hit)
         return hit
 
 
@@ -255,8 +175,6 @@ def recovered_s(files: Files, hit: Hit, names: tuple[str, ...]) -> float | None:
     afterwards, and one of them went to a partition that the broker had led.
     """
     if hit.role != BROKER:
-        if hit.role not in ROLES:
-            return None
         later = (ack for ack in files.acks(hit.role) if ack.at_ns > hit.at_ns)
         first_ns = next((ack.at_ns for ack in later if ack.pid != hit.pid), None)
         return None if first_ns is None else (first_ns - hit.at_ns) / 1e9

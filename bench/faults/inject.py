@@ -1,41 +1,30 @@
-"""Strikes a role at the moment that it was ordered to, and writes down what was acknowledged.
+"""Kills a role at an aimed moment and writes down the records whose append was acknowledged.
 
-It wraps what a role is handed (bus, policy store, engine, trainer); the role itself is production
-code and knows nothing. Of a process that was killed two files tell afterwards: a line for each
-record whose append was acknowledged, and a page of memory that says what the process was doing.
+It wraps the bus and the policy store that a role is handed; the role itself is production code.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any
 
 import msgspec
 
 from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.bus.base import BusWrapper
-from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
+from dora_pipe.bus.port import Append, Bus, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
 from dora_pipe.bus.sqlite_file import SqliteFile
-from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.names import BlobKind
 from dora_pipe.store.store import PolicyStore, PublishedVersion
-
-T = TypeVar("T")
-
-PAGE_BYTES: Final = 256
-IN_THE_LOOP: Final = "reacting"
-"""What the main thread does between two marks."""
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
@@ -77,10 +66,6 @@ class Files:
         """The acknowledged records of a role, all its incarnations."""
         return self.directory / f"{role}.acks"
 
-    def doing_path(self, role: str) -> Path:
-        """What the newest incarnation of a role is doing."""
-        return self.directory / f"{role}.where"
-
     def acks(self, role: str) -> list[Ack]:
         """The acknowledged records of a role; a last line that was cut off is left out."""
         if not self.acks_path(role).exists():
@@ -88,12 +73,6 @@ class Files:
         decode = msgspec.json.Decoder(Ack).decode
         *lines, _ = self.acks_path(role).read_bytes().split(b"\n")
         return [decode(line) for line in lines]
-
-    def doing(self, role: str) -> str:
-        """What it is doing, in words."""
-        path = self.doing_path(role)
-        text = path.read_bytes() if path.exists() else b""
-        return text.rstrip(b" \0").decode(errors="replace") or "being forked"
 
     def write_hit(self, hit: Hit, nth: int = 0) -> None:
         """All or nothing: whoever waits for the file may read it. `nth`: of a round's strikes."""
@@ -119,11 +98,6 @@ class Files:
         """The order, once the incarnation that it is for has taken it."""
         return self.order.with_suffix(".claimed")
 
-    @property
-    def told(self) -> Path:
-        """What agents were answered."""
-        return self.directory / "told.jsonl"
-
     def dead_until_ns(self, role: str) -> int:
         """Until when (monotonic ns) a role that was struck stays dead; 0: it may begin."""
         dead = [hit for hit in self.read_hits() if hit.role == role and hit.down_s]
@@ -140,12 +114,8 @@ class Injector:
         self._role = role
         self._order = self._claim()
         self._passed = 0
-        self._main = threading.get_ident()
-        self._marks: dict[int, list[str]] = {self._main: []}
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._acks = os.open(files.acks_path(role), flags, 0o644)
-        self._page = _page(files.doing_path(role))
-        self._say("starting")
 
     def _claim(self) -> Order | None:
         """The order if it is an aimed one for this role, given to one incarnation only."""
@@ -205,28 +175,6 @@ class Injector:
             for one, offset in zip(records, offsets, strict=True)
         )
         os.write(self._acks, b"".join(msgspec.json.encode(ack) + b"\n" for ack in acks))
-
-    @contextmanager
-    def mark(self, doing: str) -> Iterator[None]:
-        """Inside the block, this thread is doing that; other threads count only inside of one."""
-        marks = self._marks.setdefault(threading.get_ident(), [])
-        marks.append(doing)
-        self._say_what()
-        try:
-            yield
-        finally:
-            marks.pop()
-            self._say_what()
-
-    def _say_what(self) -> None:
-        main = self._marks[self._main]
-        doing = [main[-1] if main else IN_THE_LOOP]
-        for thread, marks in list(self._marks.items()):
-            doing += marks[-1:] if thread != self._main else ()
-        self._say(", beside it ".join(doing))
-
-    def _say(self, text: str) -> None:
-        self._page[:] = text.encode()[:PAGE_BYTES].ljust(PAGE_BYTES)
 
 
 Arm = Callable[[Point, Callable[[], None]], None]
@@ -291,12 +239,8 @@ class FaultBus(BusWrapper):
         self._injector = injector
         self._writers: list[Writer] = []
 
-    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
-        return watched(self.inner.reader(positions), {"poll": "reading"}, self._injector)
-
     def writer(self, *, exclusive: str | None = None) -> Writer:
-        with self._injector.mark("opening a writer"):
-            inner, arm = self._open(exclusive)
+        inner, arm = self._open(exclusive)
         return FaultWriter(inner, arm, self._injector)
 
     def _open(self, exclusive: str | None) -> tuple[Writer, Arm | None]:
@@ -330,16 +274,15 @@ class FaultWriter(Writer):
         injector = self._injector
         point = injector.due(records)
         moment = None if point is None else point.moment
-        with injector.mark(f"appending {kinds_of(records, injector.topics)}"):
-            if moment == "before":
-                injector.strike()
-            if point is not None and moment in ("middle", "commit") and self._arm is not None:
-                self._arm(point, injector.strike)
-            began_ns = time.monotonic_ns()
-            offsets = self._inner.append(records)
-            injector.acknowledged(records, offsets, began_ns=began_ns)
-            if moment == "after":
-                injector.strike()
+        if moment == "before":
+            injector.strike()
+        if point is not None and moment in ("middle", "commit") and self._arm is not None:
+            self._arm(point, injector.strike)
+        began_ns = time.monotonic_ns()
+        offsets = self._inner.append(records)
+        injector.acknowledged(records, offsets, began_ns=began_ns)
+        if moment == "after":
+            injector.strike()
         return offsets
 
     def close(self) -> None:
@@ -363,61 +306,11 @@ class FaultStore(PolicyStore):
             self._injector.passed("written", "weights")
             return manifest
 
-        with self._injector.mark("publishing weights"):
-            version = super().publish_version(writing, before=before, whole=whole)
-            self._injector.passed("named", "weights")
+        version = super().publish_version(writing, before=before, whole=whole)
+        self._injector.passed("named", "weights")
         return version
 
     def _publish(self, path: Path, name: str) -> None:
         super()._publish(path, name)
         if name.startswith("patches/"):
             self._injector.passed("named", "patch")
-
-    def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
-        """See PolicyStore."""
-        with self._injector.mark(f"publishing {kind}"):
-            return super().publish_blob(kind, write)
-
-
-class _Watched:
-    """Hands everything on; calls of some methods are marked."""
-
-    def __init__(self, inner: object, marks: Mapping[str, str], injector: Injector) -> None:
-        self._inner = inner
-        self._marks = marks
-        self._injector = injector
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        doing = self._marks.get(name)
-        if doing is None:
-            return found
-
-        def marked(*arguments: Any, **named: Any) -> Any:
-            with self._injector.mark(doing):
-                return found(*arguments, **named)
-
-        return marked
-
-
-def watched(inner: T, marks: Mapping[str, str], injector: Injector) -> T:
-    """An object as it was, whose methods in `marks` say what the process is doing meanwhile."""
-    return cast("T", _Watched(inner, marks, injector))
-
-
-def kinds_of(records: Sequence[Append], topics: Topics) -> str:
-    """What an append holds, in words. Example: ``"trajectories, metrics"``."""
-    names: dict[str, None] = {}
-    for one in records:
-        name = one.topic.removeprefix(f"{topics.run}.")
-        if one.topic == topics.control:
-            name = str(msgspec.json.decode(one.value)["kind"])
-        names[name] = None
-    return ", ".join(names)
-
-
-def _page(path: Path) -> mmap.mmap:
-    """A page of memory that outlives the process as a file."""
-    path.write_bytes(b" " * PAGE_BYTES)
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), PAGE_BYTES)

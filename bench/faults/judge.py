@@ -16,7 +16,6 @@ import msgspec
 from dora_pipe.analysis.replay import SourceRun, replay_steps
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bench.faults.heard import Heard
 from dora_pipe.bench.faults.inject import Ack
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.logged import logged_config
@@ -62,8 +61,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Every step changed the weights: otherwise equal weights would say nothing."""
     others: tuple[str, ...] = ()
     """What a role that stayed dead has cost the other roles."""
-    heard: Heard | None = None
-    """Of runs of episodes: what became of them, and of what agents were answered."""
 
     @property
     def weights_equal(self) -> bool:
@@ -75,8 +72,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """Whether nothing is wrong."""
         counted = self.lost == self.trained_twice == 0 < self.acknowledged
         whole = self.finished and not self.violations and not self.others
-        heard = self.heard is None or self.heard.clean
-        return whole and counted and heard and self.weights_equal
+        return whole and counted and self.weights_equal
 
 
 class Evidence(msgspec.Struct, kw_only=True):

@@ -22,27 +22,9 @@ RoleKind = Literal["worker", "trainer", "orchestrator"]
 ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
 
 BROKER: Final = "broker"
-Kind = RoleKind | Literal["broker", "agent", "server"]
+Kind = RoleKind | Literal["broker"]
 KINDS: Final[tuple[Kind, ...]] = (*ROLE_KINDS, BROKER)
 """What is struck on Kafka, in turns."""
-
-AGENT: Final = "agent"
-"""The process in which a worker's agents run."""
-
-SERVER: Final = "server"
-"""A server of a task (`task.url`)."""
-
-EPISODE_KINDS: Final[tuple[Kind, ...]] = ("worker", AGENT, SERVER, "trainer")
-"""What is struck in runs of episodes, in turns."""
-
-DEAD_KINDS: Final[tuple[Kind, ...]] = ("worker", SERVER, "trainer")
-"""Of these, what can stay dead: agents' processes are started by their worker, at once."""
-
-STRIKES: Final = 5
-"""In a run of episodes."""
-
-GONE_S: Final = 1e6
-"""A server that stays dead does so for the rest of its round."""
 
 AppendMoment = Literal["before", "middle", "commit", "after"]
 """Nothing is in the log yet; its rows are inserted and not committed; the commit is under way;
@@ -136,7 +118,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Of the run: prompts and tokens."""
     role: str
-    """The process's name: `orchestrator`, `trainer`, `w0`, `w1`, `broker`, `server`; `agent`."""
+    """The process's name: `orchestrator`, `trainer`, `w0`, `w1`, `broker`."""
     at: Point | Chance
     stop: bool = False
     """The role is stopped (SIGSTOP) instead of killed."""
@@ -144,15 +126,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """For a broker: the partition whose leader is struck, its topic named without the run."""
     down_s: float = 0.0
     """How long what was struck stays down; 0: a role is started again at once."""
-    which: int = 0
-    """For a server: which; for an agent: of which of `WORKERS`."""
-    then: tuple[Order, ...] = ()
-    """More strikes in the same run."""
 
     @property
     def must_come_back(self) -> bool:
         """Whether a round proves nothing unless what was struck has come back."""
-        return self.role not in (AGENT, SERVER) and not (self.stays_dead or self.then)
+        return not self.stays_dead
 
     @property
     def stays_dead(self) -> bool:
@@ -262,8 +240,6 @@ def order_of(
     chance = random.Random(f"{seed}/{number}/{kind}/{again}")
     if kind == BROKER:
         return _broker_order(number, turn, chance, control_facts)
-    assert kind != AGENT
-    assert kind != SERVER
     role = chance.choice(WORKERS) if kind == "worker" else kind
     at: Point | Chance
     if dead_s:
@@ -274,48 +250,6 @@ def order_of(
         again_s_max = AGAIN_S_MAX if turn % 5 == AIMED_PER_FIVE else None
         at = _random_moment(chance, control_facts, again_s_max)
     return Order(number=number, seed=chance.randrange(2**31), role=role, at=at, down_s=dead_s)
-
-
-def episode_order_of(
-    seed: int,
-    number: int,
-    *,
-    control_facts: int,
-    only: Kind | None = None,
-    dead_s: float = 0.0,
-    again: int = 0,
-) -> Order:
-    """The strikes of round `number` in runs of episodes, `STRIKES` of them at random moments; what
-    is struck takes turns from round to round. With `dead_s` each kind that can is struck once, and
-    stays dead: a role for so long, a server to the end.
-    Arguments as of `order_of`.
-    """
-    chance = random.Random(f"{seed}/{number}/episodes/{again}")
-    kinds: Sequence[Kind] = DEAD_KINDS if dead_s else EPISODE_KINDS
-    count = len(DEAD_KINDS) if dead_s and only is None else 1 if dead_s else STRIKES
-    run_seed = chance.randrange(2**31)
-    strikes: list[Order] = []
-    for at in range(number * count, (number + 1) * count):
-        kind = only or kinds[at % len(kinds)]
-        which = chance.randrange(2)
-        down_s = GONE_S if dead_s and kind == SERVER else dead_s
-        moment = _random_moment(chance, control_facts, None)
-        strike = Order(
-            number=number,
-            seed=run_seed,
-            role=WORKERS[which] if kind == "worker" else kind,
-            at=moment,
-            which=which,
-            down_s=down_s,
-        )
-        strikes.append(strike)
-    first, *rest = sorted(strikes, key=_when)
-    return msgspec.structs.replace(first, then=tuple(rest))
-
-
-def _when(order: Order) -> tuple[int, float]:
-    assert isinstance(order.at, Chance)
-    return order.at.control, order.at.delay_s
 
 
 def _aimed(aims: Sequence[_Aim], turn: int, chance: random.Random) -> Point:

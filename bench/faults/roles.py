@@ -1,7 +1,7 @@
 """The processes of a kill round: rigged roles, the maker of the model, the judge.
 
-A rigged role is the production role, handed a bus, a policy store, an engine or a trainer that
-`bench.faults.inject` has wrapped.
+A rigged role is the production role, handed a bus and a policy store that `bench.faults.inject`
+has wrapped.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import uuid
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from dora_pipe import __version__
-from dora_pipe.bench.faults.episodes import CONTEXT_TOKENS as EPISODE_TOKENS
-from dora_pipe.bench.faults.episodes import TOLD
-from dora_pipe.bench.faults.heard import heard_again
-from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
+from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector
 from dora_pipe.bench.faults.judge import judge
 from dora_pipe.bench.faults.order import ROLES
 from dora_pipe.bus import open_bus
@@ -30,34 +27,22 @@ from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.console import die_with
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.processes import end_process
 from dora_pipe.launch.run_dir import RunDir
-from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
 
 MODEL: Final = "model"
-EPISODES_MODEL: Final = "episodes-model"
 JUDGE: Final = "judge"
 """Names of the processes that are no roles."""
 
 CONTEXT_TOKENS: Final = 96
-
-_ENGINE_MARKS: Final = {"step": "generating", "load": "loading weights"}
-_TRAINER_MARKS: Final = {
-    "load": "loading weights",
-    "train": "training",
-    "manifest": "digesting weights",
-    "save_weights": "writing weights",
-    "save_optimizer": "writing a checkpoint",
-}
 
 
 class FaultStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +68,7 @@ def be(name: str, directory: RunDir) -> int:
     while (left_ns := Files(directory.path).dead_until_ns(name) - time.monotonic_ns()) > 0:
         time.sleep(left_ns / 1e9)
     starts: dict[str, Callable[[], None]] = {
-        MODEL: lambda: _make_model(directory.path / MODEL, "arithmetic", CONTEXT_TOKENS),
-        EPISODES_MODEL: lambda: _make_model(
-            directory.path / EPISODES_MODEL, "calculator", EPISODE_TOKENS
-        ),
+        MODEL: lambda: _make_model(directory.path / MODEL),
         JUDGE: lambda: _judge(directory),
         local_roles.ORCHESTRATOR: lambda: _orchestrator(directory),
         local_roles.TRAINER: lambda: _trainer(directory),
@@ -99,7 +81,7 @@ def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clo
     config = directory.config()
     topics = Topics(config.run.name)
     injector = Injector(Files(directory.path), name, topics)
-    return config, topics, injector, watched(SystemClock(), {"sleep": "waiting"}, injector)
+    return config, topics, injector, SystemClock()
 
 
 def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
@@ -135,10 +117,6 @@ def _worker(directory: RunDir, name: str) -> None:
     from dora_pipe.store.transfers.files import MappedFiles
 
     config, topics, injector, clock = _rigged(directory, name)
-    os.environ[TOLD] = str(Files(directory.path).told)
-
-    def engine(**given: Any) -> Engine:
-        return watched(open_engine(**given), _ENGINE_MARKS, injector)
 
     with closing(_bus(directory, config, injector)) as bus:
         run_worker(
@@ -146,7 +124,7 @@ def _worker(directory: RunDir, name: str) -> None:
             topics,
             worker=name,
             store=PolicyStore(directory.store(config)),
-            engine_factory=engine,
+            engine_factory=open_engine,
             handover=KvHandover(MappedFiles(directory.handover, clock=clock)),
             stop=roles.settle(name, topics.run),
             config=config,
@@ -159,25 +137,22 @@ def _trainer(directory: RunDir) -> None:
 
     config, topics, injector, clock = _rigged(directory, local_roles.TRAINER)
 
-    def trainer(**given: Any) -> Learner:
-        return watched(make_learner(**given), _TRAINER_MARKS, injector)
-
     run_trainer(
         lambda: _bus(directory, config, injector),
         topics,
         store=FaultStore(directory.store(config), injector),
-        learner_factory=trainer,
+        learner_factory=make_learner,
         stop=roles.settle(local_roles.TRAINER, topics.run),
         config=config,
         clock=clock,
     )
 
 
-def _make_model(path: Path, words: str, context_tokens: int) -> None:
+def _make_model(path: Path) -> None:
     from dora_pipe.launch.examples import make_model
 
     partial = path.with_suffix(".partial")
-    make_model(partial, words, context_tokens=context_tokens)
+    make_model(partial, "arithmetic", context_tokens=CONTEXT_TOKENS)
     partial.rename(path)
 
 
@@ -195,11 +170,8 @@ def _judge(directory: RunDir) -> None:
     with closing(directory.open_bus(config)) as bus:
         hits = files.read_hits()
         dead = [hit.role for hit in hits if hit.down_s]
-        alone = dead[0] if len(dead) == 1 and not config.task.has_agent else ""
+        alone = dead[0] if dead else ""
         verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock(), dead=alone)
-        if config.task.has_agent:
-            heard = heard_again(bus, topics, files.told)
-            verdict = msgspec.structs.replace(verdict, heard=heard)
     verdict_of(directory).write_bytes(msgspec.json.encode(verdict))
 
 

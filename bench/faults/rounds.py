@@ -1,7 +1,7 @@
 """Plays kill rounds: real roles, each in a process of its own.
 
 A role here is the production role with its ports wrapped (`bench.faults.inject`); who is killed
-when was decided by `bench.faults.order`, and random moments are met by `fault_hunt`. The
+when was decided by `bench.faults.order`, and random moments are met by `bench.faults.hunt`. The
 supervisor starts again what was killed, as in any run; a killed broker is started again by the
 watch. When the run has ended, one more process judges it (`bench.faults.judge`).
 """
@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,9 @@ import msgspec
 
 from dora_pipe.bench.faults import roles as fault_roles
 from dora_pipe.bench.faults.brokers import Brokers
-from dora_pipe.bench.faults.episodes import AGENT as AGENT_TASK
-from dora_pipe.bench.faults.episodes import CONTEXT_TOKENS as EPISODE_TOKENS
-from dora_pipe.bench.faults.episodes import STOP, episode_tasks
 from dora_pipe.bench.faults.hunt import (
-    AgentVictim,
     BrokerVictim,
     RoleVictim,
-    ServerVictim,
     Victim,
     hunting,
     recovered_s,
@@ -39,15 +34,12 @@ from dora_pipe.bench.faults.hunt import (
 from dora_pipe.bench.faults.inject import Files, Hit
 from dora_pipe.bench.faults.judge import Verdict
 from dora_pipe.bench.faults.order import (
-    AGENT,
     BROKER,
     PARTITIONS,
     ROLES,
-    SERVER,
     WORKERS,
     Order,
 )
-from dora_pipe.bench.faults.servers import Servers
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import DoraError, ResourceError
 from dora_pipe.launch import local_roles
@@ -95,13 +87,11 @@ class RoundResult:
     hit: Hit | None
     """None when the moment never came: then the round says nothing."""
     recovered_s: float | None
-    """See `fault_hunt.recovered_s`."""
+    """See `hunt.recovered_s`."""
     verdict: Verdict | None
     trouble: str
     """What kept the run from ending, or the judge from judging."""
     seconds: float
-    strikes: int = 1
-    """How many were struck: several in a run of episodes."""
 
     @property
     def clean(self) -> bool:
@@ -117,32 +107,27 @@ class RoundResult:
 class Session:
     """A folder of rounds.
 
-    With `brokers` rounds are played on Kafka: so many of them, started here. With `episodes` their
-    runs have an agent, an environment on servers and tools, and several are struck in each.
+    With `brokers` rounds are played on Kafka: so many of them, started here.
     Example: ``with closing(Session(folder)) as session: session.play(order)``.
     """
 
-    def __init__(self, root: Path, *, brokers: int = 0, episodes: bool = False) -> None:
+    def __init__(self, root: Path, *, brokers: int = 0) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         self._brokers = Brokers(root / "brokers", brokers) if brokers else None
-        self._servers = Servers(root / "servers") if episodes else None
         if self._brokers is not None:
             self._brokers.start()
 
     def close(self) -> None:
-        """End the brokers and the servers."""
-        if self._servers is not None:
-            self._servers.close()
+        """End the brokers."""
         if self._brokers is not None:
             self._brokers.close()
 
     def model(self) -> Path:
         """A small random model, made once."""
-        name = fault_roles.MODEL if self._servers is None else fault_roles.EPISODES_MODEL
-        path = self.root / name
+        path = self.root / fault_roles.MODEL
         if not path.exists():
-            self._call(name, RunDir(self.root))
+            self._call(fault_roles.MODEL, RunDir(self.root))
         return path
 
     def play(
@@ -151,9 +136,7 @@ class Session:
         """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
         began_s = time.monotonic()
         directory = self.directory(order)
-        if self._servers is not None:
-            self._servers.start()
-        config = self._config(order, {**self._place(), **(changes or {})})
+        config = round_config(self.model(), order, {**self._place(), **(changes or {})})
         plan = plan_new(config, self.root)
         files = Files(directory.path)
         fault_roles.first_of(directory).write_bytes(encode(plan.first))
@@ -164,16 +147,14 @@ class Session:
         verdict: Verdict | None = None
         if not trouble:
             verdict, trouble = self._judge(directory)
-        hits = files.read_hits()
-        times = [recovered_s(files, hit, NAMES) for hit in hits]
+        hit = files.read_hit()
         return RoundResult(
             order=order,
-            hit=_joined(hits),
-            recovered_s=max((one for one in times if one is not None), default=None),
+            hit=hit,
+            recovered_s=None if hit is None else recovered_s(files, hit, NAMES),
             verdict=verdict,
             trouble=trouble,
             seconds=time.monotonic() - began_s,
-            strikes=len(hits),
         )
 
     def directory(self, order: Order) -> RunDir:
@@ -185,20 +166,6 @@ class Session:
         shutil.rmtree(self.directory(order).path)
         if self._brokers is not None:
             self._brokers.forget(Topics(_run_name(order)).all())
-
-    def _config(self, order: Order, changes: dict[str, Any]) -> Config:
-        if self._servers is None:
-            return round_config(self.model(), order, changes)
-        servers = self._servers
-        first, *more = episode_tasks(servers.urls, str(servers.token_file))
-        episodes = {
-            "task": first,
-            "more_tasks": more,
-            "workers.context_tokens": EPISODE_TOKENS,
-            "sampling": {"max_tokens": MAX_TOKENS, "stop": STOP},
-            "evaluation.name": AGENT_TASK,
-        }
-        return round_config(self.model(), order, {**episodes, **changes})
 
     def _place(self) -> dict[str, Any]:
         """The keys that say where the log is."""
@@ -219,8 +186,6 @@ class Session:
                 damaged = damage_copies(copies)
             if self._brokers is not None:
                 self._brokers.mend()
-            if self._servers is not None:
-                self._servers.mend()
             if watch is not None:
                 watch(supervisor, files)
 
@@ -233,26 +198,19 @@ class Session:
             watch=turn,
         )
         topics = Topics(config.run.name)
-        orders = (order, *order.then)
-        prey = [(one, self._victim(one, files, supervisor, topics)) for one in orders]
-        with hunting(prey, files, directory.bus_url(config), topics):
+        victim = self._victim(order, supervisor, topics)
+        with hunting(order, victim, files, directory.bus_url(config), topics):
             try:
                 finished = supervisor.run()
             except RunFailed as error:
                 return error.message
         return "" if finished else f"it did not end within {ROUND_LIMIT_S:.0f} s"
 
-    def _victim(self, order: Order, files: Files, supervisor: Supervisor, topics: Topics) -> Victim:
-        """What an order is for."""
+    def _victim(self, order: Order, supervisor: Supervisor, topics: Topics) -> Victim:
         if order.role == BROKER:
             assert self._brokers is not None
-            return BrokerVictim(order, files, topics, self._brokers)
-        if order.role == SERVER:
-            assert self._servers is not None
-            return ServerVictim(order, files, self._servers)
-        if order.role == AGENT:
-            return AgentVictim(order, files, supervisor)
-        return RoleVictim(order, files, supervisor)
+            return BrokerVictim(order, topics, self._brokers)
+        return RoleVictim(order, supervisor)
 
     def _judge(self, directory: RunDir) -> tuple[Verdict | None, str]:
         try:
@@ -282,13 +240,6 @@ def _start(directory: RunDir, name: str) -> subprocess.Popen[bytes]:
     start = fault_roles.FaultStart(name=name, directory=str(directory.path), parent_pid=os.getpid())
     log = directory.logs / f"{name}.log"
     return start_process(fault_roles.__name__, msgspec.json.encode(start), log)
-
-
-def _joined(hits: Sequence[Hit]) -> Hit | None:
-    """All strikes of a round as one: of the first, with the words of all."""
-    if not hits:
-        return None
-    return msgspec.structs.replace(hits[0], phase="; ".join(hit.phase for hit in hits))
 
 
 def damage_copies(folder: Path) -> int:
@@ -336,8 +287,6 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
             plain[section][name] = value
         else:
             plain[section] = value
-    if "more_tasks" in plain:
-        return msgspec.convert(plain, Config)
     if order.number % 3 == 0:
         plain["task"]["kind"] = "dora_pipe.bench.faults.task:JudgedDigits"
     if order.number % 2:

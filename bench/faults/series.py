@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 
 from dora_pipe.bench.faults.brokers import CLUSTER
-from dora_pipe.bench.faults.heard import Heard
 from dora_pipe.bench.faults.order import (
     BROKER,
-    DEAD_KINDS,
-    EPISODE_KINDS,
     KINDS,
     ROLE_KINDS,
     WORKERS,
     Kind,
     Order,
-    episode_order_of,
     order_of,
 )
 from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, RoundResult, Session
+from dora_pipe.cli.options import JsonOption
+from dora_pipe.cli.output import emit_json, emit_table
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
 
@@ -64,15 +64,54 @@ class Series:
     """0 on SQLite."""
     dead_s: float = 0.0
     """How long roles stay dead; 0: they are started again at once."""
-    episodes: bool = False
-    """Runs of agents, environments and tools, in each of which several are struck."""
+
+
+def command(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How many; 30 hit every role 10 times on SQLite.")
+    ] = 30,
+    bus: Annotated[
+        str, typer.Option(help="Where the log is: sqlite, or kafka (starts brokers of its own).")
+    ] = "sqlite",
+    brokers: Annotated[
+        int, typer.Option(help="On Kafka: 1, or 3, and then leaders of partitions are killed.")
+    ] = 1,
+    role: Annotated[
+        str | None,
+        typer.Option(help="Kill only this one: worker, trainer, orchestrator or broker."),
+    ] = None,
+    stay_dead: Annotated[
+        bool,
+        typer.Option(
+            "--stay-dead",
+            help="Kill roles inside their appends, start them again after twice the lease.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Decides who is killed when.")] = 0,
+    first: Annotated[int, typer.Option("--from", min=0, help="The first round.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill roles with SIGKILL at random and aimed moments; exit code 5 unless all is clean.
+
+    On Kafka the broker is killed too.
+    """
+    series = series_of(bus, brokers, role, seed, stay_dead=stay_dead)
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".faults-"))
+    played: list[RoundResult] = []
+    with closing(Session(folder, brokers=series.brokers)) as session:
+        for one in play_rounds(session, series, range(first, first + rounds)):
+            played.append(one)
+            if as_json:
+                emit_json(row(one))
+    if not as_json:
+        emit_table(COLUMNS, [list(row(one).values())[: len(COLUMNS)] for one in played])
+    sum_up(played, folder)
 
 
 def row(played: RoundResult) -> dict[str, Any]:
     """A round as the table shows it, then what only JSON shows."""
     verdict = played.verdict
     said: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
-    heard = None if verdict is None else verdict.heard
     return {
         "round": played.order.number,
         "seed": played.order.seed,
@@ -86,8 +125,6 @@ def row(played: RoundResult) -> dict[str, Any]:
         **{name: said.get(name) for name in _ONLY_JSON},
         "violations": said.get("violations", ()),
         "others": said.get("others", ()),
-        "strikes": played.strikes,
-        "heard": None if heard is None else msgspec.structs.asdict(heard),
         "trouble": played.trouble,
         "seconds": played.seconds,
         "clean": played.clean,
@@ -108,31 +145,12 @@ def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
         f"{sum(one.trajectories for one in verdicts)} of them trajectories; "
         f"{sum(one.equal for one in verdicts)} steps replayed bit-equal"
     )
-    heard = [one.heard for one in verdicts if one.heard is not None]
-    if heard:
-        say(_heard(sum(one.strikes for one in played), heard))
     if clean == len(played):
         shutil.rmtree(folder)
         return
     bad = next(one for one in played if not one.clean)
     raise InvariantBroken(
         f"round {bad.order.number} is not clean: {sentence_of(bad)}", hint=f"what is left: {folder}"
-    )
-
-
-def _heard(kills: int, heard: Sequence[Heard]) -> str:
-    """What became of episodes."""
-
-    def total(name: str) -> int:
-        return sum(getattr(one, name) for one in heard)
-
-    again = total("again")
-    return (
-        f"{kills} kills, {total('lost')} lost of {total('episodes')} episodes; "
-        f"agents were started {total('starts')} times and had {total('calls')} answers, "
-        f"{again} of them again: {total('other_tokens')} with other tokens; "
-        f"{total('sampled_again')} were sampled again; "
-        f"{total('untold')} calls of trajectories are not what agents were answered"
     )
 
 
@@ -160,7 +178,6 @@ def series_of(
     seed: int,
     *,
     stay_dead: bool,
-    episodes: bool = False,
 ) -> Series:
     """What the options mean. Raises UsageError."""
     if bus not in (SQLITE, KAFKA):
@@ -168,11 +185,7 @@ def series_of(
     if brokers not in (1, CLUSTER) or (brokers > 1 and bus == SQLITE):
         raise UsageError(f"{brokers} brokers on {bus}", hint=f"1 or {CLUSTER}, with --bus {KAFKA}")
     kinds: tuple[Kind, ...] = ROLE_KINDS
-    if episodes:
-        if bus != SQLITE:
-            raise UsageError("--episodes are played on sqlite")
-        kinds = DEAD_KINDS if stay_dead else EPISODE_KINDS
-    elif bus == KAFKA and not stay_dead:
+    if bus == KAFKA and not stay_dead:
         kinds = (BROKER,) if brokers == CLUSTER and role is None else KINDS
     only = next((kind for kind in kinds if kind == role), None)
     if role is not None and only is None:
@@ -183,7 +196,6 @@ def series_of(
         only=only,
         brokers=brokers if bus == KAFKA else 0,
         dead_s=DEAD_S if stay_dead else 0.0,
-        episodes=episodes,
     )
 
 
@@ -212,12 +224,12 @@ def play_round(session: Session, series: Series, number: int) -> RoundResult:
 
 
 def _order(series: Series, number: int, again: int) -> Order:
-    make = episode_order_of if series.episodes else partial(order_of, kinds=series.kinds)
-    return make(
+    return order_of(
         series.seed,
         number,
         control_facts=CONTROL_FACTS,
         only=series.only,
+        kinds=series.kinds,
         dead_s=series.dead_s,
         again=again,
     )
@@ -234,5 +246,6 @@ def sentence_of(played: RoundResult) -> str:
     back = "not needed again"
     if played.recovered_s is not None:
         back = f"back after {played.recovered_s:.2f} s"
-    who = ", ".join(one.role for one in (played.order, *played.order.then))
-    return f"{who} killed, {played.hit.phase}; {back}; {what} ({played.seconds:.1f} s)"
+    return (
+        f"{played.order.role} killed, {played.hit.phase}; {back}; {what} ({played.seconds:.1f} s)"
+    )

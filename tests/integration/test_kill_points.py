@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,11 @@ import msgspec
 import pytest
 
 from dora_pipe.bench.faults.inject import (
-    IN_THE_LOOP,
     FaultBus,
     FaultStore,
     FaultWriter,
     Files,
     Injector,
-    kinds_of,
 )
 from dora_pipe.bench.faults.order import AppendMoment, FileMoment, Order, Point
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -32,7 +29,6 @@ from dora_pipe.store.store import PolicyStore
 from tests.support.stores import Walk
 
 TOPICS = Topics("r")
-WAIT_S = 20.0
 NTH = 3
 APPENDS = 6
 BATCH = 2
@@ -100,7 +96,6 @@ def test_a_struck_append_is_whole_or_not_there(
     assert hit is not None
     assert (hit.role, hit.phase) == ("w0", files_phase(moment))
     assert hit.at_ns <= time.monotonic_ns()
-    assert files.doing("w0") == "appending trajectories"
 
 
 def files_phase(moment: AppendMoment) -> str:
@@ -203,31 +198,6 @@ def test_a_version_whose_patch_has_its_name_and_whose_commit_never_came_is_publi
     assert store.verify(other.manifest.digest) == other.manifest
 
 
-def test_whereabouts_tell_what_every_thread_does(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    assert files.doing("w0") == "being forked"
-    injector = Injector(files, "w0", TOPICS)
-    assert files.doing("w0") == "starting"
-    began, go_on = threading.Event(), threading.Event()
-
-    def _work(injector: Injector) -> None:
-        with injector.mark("training"):
-            began.set()
-            go_on.wait(WAIT_S)
-
-    with injector.mark("reading"):
-        thread = threading.Thread(target=_work, args=(injector,))
-        thread.start()
-        began.wait(WAIT_S)
-        assert files.doing("w0") == "reading, beside it training"
-        go_on.set()
-        thread.join(WAIT_S)
-        assert files.doing("w0") == "reading"
-        with injector.mark("appending"):
-            assert files.doing("w0") == "appending"
-    assert files.doing("w0") == IN_THE_LOOP
-
-
 def test_a_bus_that_is_no_file_has_no_moment_inside_an_append(tmp_path: Path) -> None:
     files = Files(tmp_path)
     _order(files, "middle", "status", nth=1)
@@ -245,12 +215,3 @@ def test_a_line_of_acknowledgements_that_is_cut_off_is_left_out(tmp_path: Path) 
     whole = files.acks("w0")
     files.acks_path("w0").write_bytes(files.acks_path("w0").read_bytes()[:-5])
     assert files.acks("w0") == whole[:-1]
-
-
-def test_kinds_of_an_append_are_named() -> None:
-    records = [
-        Append(topic=TOPICS.control, value=b'{"kind":"worker-joined"}'),
-        Append(topic=TOPICS.metrics, value=b"{}"),
-        Append(topic=TOPICS.metrics, value=b"{}"),
-    ]
-    assert kinds_of(records, TOPICS) == "worker-joined, metrics"

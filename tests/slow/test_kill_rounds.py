@@ -27,8 +27,6 @@ LEADER_ROUNDS = 2
 DEAD_ROUNDS = 3
 LIMIT_S = 3000.0
 
-EPISODE_ROUNDS = 1
-
 
 def test_kill_rounds_are_clean(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
@@ -54,19 +52,6 @@ def test_kill_rounds_are_clean(tmp_path: Path) -> None:
         "before the append of round",
     ):
         assert any(phase.startswith(moment) for phase in phases), moment
-
-
-def test_episodes_outlive_workers_agents_servers_and_the_trainer(tmp_path: Path) -> None:
-    words = ("--episodes", "--rounds", str(EPISODE_ROUNDS), "--seed", "1")
-    done = kill_rounds(tmp_path, *words, limit_s=LIMIT_S)
-    assert done.code == 0, done.talk
-    (row,) = done.rows
-    assert row["strikes"] == 5
-    heard = row["heard"]
-    assert heard["lost"] == heard["other_tokens"] == heard["untold"] == 0
-    assert heard["again"] > 0
-    assert "5 kills, 0 lost of" in done.talk
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.kafka

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,22 +14,17 @@ from dora_pipe.bench.faults.order import (
     BROKER,
     BROKER_AGAIN_S_MAX,
     COMMIT_DELAY_S_MAX,
-    DEAD_KINDS,
     DOWN_S_MAX,
-    EPISODE_KINDS,
-    GONE_S,
     INSIDE,
     KINDS,
     PARTITIONS,
     RANDOM_DELAY_S_MAX,
     ROLE_KINDS,
-    STRIKES,
     WORKERS,
     Chance,
     Order,
     Point,
     RoleKind,
-    episode_order_of,
     order_of,
     record_is,
 )
@@ -139,39 +133,6 @@ def test_roles_that_stay_dead_are_struck_inside_their_appends_each_kind_at_all_t
     assert {moment for _, moment, _ in met} == {"middle"}
     broker = order_of(0, 3, control_facts=RECORDS, kinds=KINDS)
     assert not any(one.stays_dead for one in (*_series(), broker))
-
-
-def _strikes(number: int, **named: Any) -> list[Order]:
-    first = episode_order_of(0, number, control_facts=RECORDS, **named)
-    return [first, *first.then]
-
-
-def test_in_twenty_runs_of_episodes_a_hundred_are_killed_in_turn_at_random_moments() -> None:
-    orders = [_strikes(number) for number in range(20)]
-    assert {len(order) for order in orders} == {STRIKES}
-    strikes = [one for order in orders for one in order]
-    assert Counter(map(_kind, strikes)) == dict.fromkeys(EPISODE_KINDS, 25)
-    assert {one.which for one in strikes if one.role in ("agent", "server")} == {0, 1}
-    assert not any(one.down_s for one in strikes)
-    assert not any(order[0].must_come_back for order in orders)
-    for order in orders:
-        moments = [(at.control, at.delay_s) for one in order if isinstance(at := one.at, Chance)]
-        assert len(moments) == STRIKES
-        assert moments == sorted(moments)
-        assert 1 <= moments[0][0] <= moments[-1][0] <= 80
-        assert {one.seed for one in order} == {order[0].seed}
-    assert _strikes(7) == orders[7]
-    assert _strikes(7, again=1) != orders[7]
-    assert {one.role for one in _strikes(7, only="agent")} == {"agent"}
-
-
-def test_of_what_stays_dead_in_runs_of_episodes_each_kind_is_struck_once() -> None:
-    for number in range(6):
-        order = _strikes(number, dead_s=10.0)
-        assert Counter(map(_kind, order)) == dict.fromkeys(DEAD_KINDS, 1)
-        assert {one.down_s for one in order if one.role == "server"} == {GONE_S}
-        assert all(one.stays_dead for one in order if one.role != "server")
-    assert len(_strikes(0, dead_s=10.0, only="worker")) == 1
 
 
 def test_a_point_knows_its_records() -> None:

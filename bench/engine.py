@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from dora_pipe.bench.support import Spent, emit_figures, measured, scratch
+from dora_pipe.bench.support import Spent, emit_figures, measured
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest, RequestFinished, SamplingParams
@@ -44,9 +44,7 @@ MODEL = CausalLM(
 )
 """A policy like the demo's, but of 0.55 M parameters: figures of all versions compare."""
 
-DEMO = "demo"
-TORCH_ROWS = (1, 16, 64, 256)
-VLLM_ROWS = (1, 16, 64)
+ROWS = (1, 16, 64, 256)
 CONTEXT_TOKENS = 256
 PROMPT_TOKENS = 5
 LENGTH_MU, LENGTH_SIGMA, LENGTH_UNITS_MAX = 1.2, 1.3, 60
@@ -59,15 +57,11 @@ _SEED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigure:
-    """Sampled tokens per second with so many rows, by wall clock and by CPU time of the process.
+    """Sampled tokens per second with so many rows, by wall clock and by CPU time of the process,
+    beside `generate` on the same requests as they arrive, and sorted by length.
 
-    On a machine that does other work too, the CPU time is the better measure. `ratio` is that of
-    the CPU figures; where both take turns (vLLM), the median of the turns' own, by wall clock for
-    models whose work is a GPU's.
-
-    Example: ``EngineFigure(rows=64, requests=512, tokens=8463, tokens_per_s=21000.0,
-    cpu_tokens_per_s=22000.0, generate_tokens_per_s=2900.0, generate_cpu_tokens_per_s=3000.0,
-    ratio=7.3)``
+    `ratio` is that of the CPU figures. `computed` are tokens that `generate` computes for one that
+    is counted.
     """
 
     rows: int
@@ -78,18 +72,6 @@ class EngineFigure:
     generate_tokens_per_s: float
     generate_cpu_tokens_per_s: float
     ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateFigure(EngineFigure):
-    """Beside `generate` on the same requests as they arrive, and sorted by length.
-
-    `computed` are tokens that `generate` computes for one that is counted.
-
-    Example: ``GenerateFigure(rows=64, ..., ratio=6.5, computed=5.3,
-    sorted_generate_cpu_tokens_per_s=14000.0, sorted_ratio=1.4, sorted_computed=1.1)``
-    """
-
     computed: float
     sorted_generate_cpu_tokens_per_s: float
     sorted_ratio: float
@@ -100,30 +82,15 @@ def command(
     rows: Annotated[
         list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
-    model: Annotated[
-        str, typer.Option(help="demo; for vllm also tiny, 0.6B, 1.7B or 4B: Qwen3's shapes.")
-    ] = DEMO,
     as_json: JsonOption = False,
 ) -> None:
-    """Tokens per second of an engine by rows, beside `generate` of transformers or of vLLM."""
-    from dora_pipe.producers.engines.registry import need_engines
-
-    need_engines([engine])
-    if engine == "torch":
-        if model != DEMO:
-            raise UsageError(f"--model {model} needs vLLM", hint="--engine vllm")
-        emit_figures(bench_engine(rows or TORCH_ROWS), as_json=as_json)
-        return
-    from dora_pipe.bench.engine_vllm import bench_vllm, load_of
-
-    with scratch() as folder:
-        emit_figures(bench_vllm(folder, rows or VLLM_ROWS, load_of(model)), as_json=as_json)
+    """Tokens per second of the torch engine by rows, beside `generate` of transformers."""
+    emit_figures(bench_engine(rows or ROWS), as_json=as_json)
 
 
 def bench_engine(
     rows: Sequence[int], *, requests_per_row: int = REQUESTS_PER_ROW
-) -> list[GenerateFigure]:
+) -> list[EngineFigure]:
     """A figure for each number of rows. Needs torch and transformers. Raises UsageError."""
     check_rows(rows)
     return [_figure(count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
@@ -177,7 +144,7 @@ def computed_per_token(requests: Sequence[EngineRequest], rows: int) -> float:
     return sum(len(batch) * max(batch) for batch in batches) / sum(lengths)
 
 
-def _figure(rows: int, count: int) -> GenerateFigure:
+def _figure(rows: int, count: int) -> EngineFigure:
     requests, warm_up = demo_requests(count), demo_requests(WARM_UP_REQUESTS, seed=0)
     by_length = sorted(requests, key=lambda request: request.params.max_tokens)
     engine = make_engine(rows)
@@ -191,7 +158,7 @@ def _figure(rows: int, count: int) -> GenerateFigure:
         generate(requests, rows)
     with measured(theirs_sorted):
         generate(by_length, rows)
-    return GenerateFigure(
+    return EngineFigure(
         rows=rows,
         requests=count,
         tokens=tokens,

@@ -1,7 +1,6 @@
 """What runs on a GPU and how fast, piece by piece: `make gpu-report`.
 
     python -m dora_pipe.bench.gpu_report [--out DIR] [--pieces a,b] [--seconds N] [--commit ID]
-    python -m dora_pipe.bench.gpu_report --page docs/gpu.md --out DIR
     python -m dora_pipe.bench.gpu_report --tiny      # every piece in small, or why not, on a CPU
 
 A piece is a process of its own; what it prints goes to PIECE.log of the folder, and what came of it
@@ -32,7 +31,6 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora_pipe.bench.gpu_cases import TINY
-from dora_pipe.bench.gpu_page import write_page
 
 SECONDS: Final = 470
 """A piece's bound: less than eight minutes."""
@@ -141,14 +139,6 @@ PIECES: Final = (
     _round("runs-bf16", "the same in bfloat16", "vllm"),
     _round("demo-bf16", "the demo with vLLM", "vllm"),
     _round("demo-graphs", "the same with compiled graphs", "vllm"),
-    _bench(
-        "engine",
-        "tokens/s beside vLLM's generate",
-        *("--model", "0.6B", "--rows", "64", "--rows", "256"),
-        more="--engine vllm",
-        tiny=("--rows", "1"),
-        needs="vllm",
-    ),
 )
 
 
@@ -316,17 +306,13 @@ def _words(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--pieces", default="", help="with commas; all")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each piece at most")
     parser.add_argument("--commit", default="", help="where git does not say it")
-    parser.add_argument("--page", type=Path, help="write the folder's tables there; run nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny figures, on a CPU")
     return vars(parser.parse_args(words))
 
 
 def main(words: Sequence[str]) -> int:
-    """Run pieces, or write the page; 1 if one failed or there is no GPU."""
+    """Run pieces; 1 if one failed or there is no GPU."""
     given = _words(words)
-    if given["page"]:
-        write_page(given["page"], given["out"], {one.name: one.what for one in PIECES})
-        return 0
     pieces, machine = _chosen(given), here(given["commit"])
     if not machine.card and not given["tiny"]:
         sys.stderr.write(f"error: {NO_GPU}\n")

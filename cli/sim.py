@@ -13,11 +13,13 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Annotated, Any, Final
 
 import msgspec
 import typer
 
+import dora_pipe
 from dora_pipe.cli.lazy import lazy_app
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
@@ -61,6 +63,18 @@ def sim(
     else:
         first, last = range_of(seeds) if seeds else (0, count - 1)
         play_many((first, last), jobs, steps, resident, as_json)
+
+
+def bugs(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = 1,
+) -> None:
+    """Plant wrong rules, one at a time, and say which seed finds each; exit code 5 where none
+    does."""
+    root = Path(dora_pipe.__file__).parent
+    if not (root / "tests").is_dir():
+        raise UsageError("planted bugs are not installed", hint="run it in a checkout")
+    command = [sys.executable, "-m", "tests.support.mutants.command", "--steps", str(steps)]
+    raise typer.Exit(subprocess.call(command, cwd=root))
 
 
 def play_one(seed: int, steps: int, resident: bool, as_json: bool) -> None:
@@ -217,7 +231,7 @@ def range_of(text: str) -> tuple[int, int]:
 app = lazy_app(
     {
         "Commands": {
-            "bugs": ("bench.mutants.command:bugs", "Planted bugs, and the seeds that find them."),
+            "bugs": ("cli.sim:bugs", "Planted bugs, and the seeds that find them."),
         }
     },
     name="sim",

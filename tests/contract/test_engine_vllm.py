@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -355,18 +354,3 @@ def test_model_that_vllm_does_not_take_is_refused_in_one_line(
     with pytest.raises(PolicyError, match="experts under adapters has no kernel on a CPU"):
         open_vllm(mixed, slots=2, context_tokens=64, lora_rank=4)
     assert INTERRUPTIBLE in vllm.open(slots=1).declares
-
-
-def test_bench_runs_the_same_tokens_through_the_port_and_generate(tmp_path: Path) -> None:
-    from dora_pipe.bench import engine, engine_vllm
-
-    need_vllm()
-    load = engine_vllm.Load(turns=1, requests_per_row=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        (figure,) = engine_vllm.bench_vllm(tmp_path, [8], load)
-    assert (figure.rows, figure.requests) == (8, engine.REQUESTS_MIN)
-    assert figure.tokens == sum(
-        one.params.max_tokens for one in engine.demo_requests(figure.requests)
-    )
-    assert figure.ratio > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +16,7 @@ from dora_pipe.bench.studies.paper.rows import (
     published_rows,
     simulate,
 )
-from dora_pipe.bench.studies.paper.scaling_model import BLIND, FITTED, ScalingModel
+from dora_pipe.bench.studies.paper.scaling_model import FITTED
 from dora_pipe.bench.studies.paper.tables import SIZES, limit_min, parts_row, ratio_rows
 from dora_pipe.core.errors import UsageError
 
@@ -29,11 +28,10 @@ def rows(*words: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_lengths_and_law_stand_beside_what_was_published() -> None:
-    found = rows("--section", "lengths", "--section", "law")
-    assert {row["section"] for row in found} == {"lengths", "law"}
+def test_lengths_stand_beside_what_was_published() -> None:
+    found = rows("--section", "lengths")
     errors = [str(row["error"]) for row in found if row["error"]]
-    assert len(errors) == 13
+    assert len(errors) == 7
     assert max(abs(float(one.rstrip("%"))) for one in errors) < 15
 
 
@@ -41,12 +39,6 @@ def test_an_unknown_section_is_named() -> None:
     result = CliRunner().invoke(app, ["paper", "--section", "moon"])
     assert isinstance(result.exception, UsageError)
     assert "moon" in result.exception.message
-
-
-def test_tables_for_people_have_titles_and_notes() -> None:
-    result = CliRunner().invoke(app, ["paper", "--section", "law"])
-    assert "One law from GPUs to slots" in result.stdout
-    assert "slots per GPU" in result.stdout
 
 
 def test_ratios_stand_beside_what_was_published() -> None:
@@ -87,15 +79,12 @@ def test_parts_hide_what_a_whole_batch_exposes_and_cost_as_much_training() -> No
 @pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", SIZES)
-@pytest.mark.parametrize("law", [FITTED, replace(BLIND, train_share=0.5)], ids=["law", "blind"])
-def test_with_parts_a_step_is_below_the_published_one_and_near_its_limit(
-    law: ScalingModel, gpus: int
-) -> None:
+def test_with_parts_a_step_is_below_the_published_one_and_near_its_limit(gpus: int) -> None:
     row = parted_row(gpus, PARTS)
-    found = simulate(row, law=law, seed=1)
+    found = simulate(row, seed=1)
     assert row.published.step_min is not None
     assert found.step_min < row.published.step_min
-    assert found.step_min < 1.03 * limit_min(row, law)
+    assert found.step_min < 1.03 * limit_min(row, FITTED)
 
 
 @pytest.mark.pure

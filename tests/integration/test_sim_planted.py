@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from dora_pipe.bench.mutants.rules import BUGS, mutated
-from dora_pipe.bench.mutants.seeds import seeds_of
 from dora_pipe.orchestrator import elastic, staleness
 from dora_pipe.sim.seed_runner import run_seed
+from tests.support.mutants.rules import BUGS, mutated
+from tests.support.mutants.seeds import seeds_of
 from tests.support.tiers import more
 
 SEEDS_MAX = 500

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -22,21 +22,14 @@ from dora_pipe.bench.studies.paper.rows import (
     simulate_seeds,
 )
 from dora_pipe.bench.studies.paper.scaling_model import (
-    BLIND,
     FITTED,
-    FITTED_TO,
-    GPUS_PER_WORKER,
     MINUTE_S,
     SIBLINGS,
     ScalingModel,
-    mean_rollouts,
-    predicted,
     step_tokens,
 )
-from dora_pipe.bench.studies.paper.scaling_model import fit as fit_law
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.cli.output import emit_line, emit_rows
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
 
 Row = dict[str, Any]
@@ -109,32 +102,6 @@ def lengths_table() -> Table:
                 }
             )
     return Table(name="lengths", title="Response lengths: censored log-normal fits", rows=rows)
-
-
-def law_table(law: ScalingModel = FITTED) -> Table:
-    """What the law says about the numbers it was fitted to."""
-    minutes = predicted(law, mean_rollouts(law))
-    rows: list[Row] = [
-        {
-            "row": one.what,
-            "gpus": one.gpus,
-            "published": one.minutes,
-            "law": found,
-            "error": error(found, one.minutes),
-        }
-        for one, found in zip(FITTED_TO, minutes, strict=True)
-    ]
-    return Table(
-        name="law",
-        title="One law from GPUs to slots and speed, minutes",
-        rows=rows,
-        notes=(
-            f"{law.slots_per_gpu} slots per GPU, tau {law.tau_s * 1e3:.1f} ms alone and "
-            f"{law.tau_s * (1 + law.rise) * 1e3:.1f} ms in a full engine, "
-            f"{GPUS_PER_WORKER} GPUs a worker; "
-            f"training {law.train_fixed_s:.0f} s + {law.train_gpu_s:.0f} s / GPUs",
-        ),
-    )
 
 
 def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
@@ -222,32 +189,20 @@ def published_tables(
     )
 
 
-BLIND_SHARES = (0.5, 0.75)
-"""Of the GPUs, which train; a share is ours to choose, so several are shown."""
-
-
 def parts_table(
     seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
 ) -> Table:
-    """DORA with and without parts: on the law, and on one that no row of DORA's had a say in."""
-    laws = [("law", law)]
-    laws += [("blind", replace(BLIND, train_share=share)) for share in BLIND_SHARES]
+    """DORA with and without parts."""
     rows: list[Row] = []
     for gpus in SIZES:
-        for name, one in laws:
-            for parts in (1, PARTS):
-                scenario = parted_row(gpus, parts)
-                found = simulate_seeds(scenario, law=one, seeds=seeds, steps=steps)
-                rows.append({"law": name, "share": one.train_share, "parts": parts})
-                rows[-1] |= parts_row(scenario, found, one)
+        for parts in (1, PARTS):
+            scenario = parted_row(gpus, parts)
+            found = simulate_seeds(scenario, law=law, seeds=seeds, steps=steps)
+            rows.append({"parts": parts, **parts_row(scenario, found, law)})
     return Table(
         name="parts",
         title="Parts of a batch, bound 2, C 2: minutes per step, against what the hardware allows",
         rows=rows,
-        notes=(
-            "blind: fitted to the synchronous and one-step rows with the share that these prefer, "
-            f"{BLIND.train_share}; DORA then runs with the share named",
-        ),
     )
 
 
@@ -270,18 +225,15 @@ def parts_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
     }
 
 
-SECTIONS = ("lengths", "law", "dora", "parts")
+SECTIONS = ("lengths", "dora", "parts")
 
 
-def tables(
-    sections: Sequence[str], *, seeds: Sequence[int], steps: int, law: ScalingModel = FITTED
-) -> Iterator[Table]:
+def tables(sections: Sequence[str], *, seeds: Sequence[int], steps: int) -> Iterator[Table]:
     """The sections asked for, one after the other."""
     made: dict[str, Callable[[], Iterable[Table]]] = {
         "lengths": lambda: [lengths_table()],
-        "law": lambda: [law_table(law)],
-        "dora": lambda: published_tables(seeds, steps, law),
-        "parts": lambda: [parts_table(seeds, steps, law)],
+        "dora": lambda: published_tables(seeds, steps),
+        "parts": lambda: [parts_table(seeds, steps)],
     }
     for name in sections:
         yield from made[name]()
@@ -293,16 +245,14 @@ def command(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds per row.")] = 3,
     steps: Annotated[int, typer.Option(min=8, help="Steps per run.")] = 16,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the law again first.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Published tables and the simulator's, side by side with the error."""
     unknown = sorted(set(section or ()) - set(SECTIONS))
     if unknown:
         raise UsageError(f"no section {unknown[0]!r}", hint=f"one of {', '.join(SECTIONS)}")
-    law = fit_law(say) if fit else FITTED
     asked = [name for name in SECTIONS if not section or name in section]
-    for table in tables(asked, seeds=range(1, seeds + 1), steps=steps, law=law):
+    for table in tables(asked, seeds=range(1, seeds + 1), steps=steps):
         if as_json:
             emit_rows((), ({"section": table.name, **row} for row in table.rows), as_json=True)
             continue

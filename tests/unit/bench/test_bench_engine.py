@@ -7,7 +7,7 @@ import pytest
 
 from dora_pipe.bench.engine import (
     MODEL,
-    GenerateFigure,
+    EngineFigure,
     bench_engine,
     computed_per_token,
     demo_requests,
@@ -17,7 +17,7 @@ from dora_pipe.core.errors import UsageError
 
 def test_figures_hold_both_engines() -> None:
     (figure,) = bench_engine([8], requests_per_row=1)
-    assert isinstance(figure, GenerateFigure)
+    assert isinstance(figure, EngineFigure)
     assert (figure.rows, figure.requests) == (8, 32)
     assert figure.tokens == sum(one.params.max_tokens for one in demo_requests(32))
     assert figure.tokens_per_s > 0 and figure.cpu_tokens_per_s > 0

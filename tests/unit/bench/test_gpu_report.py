@@ -8,11 +8,9 @@ import pytest
 
 from dora_pipe.bench import gpu_report
 from dora_pipe.bench.gpu_cases import TINY_TOKENS, cases_of, tiny
-from dora_pipe.bench.gpu_page import BEGIN, END, NOWHERE, outcomes_of, tables, with_figures
 from dora_pipe.bench.gpu_report import NO_GPU, PIECES, Machine, Outcome, Piece, main, run_report
 from tests.support.device import has_gpu
 from tests.support.gpu import ROUNDS
-from tests.support.tidy import ROOT
 
 COUNTS = """
 with open("ran", "a") as file:
@@ -103,26 +101,6 @@ def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Pat
         "few": ("skipped", "it needs 2 GPUs, here is 1"),
         "good": ("done", ""),
     }
-    page = tables(outcomes_of(tmp_path), {"good": "it is there", "later": "what later is"})
-    assert "| `later` | what later is | not run |" in page and "it is there" not in page
-    assert "| `absent` | what absent is | skipped |" in page
-    assert "a card, driver 1; torch 2; commit abc." in page
-
-
-def test_a_table_leaves_out_what_no_row_says(tmp_path: Path) -> None:
-    rows = ('{"a": 1234, "b": null, "c": true, "d": [[1, 2]]}', '{"a": 2, "b": "", "c": false}')
-    code = "".join(f"print({row!r});" for row in rows)
-    _run(tmp_path, _piece("one", code))
-    page = tables(outcomes_of(tmp_path), {})
-    assert page.endswith("| a | c |\n| --- | --- |\n| 1 234 | yes |\n| 2 |  |\n")
-
-
-def test_the_page_has_the_figures_that_are_kept_beside_the_benches() -> None:
-    page = (ROOT / "docs/gpu.md").read_text()
-    kept = outcomes_of(ROOT / "bench/results/gpu")
-    assert page == with_figures(page, kept, {one.name: one.what for one in PIECES})
-    assert kept or NOWHERE in page
-    assert page.index(BEGIN) < page.index(END)
 
 
 def test_without_a_gpu_it_is_one_line(

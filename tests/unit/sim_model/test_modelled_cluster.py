@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.bench.studies.paper.lengths import Lengths
-from dora_pipe.bench.studies.paper.scaling_model import rollout_units
 from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
 from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan
@@ -18,6 +19,42 @@ from dora_pipe.sim.paradigms_planner import LegacyFill, Production, Proportional
 
 LENGTHS = Lengths(mu=5.0, sigma=1.2, cap=2000)
 RATES = EngineRates(tau_s=0.02, load_s=1.0)
+
+
+def rollout_units(
+    groups: Sequence[Sequence[int]], *, workers: int, slots: int, rise: float
+) -> float:
+    """Length of one synchronous rollout in units of `tau_s`; first come, first served.
+
+    Requests go to whichever worker has a slot free first; each worker runs at its own pace.
+    """
+    waiting = iter([float(length) for group in groups for length in group])
+    heaps: list[list[float]] = [[] for _ in range(workers)]
+    served = [0.0] * workers
+    for number, length in zip(range(workers * slots), waiting, strict=False):
+        heapq.heappush(heaps[number % workers], length)
+
+    def due(now: float, worker: int) -> float:
+        left = heaps[worker][0] - served[worker]
+        return now + left * (1.0 + rise * len(heaps[worker]) / slots)
+
+    events = [(due(0.0, worker), worker) for worker in range(workers) if heaps[worker]]
+    heapq.heapify(events)
+    now = 0.0
+    while events:
+        now, worker = events[0]
+        heap = heaps[worker]
+        served[worker] = heap[0]
+        following = next(waiting, None)
+        if following is None:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, served[worker] + following)
+        if heap:
+            heapq.heapreplace(events, (due(now, worker), worker))
+        else:
+            heapq.heappop(events)
+    return now
 
 
 def draw(ordinal: int) -> tuple[int, ...]:

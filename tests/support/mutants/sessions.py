@@ -18,7 +18,7 @@ from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.schemas.contexts import prompt_digest
 
 if TYPE_CHECKING:
-    from dora_pipe.bench.mutants.rules import Patches
+    from tests.support.mutants.rules import Patches
 
 
 def _answered_early(patches: Patches) -> None:

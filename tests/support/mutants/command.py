@@ -1,4 +1,4 @@
-"""`sim bugs`: every planted bug is looked for, and found by the first seed that meets it."""
+"""`python -m sim bugs`: look for every planted bug until the first seed finds it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from typing import Annotated, Final
 
 import typer
 
+from dora_pipe.cli.main import run_command
 from dora_pipe.cli.output import emit_table
+from dora_pipe.cli.sim import COLLECT_AFTER
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.sim.seed_runner import run_seed
+from tests.support.mutants.rules import BUGS, mutated
+from tests.support.mutants.seeds import seeds_of
+
+app = typer.Typer(add_completion=False)
 
 BUG_SEEDS: Final = 500
 """A planted bug is looked for in so many seeds."""
 
 
+@app.command()
 def bugs(
     steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = 1,
 ) -> None:
     """Plant wrong rules, one at a time, and say which seed finds each; exit code 5 where none
     does."""
-    from dora_pipe.bench.mutants.rules import BUGS, mutated
-    from dora_pipe.bench.mutants.seeds import seeds_of
-    from dora_pipe.cli.sim import COLLECT_AFTER
-    from dora_pipe.sim.seed_runner import run_seed
-
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)  # What breaks here is meant to.
     gc.set_threshold(*COLLECT_AFTER)
     rows, missed = [], []
@@ -41,3 +44,7 @@ def bugs(
     emit_table(("bug", "what", "seeds needed", "found by"), rows)
     if missed:
         raise InvariantBroken(f"{missed[0]} was not found within {BUG_SEEDS} seeds")
+
+
+if __name__ == "__main__":
+    run_command("tests.support.mutants.command")

@@ -8,7 +8,7 @@ from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.state import State
 
 if TYPE_CHECKING:
-    from dora_pipe.bench.mutants.rules import Patches
+    from tests.support.mutants.rules import Patches
 
 
 def _never_given_back(patches: Patches) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from dora_pipe.bench.mutants.elastic import OF_ELASTIC
-from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_SESSIONS
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import whole_every
 from dora_pipe.sim.scenario import Scenario, draw
+from tests.support.mutants.elastic import OF_ELASTIC
+from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
 
 Meets = Callable[[Scenario], bool]
 

@@ -18,9 +18,6 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.mutants.elastic import OF_ELASTIC
-from dora_pipe.bench.mutants.sessions import OF_EPISODES, OF_SESSIONS
-from dora_pipe.bench.mutants.versions import OF_VERSIONS
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
 from dora_pipe.config.model import in_flight_batches
@@ -43,6 +40,9 @@ from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
+from tests.support.mutants.elastic import OF_ELASTIC
+from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
+from tests.support.mutants.versions import OF_VERSIONS
 
 _MISSING: Final = object()
 

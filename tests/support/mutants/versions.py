@@ -17,7 +17,7 @@ from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
 if TYPE_CHECKING:
-    from dora_pipe.bench.mutants.rules import Patches
+    from tests.support.mutants.rules import Patches
 
 
 def _pins_forgotten(patches: Patches) -> None:

@@ -1,4 +1,4 @@
-"""Decides nothing: production's planner, state and bound over modelled workers and a trainer.
+"""Production's planner, state and bound over modelled workers and a trainer.
 
 What is production's own: the state and every rule that changes it (`apply_control`), the planner
 (`decide`), admission, deadlines, batches. What is modelled: how long things take. Left out are the
@@ -22,10 +22,10 @@ import msgspec
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.orchestrator.apply_control import apply_control
+from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import apply_observation, note_slots
-from dora_pipe.orchestrator.planner import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER, decide
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.state_ops import release
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -51,7 +51,6 @@ from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
     Move,
-    OffEngine,
     Place,
     PlacedRequest,
     PlanPeriod,
@@ -65,10 +64,8 @@ from dora_pipe.sim.modelled_worker import (
     Left,
     ModelledWorker,
     TrainerRates,
-    Turns,
     WorkerSize,
 )
-from dora_pipe.sim.paradigms_planner import Planner, Production
 
 SECOND_NS: Final = 1_000_000_000
 ROUNDS_MAX: Final = 200_000
@@ -76,18 +73,11 @@ ROUNDS_MAX: Final = 200_000
 MANY: Final = 50
 """A plan with so many decisions may have been cut short, so it is asked once more at once."""
 
+ANY_ROW: Final = Samplers(recorded={})
+"""Which row a group gets makes no difference to a modelled cluster."""
+
 NO_DIGEST: Final = sha256_hex(b"")
 """Stands for every digest that nobody compares."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluations:
-    """Evaluation groups of a run; `lengths(row)` gives the sampled tokens of each sibling."""
-
-    every: int
-    prompts: int
-    siblings: int
-    lengths: Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,24 +99,9 @@ class ClusterPlan:
     one_batch: bool = False
     """Never generate for more than one batch: C is 2 while a step trains and 1 while none does, as
     one-step off-policy training is published."""
-    planner: Planner = field(default_factory=Production)
     reward: Callable[[int, int], float | None] = lambda ordinal, sibling: float(sibling % 2)
     filter_zero_advantage: bool = False
     prompt_tokens: int = 0
-    evaluation: Evaluations | None = None
-    turns: Turns | None = None
-    """Of episodes; None: every response is sampled in one go."""
-    report_s: Callable[[int, int], float] = lambda ordinal, sibling: 0.0
-    """From the end of a response to the record that says so: reward, codec, log."""
-    react_s: float = 0.0
-    """From a fact to the round that reads it."""
-    place_s: float = 0.0
-    """From a decision that places a request to the worker's seeing it."""
-    first_step_s: float = 0.0
-    """What the first training step takes beyond the others."""
-    slower: Callable[[int, bool], float] = lambda busy, training: 1.0
-    """How many times as long everything takes while so many workers are busy and a step trains or
-    does not (shared cores)."""
     round_s: float = 1.0
     declares: tuple[str, ...] = ("moves",)
 
@@ -230,9 +205,6 @@ class Cluster:
             self._lefts,
             epoch=epoch,
             prompt_tokens=self.plan.prompt_tokens,
-            place_s=self.plan.place_s,
-            react_s=self.plan.react_s,
-            turns=self.plan.turns,
         )
 
     def _advance(self, now_s: float) -> None:
@@ -242,11 +214,8 @@ class Cluster:
         for worker in self._workers.values():
             for request in worker.advance(now_s):
                 self._ends += 1
-                delay_s = self.plan.report_s(request.spec.ordinal, request.sibling)
-                due_s = now_s + delay_s + self.plan.react_s
-                heapq.heappush(self._ended, (due_s, self._ends, worker, request))
+                heapq.heappush(self._ended, (now_s, self._ends, worker, request))
         self._report()
-        self._observe()
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
@@ -259,7 +228,6 @@ class Cluster:
         if now_s >= self._period_s:
             self._period_s = now_s + self._plan_period_s
             self._note(PlanPeriod())
-            self._park()
 
     def _report(self) -> None:
         """Report every response that is due, one record per worker and version."""
@@ -282,14 +250,6 @@ class Cluster:
                 )
             )
 
-    def _observe(self) -> None:
-        """Who is scored or waits for an answer needs no slot, as a worker's status would say."""
-        scored = Counter(worker.size.name for _, _, worker, _ in self._ended)
-        for name, worker in self._workers.items():
-            found = scored[name] + len(worker.away)
-            if found != self.state.workers[name].off_engine:
-                self._note(OffEngine(worker=name, epoch=worker.epoch, requests=found))
-
     def _note(self, observation: AnyObservation) -> None:
         apply_observation(self.state, observation)
 
@@ -309,15 +269,12 @@ class Cluster:
         )
 
     def _reward(self, request: PlacedRequest) -> float | None:
-        if request.spec.purpose == "eval":
-            return 0.0
         return self.plan.reward(request.spec.ordinal, request.sibling)
 
     def _commit(self, batch: TakeBatch) -> None:
         self._training = None
         self._apply(step_committed(self.state, batch))
         self._limit_batches(training=False)
-        self._park()
 
     def _limit_batches(self, *, training: bool) -> None:
         """Of one-step off-policy training: see `ClusterPlan.one_batch`."""
@@ -329,7 +286,7 @@ class Cluster:
     # Decisions
 
     def _round(self) -> None:
-        decisions = self.plan.planner.decide(self.state)
+        decisions = decide(self.state, samplers=ANY_ROW)
         note_slots(self.state)
         self.run_.rounds += 1
         took = False
@@ -340,7 +297,6 @@ class Cluster:
         moved = any(isinstance(one, Move) for one in decisions)
         if took or moved or len(decisions) >= MANY:
             self._round()
-        self._set_pace()
 
     def _obey(self, decision: AnyDecision) -> bool:
         """Do what it says; True for a batch."""
@@ -363,12 +319,7 @@ class Cluster:
 
     def _place(self, request: PlacedRequest) -> None:
         if request.trajectory not in self._lefts:
-            spec, evaluation = request.spec, self.plan.evaluation
-            if spec.purpose == "eval":
-                assert evaluation is not None
-                length = evaluation.lengths(spec.index)[request.sibling]
-            else:
-                length = self.plan.lengths(spec.ordinal)[request.sibling]
+            length = self.plan.lengths(request.spec.ordinal)[request.sibling]
             self._lefts[request.trajectory] = Left(left=float(length))
         elif request.kv is not None:
             done = round(self._lefts[request.trajectory].done)
@@ -395,17 +346,6 @@ class Cluster:
             )
         )
 
-    def _park(self) -> None:
-        """What a planner of `paradigms_planner` takes off its workers."""
-        for trajectory in self.plan.planner.park(self.state):
-            worker = self._workers[self.state.requests[trajectory].worker]
-            if not worker.holds(trajectory):
-                continue
-            ran = trajectory in worker.running
-            resume = worker.release(trajectory)
-            release(self.state, trajectory, self._handover(resume) if ran else None)
-            self.run_.moves += ran
-
     def _handover(self, resume: Resume | None) -> Blob:
         tokens = resume.tokens if resume is not None else 0
         return Blob(sha256=NO_DIGEST, bytes=tokens * self.plan.rates.kv_bytes)
@@ -413,11 +353,10 @@ class Cluster:
     def _train(self, batch: TakeBatch) -> None:
         specs = [self.state.groups[one.group].spec for one in batch.groups]
         step_s = self._compute_s(batch.groups[sum(batch.parts) :])
-        step_s += self.plan.first_step_s if batch.step == 0 else 0.0
         from_s = max(self.now_s, self._parts_until_s) if batch.parts else self.now_s
         parts_s, self._parts_s = self._parts_s if batch.parts else 0.0, 0.0
         staleness = Counter(batch.step - spec.version for spec in specs)
-        self._training = batch, from_s + step_s + self.plan.react_s
+        self._training = batch, from_s + step_s
         self.run_.spans.append(
             StepSpan(
                 step=batch.step,
@@ -430,9 +369,8 @@ class Cluster:
         )
 
     def _train_part(self, part: TakePart) -> None:
-        fixed_s = self.plan.trainer.fixed_s * self.plan.slower(self._busy(), True)
-        seconds = self._compute_s(part.groups) - fixed_s
-        trained_s = self._training[1] - self.plan.react_s if self._training else 0.0
+        seconds = self._compute_s(part.groups) - self.plan.trainer.fixed_s
+        trained_s = self._training[1] if self._training else 0.0
         self._parts_until_s = max(self.now_s, trained_s, self._parts_until_s) + seconds
         self._parts_s += seconds
 
@@ -441,16 +379,7 @@ class Cluster:
         ordinals = [self.state.groups[one.group].spec.ordinal for one in groups]
         tokens = sum(sum(self.plan.lengths(ordinal)) for ordinal in ordinals)
         samples = len(ordinals) * self.plan.group_size
-        step_s = self.plan.trainer.step_s(tokens=tokens, samples=samples)
-        return step_s * self.plan.slower(self._busy(), True)
-
-    def _busy(self) -> int:
-        return sum(len(worker.batch) > 0 for worker in self._workers.values())
-
-    def _set_pace(self) -> None:
-        slower = self.plan.slower(self._busy(), self._training is not None)
-        for worker in self._workers.values():
-            worker.batch.slower = slower
+        return self.plan.trainer.step_s(tokens=tokens, samples=samples)
 
     def _next_s(self) -> float:
         due_s = min(worker.next_s() for worker in self._workers.values())
@@ -477,9 +406,6 @@ def _config(plan: ClusterPlan) -> Config:
     staleness: dict[str, Any] = {"max_staleness": plan.max_staleness}
     if plan.in_flight_batches is not None:
         staleness["in_flight_batches"] = plan.in_flight_batches
-    evaluation: dict[str, Any] = {"prompts": 0}
-    if (one := plan.evaluation) is not None:
-        evaluation = {"every": one.every, "prompts": one.prompts, "siblings": one.siblings}
     plain = {
         "run": {"name": "modelled", "steps": plan.steps, "seed": 0},
         "model": {"path": "none"},
@@ -491,7 +417,7 @@ def _config(plan: ClusterPlan) -> Config:
         },
         "trainer": {"parts": plan.parts},
         "staleness": staleness,
-        "evaluation": evaluation,
+        "evaluation": {"prompts": 0},
         "bus": {"partitions": 1},
     }
     return msgspec.convert(plain, Config)

@@ -1,4 +1,4 @@
-"""Decides how fast modelled hardware generates and trains; pure, with time as an argument.
+"""Speed of modelled hardware that generates and trains; pure, with time as an argument.
 
 An engine (`Sharing`) advances all its active requests at one pace: a token takes `tau(active)`
 seconds, whatever the others' lengths. So the work done for one request since it entered equals that
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,8 +94,6 @@ class Sharing:
         """Time with at least one active request."""
         self.slot_s = 0.0
         """Active requests, integrated over time."""
-        self.slower = 1.0
-        """How many times as long a token takes just now: cores or GPUs are shared with others."""
         self._stall_s = 0.0
         self._ends: dict[str, float] = {}
         self._starts: dict[str, float] = {}
@@ -171,7 +169,7 @@ class Sharing:
         self.served += (span - stalled) / self._tau_s()
 
     def _tau_s(self) -> float:
-        return self.slower * self.rates.tau(len(self._ends))
+        return self.rates.tau(len(self._ends))
 
     def _settle(self) -> None:
         """Forget heap entries of requests that were removed."""
@@ -188,20 +186,6 @@ class WorkerSize:
     prefetch: int
     elastic: bool = False
     """It shares its GPUs with the trainer in time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """Episodes: after every `tokens` sampled ones an answer is waited for, without a slot.
-
-    Example: ``Turns(tokens=1024, answer_s=lambda trajectory, done: 10.0, answer_tokens=256)``
-    """
-
-    tokens: int
-    answer_s: Callable[[str, int], float]
-    """Of a trajectory and the tokens that it has by then."""
-    answer_tokens: int = 0
-    """Prefilled when the request is back in a slot; its prefix was kept."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,9 +207,6 @@ class ModelledWorker:
         *,
         epoch: int,
         prompt_tokens: int = 0,
-        place_s: float = 0.0,
-        react_s: float = 0.0,
-        turns: Turns | None = None,
     ) -> None:
         self.size = size
         self.epoch = epoch
@@ -238,13 +219,6 @@ class ModelledWorker:
         self.running: dict[str, PlacedRequest] = {}
         self._lefts = lefts
         self._prompt_tokens = prompt_tokens
-        self._place_s = place_s
-        self._react_s = react_s
-        self._turns = turns
-        self.away: set[str] = set()
-        """Whose answer is waited for."""
-        self._back: set[str] = set()
-        """Whose answer has come, and is not prefilled yet."""
         self._waiting: deque[PlacedRequest] = deque()
         self._arriving: list[tuple[float, str, PlacedRequest]] = []
 
@@ -252,10 +226,10 @@ class ModelledWorker:
         """Load another version, or sleep, which takes as long as what is here needs the engine."""
         self.assigned = decision
         if decision.version == NO_VERSION:
-            self.ready_s = now_s + self._react_s
+            self.ready_s = now_s
             return
         assert not self._open, f"{self.size.name} has open requests"
-        self.ready_s = now_s + self.batch.rates.load_s + self._react_s
+        self.ready_s = now_s + self.batch.rates.load_s
         self.loads += 1
 
     def ready(self, now_s: float) -> Assign | None:
@@ -277,13 +251,10 @@ class ModelledWorker:
 
     def place(self, request: PlacedRequest, now_s: float) -> None:
         """A request waits for a slot; one that was moved here first waits for its KV cache."""
-        delay_s = self._place_s
-        if request.kv is not None:
-            delay_s += self.batch.rates.move_s(round(self._left(request).done))
-        if not delay_s:
+        if request.kv is None:
             self._waiting.append(request)
         else:
-            arrives_s = now_s + delay_s
+            arrives_s = now_s + self.batch.rates.move_s(round(self._left(request).done))
             heapq.heappush(self._arriving, (arrives_s, request.trajectory, request))
         self._fill(now_s)
 
@@ -304,8 +275,6 @@ class ModelledWorker:
             left = self._lefts[trajectory]
             left.left, left.done = left.left - here, left.done + here
             return Resume(tokens=max(1, round(left.done)), partition=0, offset=0)
-        self.away.discard(trajectory)
-        self._back.discard(trajectory)
         waiting = [one for one in self._waiting if one.trajectory == trajectory]
         waiting += [one[2] for one in self._arriving if one[1] == trajectory]
         self._waiting = deque(one for one in self._waiting if one.trajectory != trajectory)
@@ -326,54 +295,24 @@ class ModelledWorker:
             until_s = min(self.batch.next_s(), arrives_s)
             until_s = min(until_s, now_s)
             for name in self.batch.advance(until_s):
-                request = self.running.pop(name)
-                if not self._waits_for_answer(request, until_s):
-                    found.append(request)
+                found.append(self.running.pop(name))
             self._fill(until_s)
             if until_s >= now_s:
                 return found
 
-    def _waits_for_answer(self, request: PlacedRequest, now_s: float) -> bool:
-        """Whether a request that has got the tokens of its turn has another one, for which it is
-        let out of its slot."""
-        if self._turns is None:
-            return False
-        left = self._left(request)
-        here = self._turn_tokens(left)
-        if here >= left.left:
-            return False
-        left.left, left.done = left.left - here, left.done + here
-        answer_s = self._turns.answer_s(request.trajectory, round(left.done))
-        heapq.heappush(self._arriving, (now_s + answer_s, request.trajectory, request))
-        self.away.add(request.trajectory)
-        return True
-
-    def _turn_tokens(self, left: Left) -> float:
-        """What a request samples before it ends or waits."""
-        if self._turns is None:
-            return left.left
-        turn = self._turns.tokens - left.done % self._turns.tokens
-        return min(left.left, turn)
-
     def _fill(self, now_s: float) -> None:
         while self._arriving and self._arriving[0][0] <= now_s + 1e-9:
             request = heapq.heappop(self._arriving)[2]
-            if request.trajectory in self.away:
-                self.away.remove(request.trajectory)
-                self._back.add(request.trajectory)
             self._waiting.append(request)
         while self._waiting and len(self.running) < self.size.slots:
             request = self._waiting.popleft()
             left = self._left(request)
             self.running[request.trajectory] = request
-            tokens, prefill = self._turn_tokens(left), self._prefill(request, left)
-            self.batch.add(request.trajectory, tokens, prefill=prefill)
+            prefill = self._prefill(request, left)
+            self.batch.add(request.trajectory, left.left, prefill=prefill)
 
     def _prefill(self, request: PlacedRequest, left: Left) -> int:
         """Tokens that the engine has not kept of a request."""
-        if self._turns is not None and request.trajectory in self._back:
-            self._back.remove(request.trajectory)
-            return self._turns.answer_tokens
         return self._prompt_tokens + round(left.done) if request.kv is None else 0
 
     def _left(self, request: PlacedRequest) -> Left:

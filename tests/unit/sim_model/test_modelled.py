@@ -93,14 +93,6 @@ def test_prefill_and_new_weights_stall_everybody() -> None:
     assert drain(batch) == {"first": pytest.approx(2.5), "second": pytest.approx(3.5)}
 
 
-def test_a_slower_engine_takes_longer_for_what_is_left() -> None:
-    batch = Sharing(EngineRates(tau_s=0.1))
-    batch.add("r", 20)
-    batch.advance(1.0)
-    batch.slower = 3.0
-    assert drain(batch) == {"r": pytest.approx(4.0)}
-
-
 def test_slot_time_counts_active_requests() -> None:
     batch = Sharing(EngineRates(tau_s=0.1))
     batch.add("short", 10)

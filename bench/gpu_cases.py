@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.section import ComputeDtype, OptimizerName
-from dora_pipe.consumers.learners.settings import MASKED, Packing
+from dora_pipe.consumers.learners.settings import Packing
 from dora_pipe.schemas.policy import PolicyDtype
 
 GROUP: Final = 2
@@ -29,8 +29,6 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
     row_tokens: int = 2048
     last_tokens: int = 0
     """Of the last row of every group, where it is shorter."""
-    halving: bool = False
-    """Each row has half the tokens of the one before it, the last as many: they fill two lines."""
     pass_tokens: int = 4096
     policies: PolicyDtype = "bfloat16"
     """What is published, beside float32 masters."""
@@ -53,8 +51,6 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokens_of(self, row: int) -> int:
         """Of one of them."""
-        if self.halving:
-            return self.row_tokens >> min(row, self.rows - 2)
         return (row % GROUP == GROUP - 1 and self.last_tokens) or self.row_tokens
 
     @property
@@ -86,30 +82,6 @@ def _ways() -> list[StepCase]:
         with_(small, optimizer="muon"),
         with_(small, optimizer="muon"),
     ]
-
-
-def _packed() -> list[StepCase]:
-    """Rows of 8192 tokens to 256 in one pass: by sequences, under a mask, and in lines of their
-    own."""
-    rows = {"rows": 6, "row_tokens": 8192, "pass_tokens": 16_384, "halving": True}
-    case = with_(StepCase(compute="bfloat16", steps=3), **rows)
-    return [with_(case, packing=True), with_(case, packing=MASKED), case]
-
-
-def _optimizers() -> list[StepCase]:
-    """What must have equal bits with what, told by the digest."""
-    plain = StepCase(digest=True, steps=1, compute="bfloat16")
-    muon, eight = with_(plain, optimizer="muon"), with_(plain, optimizer="adamw8bit")
-    less = [with_(plain, gradient_checkpointing=False), with_(plain, activation_offload=True)]
-    return [plain, *less, muon, muon, eight, eight]
-
-
-def _leaving() -> list[StepCase]:
-    """A step that follows another at once, and one whose states were away, with equal digests."""
-    plain = [
-        StepCase(model=model, digest=True, compute="bfloat16") for model in ("0.6B", "1.7B", "4B")
-    ]
-    return [case for one in plain for case in (one, with_(one, leaving=True))]
 
 
 def _long() -> list[StepCase]:
@@ -160,7 +132,4 @@ _SETS: Final[dict[str, Callable[[], list[StepCase]]]] = {
     "1.7B": _middle,
     "4B": _large,
     "long": _long,
-    "packed": _packed,
-    "optimizers": _optimizers,
-    "leaving": _leaving,
 }

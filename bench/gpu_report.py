@@ -112,11 +112,6 @@ PIECES: Final = (
     _steps("1.7B", "the same, Qwen3-1.7B's"),
     _steps("4B", "the same, Qwen3-4B's"),
     _steps("long", "rows of 32 000 tokens, 0.6B"),
-    _steps(
-        "packed", "rows of 8 192 tokens to 256 in one pass, 0.6B: by sequences, under a mask, apart"
-    ),
-    _steps("optimizers", "optimizers by name; what saves memory has equal bits"),
-    _steps("leaving", "states in the host's memory between steps: seconds, what is held, bits"),
     _bench(
         "memory",
         "the head in chunks, and a step of 27 million parameters",

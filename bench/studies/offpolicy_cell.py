@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -154,19 +154,6 @@ class Bench:
             cpu_s=time.process_time() - began_s,
             diverged_at=diverged_at,
         )
-
-    def policies(self, objective: str) -> Iterator[Path]:
-        """The weights of every version of a run on policy, the first one's included; a file that
-        the next one replaces. Raises NonFinite."""
-        path, digest = self._first
-        self.trainer.load(path, digest=digest, optimizer=None)
-        yield path
-        for version in range(self._config.run.steps):
-            self._engine.load(path, version=version, digest=digest)
-            batch = self._batch(version, version, digest)
-            self.trainer.train(batch, self.settings(objective, version))
-            path, digest = self._weights, self.trainer.save_weights(self._weights).digest
-            yield path
 
     def _evaluate(self, version: int, digest: str) -> float:
         """Mean reward of the first rows of the evaluation data, each with its own seeds."""

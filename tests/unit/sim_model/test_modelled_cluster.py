@@ -164,18 +164,6 @@ def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
     assert sum(span.ahead_s for span in parted.spans) > 2.0 * len(parted.spans)
 
 
-@pytest.mark.parametrize(("parts", "cost_s"), [(1, 2.0), (4, 0.0)])
-def test_first_part_of_a_step_is_computed_while_the_one_before_it_is_published(
-    parts: int, cost_s: float
-) -> None:
-    busy = TrainerRates(fixed_s=0.5, token_s=30.0 / sum(sum(draw(one)) for one in range(16)))
-    fast = {"trainer": busy, "rates": EngineRates(tau_s=0.002, load_s=0.1), "parts": parts}
-    at_once, later = (Cluster(plan(**fast, react_s=react_s)).run() for react_s in (0.0, 2.0))
-    taken_s = [run.spans[-1].committed_s - run.spans[0].committed_s for run in (at_once, later)]
-    assert (taken_s[1] - taken_s[0]) / 7 == pytest.approx(cost_s, abs=0.6)
-    assert staleness_of(later) <= {0, 1, 2}
-
-
 @pytest.mark.parametrize("declares", [("moves",), ()])
 def test_elastic_workers_generate_between_steps(declares: tuple[str, ...]) -> None:
     """They win time against two workers alone, and cost time against four that never sleep."""

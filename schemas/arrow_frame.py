@@ -23,7 +23,6 @@ import zstandard
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.arrow_message import body_is_compressed, check_schema, metadata_bytes
-from dora_pipe.schemas.loose_frame import loose_frame
 from dora_pipe.schemas.routes import ROUTES_BYTES_MAX
 
 RAW_BYTES_MAX = 64 * 1024 * 1024
@@ -69,8 +68,6 @@ _BUFFERS = (np.ndarray, array.array, bytearray)
 _NONE_WIDE: Final[Mapping[str, int]] = {}
 _PREFIX_BYTES = 8
 END_OF_STREAM = struct.pack("<iI", -1, 0)
-_FILLED_UP = tuple(bytes(-size % 8) + END_OF_STREAM for size in range(8))
-"""Behind a buffer of so many bytes beyond the last eight."""
 
 # ValueError covers ArrowInvalid, KeyError ArrowKeyError, OSError ArrowSerializationError.
 _UNREADABLE = (pa.ArrowException, ValueError, KeyError, TypeError, OSError, MemoryError)
@@ -125,11 +122,8 @@ class Layout:
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise SchemaError(_first_line(error), path=f"$.{name}") from None
 
-    def seal(self, arrays: Sequence[pa.Array], *, loose: int = 0) -> bytes:
-        """Columns of one row, in the order of the schema, as bytes.
-
-        The last column ends with so many `loose` bytes, in which nothing is found to compress.
-        """
+    def seal(self, arrays: Sequence[pa.Array]) -> bytes:
+        """Columns of one row, in the order of the schema, as bytes."""
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self.schema)
         # The same bytes as pa.ipc.new_stream writes, at a third of the time: the schema message
         # is not built again for each record.
@@ -139,10 +133,7 @@ class Layout:
                 self._check_bytes(column, name)
                 _check_entries(column, name)
         self._check_raw(raw)
-        if len(raw) < LONG_BYTES_MIN or not loose:
-            return compress(raw)
-        place = len(raw) - len(END_OF_STREAM) - loose - -loose % 8
-        return compress_front(raw[:place], memoryview(raw)[place:][:loose])
+        return compress(raw)
 
     def opened(self, raw: bytes, *, leave: Collection[str] = ()) -> Row:
         """The known columns of what a frame held, each valid, of one row and of its type.
@@ -300,43 +291,23 @@ def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:
 
 # Idle ones, as many as threads were at work at once: two on one of them end the process, and a new
 # one costs its pages, more than a short record does. Popping and appending are atomic.
-_COMPRESSORS: dict[tuple[int, bool], list[zstandard.ZstdCompressor]] = {
-    (level, whole): []
-    for level in (COMPRESSION_LEVEL, LONG_COMPRESSION_LEVEL)
-    for whole in (True, False)
+_COMPRESSORS: dict[int, list[zstandard.ZstdCompressor]] = {
+    COMPRESSION_LEVEL: [],
+    LONG_COMPRESSION_LEVEL: [],
 }
-"""By level, and whether they write a whole frame, with its size and checksum."""
 _DECOMPRESSORS: list[zstandard.ZstdDecompressor] = []
 
 
 def compress(raw: bytes) -> bytes:
     """One zstd frame with its checksum."""
-    level = _level(len(raw))
-    one = _compressor(level, whole=True)
-    frame = one.compress(raw)
-    _COMPRESSORS[level, True].append(one)  # One that has failed is not used again.
-    return frame
-
-
-def compress_front(front: bytes, loose: bytes | memoryview) -> bytes:
-    """One zstd frame around a stream whose last buffer lies in it as it is: `front` is what stands
-    before that buffer, and what stands behind it follows from its size."""
-    level = _level(len(front))
-    one = _compressor(level, whole=False)
-    frame = loose_frame(front, loose, _FILLED_UP[len(loose) % 8], one)
-    _COMPRESSORS[level, False].append(one)
-    return frame
-
-
-def _level(size: int) -> int:
-    return COMPRESSION_LEVEL if size < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
-
-
-def _compressor(level: int, *, whole: bool) -> zstandard.ZstdCompressor:
+    level = COMPRESSION_LEVEL if len(raw) < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
     try:
-        return _COMPRESSORS[level, whole].pop()
+        one = _COMPRESSORS[level].pop()
     except IndexError:
-        return zstandard.ZstdCompressor(level=level, write_checksum=whole, write_content_size=whole)
+        one = zstandard.ZstdCompressor(level=level, write_checksum=True)
+    frame = one.compress(raw)
+    _COMPRESSORS[level].append(one)  # One that has failed is not used again.
+    return frame
 
 
 def _decompress(frame: bytes) -> bytes:

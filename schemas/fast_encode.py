@@ -22,9 +22,7 @@ from dora_pipe.schemas.arrow_frame import (
     COLUMN_BYTES_MAX,
     END_OF_STREAM,
     ENTRIES_MAX,
-    LONG_BYTES_MIN,
     compress,
-    compress_front,
 )
 from dora_pipe.schemas.fast_validate import (
     COUNT_NODES,
@@ -68,8 +66,6 @@ _NULL: Final = b"\0"
 """The bitmap of a row that is null."""
 _KINDS: Final = {"utf8": "", "string": "", "int32": "i", "int64": "q", "bool": "?"}
 _FIELDS: Final = tuple((one.name, _KINDS[str(one.type)]) for one in SEGMENT)
-_ROUTES_PIECE: Final = -3
-"""The last buffer, its padding and the end."""
 _PADDING: Final = tuple(bytes(size) for size in range(8))
 
 _GIVES_UP: Final = (SchemaError, struct.error, ValueError, TypeError, AttributeError, OverflowError)
@@ -137,10 +133,8 @@ def _framed(trajectory: Trajectory, arrays: Arrays) -> bytes:
     buffers, routes = _buffers(trajectory, arrays, known), trajectory.routed_experts
     if routes is not None:
         buffers += _routes(routes)
-    pieces, size = _pieces(buffers, _nodes(trajectory, arrays, nulls), routed=routes is not None)
-    if routes is None or not routes.data or size < LONG_BYTES_MIN:
-        return compress(b"".join(pieces))
-    return compress_front(b"".join(pieces[:_ROUTES_PIECE]), routes.data)
+    pieces = _pieces(buffers, _nodes(trajectory, arrays, nulls), routed=routes is not None)
+    return compress(b"".join(pieces))
 
 
 def _nodes(trajectory: Trajectory, arrays: Arrays, nulls: int) -> list[int]:
@@ -218,8 +212,8 @@ def _routes(routes: Routes) -> Buffers:
     return [*found, _NONE, struct.pack("<2i", 0, len(routes.data)), routes.data]
 
 
-def _pieces(buffers: Buffers, nodes: Sequence[int], *, routed: bool) -> tuple[Buffers, int]:
-    """What the stream is made of, and how many bytes it has."""
+def _pieces(buffers: Buffers, nodes: Sequence[int], *, routed: bool) -> Buffers:
+    """The parts of the stream."""
     frame = row_metadata(routed=routed)
     pieces: Buffers = [frame.head, _NONE]
     numbers: list[int] = []
@@ -230,5 +224,4 @@ def _pieces(buffers: Buffers, nodes: Sequence[int], *, routed: bool) -> tuple[Bu
         pieces += (each, _PADDING[-size % 8])
         at += size + -size % 8
     pieces[1] = frame.filled(at, numbers, nodes)
-    size = len(frame.head) + len(pieces[1]) + at + len(END_OF_STREAM)
-    return [*pieces, END_OF_STREAM], size
+    return [*pieces, END_OF_STREAM]

@@ -128,10 +128,7 @@ class RecordLayout(Layout, Generic[T]):
             arrays.logprobs, arrays.sampler_logprobs
         ):
             columns["sampler_logprobs"] = self.column("sampler_logprobs", None)
-        loose = 0
-        if ROUTED in columns:
-            loose = columns[ROUTED][0]["data"].as_buffer().size
-        return self.seal(list(columns.values()), loose=loose)
+        return self.seal(list(columns.values()))
 
 
 def same_bits(some: Any, others: Any) -> bool:

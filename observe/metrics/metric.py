@@ -36,8 +36,6 @@ class Metric:
     spec: str
     """`name{label,label}` without `PREFIX`: the unit ends the name, and `_total` a counter's."""
     meaning: str
-    source: str
-    """Which records say it."""
     read: Read
 
     @property
@@ -85,19 +83,19 @@ def _bound(top: float) -> str:
     return "+Inf" if math.isinf(top) else str(top)
 
 
-def gauge(spec: str, meaning: str, source: str, read: Read) -> Metric:
+def gauge(spec: str, meaning: str, read: Read) -> Metric:
     """What is so at a moment."""
-    return Metric("gauge", spec, meaning, source, read)
+    return Metric("gauge", spec, meaning, read)
 
 
-def counter(spec: str, meaning: str, source: str, read: Read) -> Metric:
+def counter(spec: str, meaning: str, read: Read) -> Metric:
     """What only grows."""
-    return Metric("counter", spec, meaning, source, read)
+    return Metric("counter", spec, meaning, read)
 
 
-def histogram(spec: str, meaning: str, source: str, read: Read) -> Metric:
+def histogram(spec: str, meaning: str, read: Read) -> Metric:
     """What was observed many times."""
-    return Metric("histogram", spec, meaning, source, read)
+    return Metric("histogram", spec, meaning, read)
 
 
 def families(metrics: Sequence[Metric], stats: RunStats) -> list[Family]:

@@ -1,6 +1,6 @@
-"""The metrics of a run, one table: what each is called, means, and which records say it.
+"""The metrics of a run, one table: what each is called and means.
 
-docs/reference/metrics.md is printed from `METRICS`, and so is what Prometheus reads. It decides
+docs/reference/metrics.md also has the records that say each; a test compares the two. It decides
 which names of things become labels: those there are few of. A blocker that is a group or a
 trajectory is only called so; which one it is, `dora-pipe top` and `why` say.
 """
@@ -12,7 +12,6 @@ from typing import Final
 
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.metrics.metric import (
-    Metric,
     Read,
     Samples,
     Value,
@@ -93,21 +92,19 @@ RUN: Final = (
     gauge(
         "run_info{package,planner}",
         "Always 1.",
-        "run started",
         lambda t: {(one.package, one.planner): 1 for one in [t.started] if one is not None},
     ),
-    gauge("log_up", "1 while the log can be read.", "the reader", lambda t: t.log_up),
-    gauge("run_over", "1 once the run has stopped.", "stop run", lambda t: t.over),
+    gauge("log_up", "1 while the log can be read.", lambda t: t.log_up),
+    gauge("run_over", "1 once the run has stopped.", lambda t: t.over),
     gauge(
         "last_record_timestamp_seconds",
         "The newest moment that a record carries, wall clock.",
-        "all",
         lambda t: t.last_ns / 1e9 if t.last_ns else None,
     ),
-    gauge("planned_steps", "Steps as configured.", "run started", lambda t: t.steps_planned),
-    gauge("policy_version", "The newest version.", "step committed", lambda t: t.version),
-    counter("rounds_total", "Rounds of the orchestrator.", "rounds", lambda t: t.rounds),
-    counter("decisions_total{kind}", "Decisions, by kind.", "rounds", lambda t: t.decisions),
+    gauge("planned_steps", "Steps as configured.", lambda t: t.steps_planned),
+    gauge("policy_version", "The newest version.", lambda t: t.version),
+    counter("rounds_total", "Rounds of the orchestrator.", lambda t: t.rounds),
+    counter("decisions_total{kind}", "Decisions, by kind.", lambda t: t.decisions),
 )
 
 BUS: Final = (
@@ -115,44 +112,37 @@ BUS: Final = (
         "bus_records_total{topic}",
         "Records by topic. Those of metrics from the last 100 000 on; trajectories as they were "
         "named in control.",
-        "all",
         lambda t: {name: one.records for name, one in t.meter.topics.items()},
     ),
     counter(
         "bus_bytes_total{topic}",
         "Bytes of the values of these records.",
-        "all",
         lambda t: {name: one.bytes for name, one in t.meter.topics.items()},
     ),
     counter(
         "bus_unreadable_records_total{topic}",
         "Those of them that could not be read.",
-        "all",
         lambda t: {name: one.unreadable for name, one in t.meter.topics.items()},
     ),
     gauge(
         "bus_end_position{topic,partition}",
         "Where the partition ends.",
-        "the log",
         lambda t: {at: one.end for at, one in t.meter.positions.items()},
     ),
     gauge(
         "exporter_lag_positions{topic,partition}",
         "How far the reader that makes these metrics is behind the end of the partition.",
-        "the reader",
         lambda t: {at: one.end - one.position for at, one in t.meter.positions.items()},
     ),
     gauge(
         "orchestrator_lag_positions",
         "Control positions that no round has folded yet: how far the orchestrator is behind.",
-        "rounds",
         _lag,
     ),
     histogram(
         "control_delay_seconds",
         "From when a fact happened to the round that folds it: writing, the bus, reading, and the "
         "difference of two wall clocks.",
-        "control, rounds",
         lambda t: t.delay_s,
     ),
 )
@@ -161,32 +151,27 @@ ROLES: Final = (
     gauge(
         "role_heard_timestamp_seconds{role}",
         "The newest status of a role that is not gone, wall clock.",
-        "statuses",
         _roles(lambda s: s.at_ns / 1e9),
     ),
     gauge(
         "role_wait_seconds{role,wait,blocker}",
         "How long the role's work stands still, as of its newest status; 0 while it works. "
         "`blocker` is what the wait ends with, by name where there are few of its kind.",
-        "statuses",
         _waits,
     ),
     gauge(
         "role_overdue_waits{role}",
         "Waits of the role that are beyond their limit: alarms.",
-        "statuses",
         _roles(lambda s: sum(wait.overdue for wait in s.waits)),
     ),
     counter(
         "role_cpu_seconds_total{role,part}",
         "CPU time of the role's process, by what it was spent on.",
-        "statuses",
         _cpu,
     ),
     gauge(
         "role_memory_bytes{role}",
         "Resident memory.",
-        "statuses",
         _roles(lambda s: s.cost.rss_bytes),
     ),
 )
@@ -195,169 +180,141 @@ GROUPS: Final = (
     counter(
         "groups_dispatched_total{purpose}",
         "Groups dispatched, by purpose.",
-        "rounds",
         lambda t: t.dispatched,
     ),
-    gauge("open_groups{purpose}", "Dispatched and not ended.", "rounds", _open_groups),
-    gauge(
-        "queued_requests", "Requests without a place on a worker.", "orchestrator status", _queued
-    ),
+    gauge("open_groups{purpose}", "Dispatched and not ended.", _open_groups),
+    gauge("queued_requests", "Requests without a place on a worker.", _queued),
     counter(
         "groups_ended_total{fate}",
         "Groups by their fate.",
-        "rounds, step committed",
         lambda t: t.fates,
     ),
     counter(
         "siblings_left_over_total{fate}",
         "Siblings that their groups did not wait for: `surplus`, enough others were valid before; "
         "`expired`, their group was open for too long.",
-        "rounds",
         lambda t: t.left_over,
     ),
     counter(
         "stays_ended_total{outcome}",
         "Attempts at requests, of groups that have ended, by how they ended.",
-        "rounds, control",
         lambda t: t.outcomes,
     ),
     counter(
         "moves_total{stage}",
         "Moves that were decided, and requests that workers have let go of.",
-        "move, request released",
         lambda t: t.moves,
     ),
     counter(
         "requests_failed_total{error}",
         "Requests that ended without a trajectory, by error.",
-        "request failed",
         lambda t: t.faults,
     ),
     counter(
         "trajectories_total{finish,valid}",
         "Trajectories in the log, by how they ended and whether their reward is valid.",
-        "trajectories logged",
         lambda t: t.trajectories,
     ),
     counter(
         "trajectories_invalid_total{fault,error}",
         "Those without a valid reward, by whose fault it is (`infrastructure`; `answer`: the task "
         "gave none that is valid; `code`: it raised) and class of error.",
-        "trajectories logged",
         lambda t: {(fault_of(name), name): count for name, count in t.errors.items()},
     ),
     histogram(
         "trajectory_tokens",
         "Sampled tokens of the trajectories in the log.",
-        "trajectories logged",
         lambda t: t.lengths,
     ),
     histogram(
         "staleness_steps",
         "Staleness of the groups that were trained.",
-        "step committed",
         lambda t: t.staleness,
     ),
     counter(
         "groups_beyond_bound_total",
         "Groups that were trained behind their deadline: C3 is broken, which audit proves.",
-        "step committed",
         lambda t: t.late,
     ),
     gauge(
         "staleness_bound_steps",
         "`max_staleness` as it stood at the newest dispatch.",
-        "dispatch",
         lambda t: t.bound,
     ),
 )
 
 TRAINING: Final = (
-    counter("steps_total", "Committed steps.", "step committed", lambda t: t.step_s.observations),
+    counter("steps_total", "Committed steps.", lambda t: t.step_s.observations),
     counter(
         "steps_without_gradient_total",
         "Those of them that updated nothing: no trajectory of the batch had an advantage.",
-        "step committed",
         lambda t: t.without_gradient,
     ),
     histogram(
         "step_seconds",
         "From commit to commit; the first one from the trainer's start.",
-        "step committed",
         lambda t: t.step_s,
     ),
     histogram(
         "step_training_seconds",
         "From the batch decision, or from when the trainer was free, to the commit; parts that "
         "were computed ahead of the decision are no part of it.",
-        "take batch, step committed",
         lambda t: t.training_s,
     ),
     histogram(
         "trainer_wait_seconds",
         "The trainer was free and neither its batch nor a part of it decided, per step.",
-        "take batch, step committed",
         lambda t: t.wait_s,
     ),
     counter(
         "trainer_waited_seconds_total{worker}",
         "The same added up, by the worker that logged the trajectory which came last; `nobody` "
         "where the batch was there.",
-        "take batch, step committed, trajectories logged",
         lambda t: {name: ms / 1000 for name, ms in t.waited_by.items()},
     ),
     counter(
         "trainer_compute_seconds_total",
         "Forward, backward and update.",
-        "step committed",
         lambda t: t.compute_ms / 1000,
     ),
     counter(
         "trainer_ahead_seconds_total",
         "Computing parts of a batch before that was taken, with the reading of their records.",
-        "step committed",
         lambda t: t.ahead_ms / 1000,
     ),
     gauge(
         "trainer_phase{phase}",
         "1 for what the trainer does now.",
-        "trainer status",
         _trainer(lambda s: {s.phase.partition(" ")[0]: 1}),
     ),
     gauge(
         "trainer_cached_records",
         "Trajectories read ahead of their batch.",
-        "trainer status",
         _trainer(lambda s: s.cached_records),
     ),
     gauge(
         "trainer_cached_bytes",
         "Size of the records in the trainer's cache.",
-        "trainer status",
         _trainer(lambda s: s.cached_bytes),
     ),
     counter(
         "batches_refused_total",
         "Batches that the trainer refused.",
-        "batch refused",
         lambda t: t.refused,
     ),
     gauge(
         "step_reward",
         "Mean of the valid rewards of the newest step's batch.",
-        "step committed, trajectories logged",
         lambda t: t.steps[-1].reward if t.steps else None,
     ),
     gauge(
         "step_task_reward{task}",
         "The same of each task with a name.",
-        "step committed, trajectories logged",
         lambda t: dict(t.steps[-1].task_rewards) if t.steps else None,
     ),
     gauge(
         "step_reward_part{task,part}",
         "Mean of each part of these rewards, by task (empty: it has no name).",
-        "step committed, trajectories logged",
         lambda t: {
             (task, part): value
             for task, parts in (t.steps[-1].parts if t.steps else {}).items()
@@ -367,20 +324,17 @@ TRAINING: Final = (
     gauge(
         "step_tokens",
         "Sampled tokens of the newest step's batch.",
-        "step committed, trajectories logged",
         lambda t: t.steps[-1].tokens if t.steps else None,
     ),
     gauge(
         "evaluation_reward{evaluation}",
         "Mean valid reward of the newest evaluation of this name that is complete.",
-        "end, trajectories logged",
         lambda t: {name: one.reward for name, one in t.evaluated.items() if one.reward is not None},
     ),
     gauge(
         "evaluation_figure{evaluation,figure}",
         "Its `mean@k`, `pass@k` and `maj@k`, and the mean of every part of its rewards "
         "(`part/NAME`).",
-        "end, trajectories logged",
         lambda t: {
             (name, figure): value
             for name, one in t.evaluated.items()
@@ -390,45 +344,31 @@ TRAINING: Final = (
     gauge(
         "evaluation_version{evaluation}",
         "The version that this evaluation was of.",
-        "end",
         lambda t: {name: one.version for name, one in t.evaluated.items()},
     ),
     gauge(
         "step_figure{figure}",
         "Every figure of the newest commit: `loss`, `grad_norm`, `entropy`, `truncated`, `kl`, "
         "`clipped_share` and so on.",
-        "step committed",
         lambda t: {} if t.commit is None else t.commit.figures,
     ),
     gauge(
         "step_learning_rate",
         "Learning rate of the newest step, by its schedule.",
-        "step committed",
         lambda t: learning_of({}, t.commit.settings).get("learning_rate") if t.commit else None,
     ),
     gauge(
         "step_effective_sample_ratio",
         "Effective sample size of the newest step's trajectories, (sum w)^2 / (n sum w^2) with w "
         "the mean ratio of each; 1: all weigh the same.",
-        "the step's contributions file",
         lambda t: None if t.contributed is None else t.contributed.effective,
     ),
     gauge(
         "step_logprob_mismatch{staleness}",
         "Mean over the newest step's trajectories of |ln(mean ratio)|, trained policy to sampler, "
         "by staleness.",
-        "the step's contributions file",
         lambda t: {} if t.contributed is None else dict(t.contributed.mismatch),
     ),
 )
 
-SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
-    "The run": RUN,
-    "Every role": ROLES,
-    "Workers": WORKERS,
-    "Groups and trajectories": GROUPS,
-    "Training": TRAINING,
-    "The bus": BUS,
-}
-
-METRICS: Final = tuple(metric for section in SECTIONS.values() for metric in section)
+METRICS: Final = (*RUN, *ROLES, *WORKERS, *GROUPS, *TRAINING, *BUS)

@@ -69,101 +69,85 @@ WORKERS: Final = (
         "workers{version,state}",
         "Workers by the version they host (-1: none) and by state; `left` and `fenced` ones stay "
         "until they join again.",
-        "worker joined, ready, left; assign, drain, fence; statuses",
         _workers,
     ),
     gauge(
         "worker_version{worker}",
         "The version that the worker hosts; -1 before the first.",
-        "worker ready",
         lambda t: {w.name: w.history.hosted for w in t.present()},
     ),
     gauge(
         "worker_slots{worker}",
         "Requests in its running batch at most.",
-        "worker joined",
         lambda t: {w.name: w.history.joined.slots for w in t.present()},
     ),
     gauge(
         "worker_requests{worker,state}",
         "Its requests: `active` ones have a slot, `waiting` ones do not yet; the others need none: "
         "their `environment`, their `reward` or their `agent` is waited for.",
-        "statuses",
         _requests,
     ),
     gauge(
         "worker_calls_open{worker}",
         "Calls of agents that have no answer yet.",
-        "statuses",
         lambda t: {name: status.calls_open for name, status in _heard(t)},
     ),
     gauge(
         "worker_call_open_seconds{worker}",
         "How long the oldest of these had been open when the worker said so; 0 without one.",
-        "statuses",
         lambda t: {name: status.call_open_s for name, status in _heard(t)},
     ),
     gauge(
         "worker_kv_used_tokens{worker}",
         "Tokens in its KV cache.",
-        "statuses",
         lambda t: {name: status.kv_used_tokens for name, status in _heard(t)},
     ),
     gauge(
         "worker_kv_capacity_tokens{worker}",
         "Tokens that fit into its KV cache.",
-        "worker joined",
         lambda t: {w.name: w.history.joined.kv_tokens for w in t.present()},
     ),
     counter(
         "sampled_tokens_total{worker}",
         "Tokens sampled, by all incarnations of the worker; its rate is tokens/s.",
-        "statuses",
         lambda t: {name: one.sampled for name, one in t.workers.items()},
     ),
     counter(
         "prompt_tokens_total{worker,how}",
         "Tokens of prompts (a sequence that goes on is one, too), by all incarnations of the "
         "worker: `computed`, or `reused` from what it had kept of equal beginnings.",
-        "statuses",
         _prompts,
     ),
     counter(
         "episodes_interrupted_total{worker,then}",
         "Episodes that had to take another environment, by all incarnations of the worker: they "
         "started `again` from their prompt, or it was `told` their turns and they went on.",
-        "statuses",
         _episodes,
     ),
     gauge(
         "task_place_failures{worker,task,place}",
         "Failures in a row of a server of a task (`task.url`), or of its processes `here`, that "
         "has not answered since; no sample for one that works.",
-        "statuses",
         _of_places(lambda one: one.failures),
     ),
     gauge(
         "task_place_tries{worker,task,place}",
         "Processes, or connections, that were begun there since the first of these failures.",
-        "statuses",
         _of_places(lambda one: one.tries),
     ),
     gauge(
         "task_place_left_alone{worker,task,place}",
         "1 while nothing is asked of it, 0 while it is tried with one process.",
-        "statuses",
         _of_places(lambda one: float(one.left_alone)),
     ),
     counter(
         "workers_lost_total{how}",
         "Incarnations that left in order, or were fenced.",
-        "worker left, fence",
         lambda t: t.lost,
     ),
     histogram(
         "weights_load_seconds",
         "From an assignment to loaded and checked weights.",
-        "worker ready",
         lambda t: t.load_s,
     ),
 )

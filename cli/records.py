@@ -12,18 +12,17 @@ from typing import Any, Final
 import msgspec
 from rich.cells import cell_len
 
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.claim_check import claimed_bytes, lost_claim
 from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.cli.output import emit_json, emit_line, raise_if_damaged, terminal_columns
 from dora_pipe.core.errors import DoraError, SchemaError, UsageError, printable
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
+from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, decode_control
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
-from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
 from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress, decode_trajectory
 
@@ -59,33 +58,16 @@ def run_rows(root: Path) -> list[dict[str, Any]]:
 
 
 def _run_row(run: OpenRun) -> dict[str, Any]:
-    steps = 0
-    for record in _from(run, run.topics.control, 0, None):
-        if record.value.startswith(b'{"kind":"step-committed"'):
-            steps += 1
+    stats = RunStats(run.topics.run)
+    stats.read(run.bus, run.topics, statuses=False)
     return {
         "run": run.config.run.name,
-        "steps": steps,
+        "steps": stats.done,
         "of": run.config.run.steps,
         "task": ", ".join(one.name or one.kind for one in run.config.tasks),
         "log": run.directory.bus_url(run.config),
-        "state": run_state(run.bus, run.topics),
+        "state": stats.state,
     }
-
-
-def run_state(bus: Bus, topics: Topics) -> str:
-    """Whether a run is over, goes on, or was halted and nobody has resumed it."""
-    halted_from = -1
-    for record in records_of(bus, ends_of(bus, topics.decisions)):
-        if b'"kind":"stop-run"' in record.value:
-            return "finished"
-        if b'"kind":"halt"' in record.value:
-            halted_from = decode_round(record.value).control_next
-    if halted_from < 0:
-        return "open"
-    behind = records_of(bus, ends_of(bus, topics.control), start=halted_from)
-    resumed = any(b'"verb":"resume"' in record.value for record in behind)
-    return "open" if resumed else "halted: most groups fail, see `why`"
 
 
 def topic_rows(run: OpenRun) -> list[dict[str, Any]]:

@@ -156,9 +156,7 @@ _AGENTS: Final = ("trajectories", "calls", "contexts")
 def overview(run: OpenRun) -> Overview:
     """Read the log. Raises BusError, LogTruncated."""
     stats = RunStats(run.topics.run)
-    with closing(stats.follow(run.bus, run.topics)) as follower:
-        while follower.advance():
-            pass
+    stats.read(run.bus, run.topics)
     with closing(run.tables()) as tables:
         waits = summarise(run.bus, run.topics, tables)
         best = best_version(tables, run.config)

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -399,9 +400,23 @@ class RunStats:
         """The round that stops the run was read."""
         return self.account.over
 
-    def follow(self, bus: Bus, topics: Topics) -> LogFollower:
-        """Who tells these numbers all of a log, statuses too."""
-        return LogFollower(bus, topics, self, statuses=self.status, meter=self.meter)
+    @property
+    def state(self) -> str:
+        """Whether the run is finished, open or halted, in words."""
+        if self.over:
+            return "finished"
+        return "halted: most groups fail, see `why`" if self.halted else "open"
+
+    def follow(self, bus: Bus, topics: Topics, *, statuses: bool = True) -> LogFollower:
+        """Return a reader that tells these numbers all of a log."""
+        heard = self.status if statuses else None
+        return LogFollower(bus, topics, self, statuses=heard, meter=self.meter)
+
+    def read(self, bus: Bus, topics: Topics, *, statuses: bool = True) -> None:
+        """Read a log up to its present end. Raises BusError, LogTruncated."""
+        with closing(self.follow(bus, topics, statuses=statuses)) as follower:
+            while follower.advance():
+                pass
 
     def status(self, status: AnyMetrics) -> None:
         """A record of the metrics topic; what an incarnation says that is out is history."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.catalogue.group_history import GroupHistory
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, read_statuses
 from dora_pipe.core.errors import UsageError
@@ -442,9 +441,9 @@ class _Past(RunStats):
         elif self.ended_ns is None:
             super().round(round_, offset)
 
-    def read(self, bus: Bus, topics: Topics) -> None:
+    def read_until(self, bus: Bus, topics: Topics) -> None:
         """Read a log, then the statuses up to the same moment. Raises BusError, LogTruncated."""
-        with closing(LogFollower(bus, topics, self, meter=self.meter)) as follower:
+        with closing(self.follow(bus, topics, statuses=False)) as follower:
             while self.ended_ns is None and follower.advance():
                 pass
         until_ns = self.ended_ns if self.until_ns is None else self.until_ns
@@ -455,14 +454,14 @@ class _Past(RunStats):
 def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> WhyAnswer:
     """Say what the run waits for; `now_ns` is the wall clock. Raises BusError, LogTruncated."""
     present = _Past(topics.run)
-    present.read(bus, topics)
+    present.read_until(bus, topics)
     return answer_of(present, now_ns)
 
 
 def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> WhyAnswer:
     """Say what the run waited for at a moment of the past. Raises what `why_now` raises."""
     past = _Past(topics.run, lambda round_: round_.now_ns > at_ns, at_ns)
-    past.read(bus, topics)
+    past.read_until(bus, topics)
     return answer_of(past, at_ns)
 
 
@@ -476,7 +475,7 @@ def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
         return any(isinstance(one, TakeBatch) and one.step == step for one in round_.decisions)
 
     past = _Past(topics.run, takes)
-    past.read(bus, topics)
+    past.read_until(bus, topics)
     if past.ended_ns is None:
         raise UsageError(
             f"the batch of step {step} has not been taken", hint="see `why` without it"

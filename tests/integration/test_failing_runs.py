@@ -6,7 +6,6 @@ from pathlib import Path
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.bus.port import Append
-from dora_pipe.cli.records import run_state
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.why import why_now
 from dora_pipe.orchestrator.recovery import recover
@@ -15,6 +14,7 @@ from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, Cluster, make_config, reward_by_text
 from tests.support.inline_tasks import InlineTasks
+from tests.support.stats_stage import stats_of
 
 TYPO = "KeyError: 'answr'"
 
@@ -34,7 +34,7 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
         assert state.counters.fates["failed"] < 40
         assert TYPO in state.failures.halted
         assert not state.done
-        assert run_state(cluster.bus, cluster.topics).startswith("halted")
+        assert stats_of(cluster.bus, cluster.topics).state.startswith("halted")
 
         answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
         assert f"STOPPED: {state.failures.halted}" in [*answer.lines()][1]
@@ -53,7 +53,7 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
         cluster.bus.writer().append([Append(topic=cluster.topics.control, value=encode(resume))])
         cluster.start(ORCHESTRATOR)
         cluster.run()
-        assert run_state(cluster.bus, cluster.topics) == "finished"
+        assert stats_of(cluster.bus, cluster.topics).state == "finished"
         report = audit(cluster.bus, cluster.topics, cluster.store.root)
     assert report.holds, [violation.line for violation in report.violations]
     assert report.finished

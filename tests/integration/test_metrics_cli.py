@@ -123,10 +123,10 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
     pages: list[dict[str, float]] = []
 
     class Early(RunStats):
-        def follow(self, bus: Bus, topics: Topics) -> LogFollower:
+        def follow(self, bus: Bus, topics: Topics, *, statuses: bool = True) -> LogFollower:
             if len(clock.slept) < 3:
                 raise TopicMissing("no topic recorded.metrics")
-            return super().follow(bus, topics)
+            return super().follow(bus, topics, statuses=statuses)
 
     def stop() -> bool:
         if exporter.families is not None:

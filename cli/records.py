@@ -62,7 +62,7 @@ def _run_row(run: OpenRun) -> dict[str, Any]:
     stats.read(run.bus, run.topics, statuses=False)
     return {
         "run": run.config.run.name,
-        "steps": stats.done,
+        "steps": stats.version,
         "of": run.config.run.steps,
         "task": ", ".join(one.name or one.kind for one in run.config.tasks),
         "log": run.directory.bus_url(run.config),
